@@ -1,0 +1,3 @@
+"""A pretraining suite: documents to tokens, tokens to a trained model, a model to numbers."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,153 @@
+"""What every section of the config shares: strictness, and the value types of the run file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+
+class Section(BaseModel):
+    """A section of the run file. Unknown keys are errors; values cannot change after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: Any) -> Any:
+        # `eval:` with all its keys commented out is null in YAML and means the defaults to whoever wrote it.
+        return {} if value is None else value
+
+
+@contextmanager
+def record_reads() -> Iterator[set[tuple[type[Section], str]]]:
+    """Collect which keys of which sections are read as attributes while the context is active (for tests).
+
+    Validation, comparison and dumping do not go through attributes, so only uses by the program count.
+    """
+    reads: set[tuple[type[Section], str]] = set()
+
+    def recording(self: Section, name: str) -> Any:
+        if name in type(self).__pydantic_fields__:
+            reads.add((type(self), name))
+        return object.__getattribute__(self, name)
+
+    Section.__getattribute__ = recording  # type: ignore[method-assign, assignment]
+    try:
+        yield reads
+    finally:
+        del Section.__getattribute__
+
+
+_COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([KMBT]?)$")
+_BYTES = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([KMGT]i?)?B)?$")
+_COUNT_SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BYTES_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_count(value: Any) -> Any:
+    """`300`, `1e9`, `2_000_000`, `1.5B` -> int. What is no text or whole float is left to pydantic."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        found = _COUNT.match(value.strip())
+        number = Decimal(found[1].replace("_", "")) * _COUNT_SCALE[found[2]] if found else Decimal("0.5")
+        if number % 1:
+            raise ValueError("must be a whole number, like 300, 2_000_000, 1e9 or 1.5B (K, M, B, T)")
+        return int(number)
+    return value
+
+
+def parse_bytes(value: Any) -> Any:
+    """`4096`, `64MiB`, `1.5GB` -> bytes. What is no text or whole float is left to pydantic."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        found = _BYTES.match(value.strip())
+        number = Decimal("0.5")
+        if found:
+            unit = found[2] or ""
+            number = Decimal(found[1].replace("_", "")) * (1024 if "i" in unit else 1000) ** _BYTES_POWER[unit[:1]]
+        if number % 1:
+            raise ValueError("must be a size in bytes, like 4096, 64MiB or 1.5GB (KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
+        return int(number)
+    return value
+
+
+def absolute(path: Path) -> Path:
+    """Relative to the working directory, `~` expanded; a resolved config must not depend on where it is read."""
+    return Path(os.path.abspath(path.expanduser()))
+
+
+def absolute_glob(pattern: str) -> str:
+    """`absolute` for a path that may have wildcards."""
+    return os.path.abspath(os.path.expanduser(pattern))
+
+
+Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | float | str)]
+"""A whole number; `1e9`, `300B`, `2_000_000` are understood."""
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | float | str)]
+"""A size in bytes; `4MiB`, `1GB` are understood."""
+AbsPath = Annotated[Path, AfterValidator(absolute)]
+"""A path, absolute after loading."""
+AbsGlob = Annotated[str, AfterValidator(absolute_glob)]
+"""A path or glob, absolute after loading."""
+
+_DURATION = re.compile(r"^(.+?)\s*(steps?|tokens?)$")
+
+
+class Duration(Section):
+    """A length of training: `2000 steps` or `10B tokens`."""
+
+    count: Count
+    unit: Literal["steps", "tokens"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, (dict, Duration)):
+            return value
+        found = _DURATION.match(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError("must be a number and a unit, like '2000 steps' or '10B tokens'")
+        return {"count": found[1], "unit": found[2].rstrip("s") + "s"}
+
+    @model_validator(mode="after")
+    def _positive(self) -> Duration:
+        if self.count < 0:
+            raise ValueError("must not be negative")
+        return self
+
+    @model_serializer
+    def _text(self) -> str:
+        return f"{self.count} {self.unit}"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "pattern": r"^.+\s*(steps?|tokens?)$", "examples": ["2000 steps", "10B tokens"]}
+
+    def in_tokens(self, tokens_per_step: int) -> int:
+        """This duration in target tokens, given the tokens of one step."""
+        return self.count if self.unit == "tokens" else self.count * tokens_per_step

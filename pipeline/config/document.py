@@ -1,0 +1,195 @@
+"""YAML files with the line of every value, for messages that say where a mistake is.
+
+The scalars are those of YAML 1.2's core schema: `3e-4` is a number, `yes`, `on` and dates are text, `012` is twelve.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import yaml
+
+from pipeline.config.schema import KeyPath, dotted
+from pipeline.errors import UserError
+
+PLACEHOLDER = "???"
+"""Stands, unquoted, for a value that whoever uses the file has to fill in."""
+
+_CORE: list[tuple[str, str, list[str]]] = [
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+.0123456789"),
+    ),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern, _first in _CORE:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+
+
+def _quote_placeholder(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text == PLACEHOLDER else None)
+
+
+_Dumper.add_representer(str, _quote_placeholder)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written: a file and line, or the command line (no line)."""
+
+    source: str
+    line: int | None = None
+    placeholder: bool = False
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One violation in a run file."""
+
+    place: Place
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.message}"
+
+
+@dataclass
+class Document:
+    """A parsed file: plain values, and the place of each one by key path (the root's is `()`)."""
+
+    source: str
+    value: Any = None
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse(text: str, source: str, *, lines: bool = True) -> Document:
+    """Parse one YAML document.
+
+    Args:
+        text: The document.
+        source: Its name for messages.
+        lines: False where lines mean nothing (a value from the command line).
+
+    Returns:
+        The document; duplicate keys, keys that are not text and unknown tags are among its problems.
+
+    Raises:
+        UserError: The text is no YAML.
+    """
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = Place(source, mark.line + 1 if mark and lines else None)
+        reason = " ".join(str(part) for part in (error.context, error.problem) if part)
+        hint = _hint(text, mark.line if mark else 0)
+        raise UserError(f"{place}: not readable as YAML: {reason}{hint}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+    document = Document(source)
+    document.value = None if node is None else _construct(node, (), source, lines, document, [])
+    document.places.setdefault((), Place(source, 1 if lines else None))
+    return document
+
+
+def render(value: Any) -> str:
+    """Plain values as YAML that `parse` reads back to the same values."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _hint(text: str, line: int) -> str:
+    rows = text.split("\n")
+    row = rows[line] if line < len(rows) else ""
+    if "\t" in row[: len(row) - len(row.lstrip())]:
+        return " (indent with spaces; this line has a tab)"
+    if re.search(r"(?:^|[:\-\[,]\s*)[*&@`%!]", row):
+        return " (put text that begins with one of * & @ ` % ! into quotes)"
+    return ""
+
+
+def _construct(
+    node: yaml.Node, path: KeyPath, source: str, lines: bool, document: Document, above: list[yaml.Node]
+) -> Any:
+    def place_of(node: yaml.Node, **more: Any) -> Place:
+        return Place(source, node.start_mark.line + 1 if lines else None, **more)
+
+    if any(node is ancestor for ancestor in above):
+        raise UserError(f"{place_of(node)}: {dotted(path)}: the alias contains itself")
+    # A value on the lines below its key already has the key's place, which is where a reader would look.
+    if isinstance(node, yaml.ScalarNode) or path not in document.places:
+        placeholder = isinstance(node, yaml.ScalarNode) and node.value == PLACEHOLDER and not node.style
+        document.places[path] = place_of(node, placeholder=placeholder)
+    above = [*above, node]
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+        problem = f"{dotted(path) or 'the file'}: the YAML tag {node.tag} is not understood"
+        document.problems.append(Problem(place_of(node), problem))
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        first: dict[str, Place] = {}
+        for key_node, value_node in node.value:
+            place = place_of(key_node)
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in (
+                "tag:yaml.org,2002:str",
+                "tag:yaml.org,2002:int",
+            ):
+                document.problems.append(Problem(place, f"a key in {dotted(path) or 'the file'} is not text"))
+                continue
+            key = str(key_node.value)
+            if key in mapping:
+                where = dotted((*path, key))
+                document.problems.append(Problem(place, f"{where}: the key is given twice, first in {first[key]}"))
+                continue
+            first[key] = place
+            document.places[(*path, key)] = place
+            mapping[key] = _construct(value_node, (*path, key), source, lines, document, above)
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _construct(item, (*path, index), source, lines, document, above) for index, item in enumerate(node.value)
+        ]
+    return _scalar(node, path, place_of(node), document)
+
+
+def _scalar(node: yaml.Node, path: KeyPath, place: Place, document: Document) -> Any:
+    text: str = node.value
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    try:
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        if kind == "int":
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if kind == "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        if kind == "str":
+            return text
+    except (ValueError, KeyError):
+        document.problems.append(Problem(place, f"{dotted(path)}: {text!r} is no {kind}"))
+        return None
+    document.problems.append(Problem(place, f"{dotted(path)}: the YAML tag {node.tag} is not understood"))
+    return None

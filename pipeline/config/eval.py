@@ -1,0 +1,31 @@
+"""`eval:` and `generate:`: what is measured on a checkpoint, and how text is continued."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pipeline.config.base import Section
+
+
+class EvalConfig(Section):
+    """Held-out evaluation."""
+
+    batch_size: int = Field(default=8, ge=1)
+    """Windows of one forward pass."""
+
+
+class GenerateConfig(Section):
+    """How `pipeline generate`, and the sample at the end of `pipeline run`, continue a prompt."""
+
+    prompt: str = "def "
+    """Text to continue."""
+    max_tokens: int = Field(default=64, ge=1)
+    """Tokens to add at most; generation ends earlier at the end of the document."""
+    temperature: float = Field(default=0.8, ge=0)
+    """Divides the logits; 0 takes the most probable token each time (greedy)."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Draw from the k most probable tokens only."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Draw from the smallest set of tokens whose probability reaches this (nucleus)."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the draws."""

@@ -1,0 +1,284 @@
+"""From a run file on disk to a validated `Config`: includes, overrides, interpolation, validation.
+
+The order: every file of `include:` (depth first), the file itself, then the command line. Sections are merged key by
+key; any other value, lists too, replaces the one before it. Interpolation comes after that, so `${run.dir}` sees an
+override of `run.dir`.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from pydantic import ValidationError
+
+import pipeline
+from pipeline.config.document import PLACEHOLDER, Document, Place, Problem, parse, render
+from pipeline.config.problems import place_of, show, translate
+from pipeline.config.root import Config
+from pipeline.config.schema import KeyPath, dotted
+from pipeline.errors import UserError
+
+COMMAND_LINE = "command line"
+
+
+def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
+    """Load, merge and validate a run file.
+
+    Args:
+        path: The run file, or the name of one that ships with the package (`quickstart.yaml`).
+        overrides: `key.path=value`, the value in YAML; list entries by index (`data.sources.0.weight=2`).
+        values: Values by key path that are taken as they are, after everything else (command line options).
+
+    Returns:
+        The validated config.
+
+    Raises:
+        UserError: Everything that is wrong, in one message with a line for each violation.
+    """
+    path = find(path)
+    documents = list(_documents(path, ()))
+    problems = [problem for document in documents for problem in document.problems]
+    failed: set[KeyPath] = set()
+    plain: Any = {}
+    places: dict[KeyPath, Place] = {(): Place(_shown(path), 1)}
+    for document in documents:
+        problems += _unparsable_interpolations(document.value, document.places, failed)
+        merged = OmegaConf.merge(OmegaConf.create(plain), OmegaConf.create(document.value))
+        plain = OmegaConf.to_container(merged, resolve=False)
+        _overlay(places, document)
+    for override in overrides:
+        problems += _override(plain, places, override, failed)
+    problems += _interpolate(plain, places, failed)
+    for key, value in (values or {}).items():
+        _assign(plain, tuple(key.split(".")), value)
+        places[tuple(key.split("."))] = Place(COMMAND_LINE)
+    for key_path, place in places.items():
+        if place.placeholder and key_path not in failed:
+            failed.add(key_path)
+            problems.append(Problem(place, f"{dotted(key_path)} = {PLACEHOLDER}: fill in a value here"))
+    config: Config | None = None
+    try:
+        config = Config.model_validate(plain)
+    except ValidationError as error:
+        for problem, details in zip(translate(error, Config, plain, places), error.errors(), strict=True):
+            if not any(details["loc"][: len(known)] == known for known in failed):
+                problems.append(problem)
+    if problems or config is None:
+        order = [*(document.source for document in documents), COMMAND_LINE]
+        problems.sort(key=lambda problem: (order.index(problem.place.source), problem.place.line or 0))
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(f"{_shown(path)} has {count}:\n{lines}\nAll keys: docs/config.md; `pipeline config schema`.")
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved whole as YAML that `load` reads back to an equal config."""
+    return render(_escaped(config.model_dump(mode="json")))
+
+
+def find(path: Path) -> Path:
+    """The run file at `path`, or the one that ships with the package under that name.
+
+    Raises:
+        UserError: There is neither; the message names the ones that ship.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a run file (.yaml)")
+    if path.exists():
+        return path
+    names = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
+    folder = packaged_configs()
+    shipped = folder.joinpath(*names)
+    # `..` and absolute paths are the user's own files, never ours.
+    if names and not path.is_absolute() and ".." not in names and shipped.is_file():
+        return shipped
+    known = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.yaml")))
+    raise UserError(f"no run file {path}; write one with `pipeline init DIR`, or use one that ships: {known}")
+
+
+def packaged_configs() -> Path:
+    """The folder of the run files that ship: inside the installed package, or beside it in a checkout."""
+    inside = Path(pipeline.__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(pipeline.__file__).parents[1] / "configs"
+
+
+def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
+    """The files that `path` includes, depth first, then `path`."""
+    name = _shown(path)
+    try:
+        document = parse(path.read_text(encoding="utf-8"), name)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not a UTF-8 text file (byte {error.start})") from None
+    if document.value is None:
+        document.value = {}
+    if not isinstance(document.value, dict):
+        raise UserError(f"{name}:1: a run file is a mapping of sections (run:, data:, model:, ...)")
+    include = document.value.pop("include", None)
+    here = place_of(("include",), document.places)
+    wanted = [include] if isinstance(include, str) else include or []
+    if not isinstance(wanted, list) or not all(isinstance(entry, str) for entry in wanted):
+        raise UserError(f"{here}: include = {show(include)}: must be a file or a list of files")
+    for index, entry in enumerate(wanted):
+        place = place_of(("include", index), document.places)
+        beside = path.parent / Path(entry).expanduser()
+        try:
+            target = find(beside if beside.exists() else Path(entry))
+        except UserError as error:
+            raise UserError(f"{place}: include = {show(entry)}: {error}") from None
+        chain = (*above, path.resolve())
+        if target.resolve() in chain:
+            circle = " -> ".join(_shown(file) for file in (*chain[chain.index(target.resolve()) :], target))
+            raise UserError(f"{place}: include = {show(entry)}: files include each other: {circle}")
+        yield from _documents(target, chain)
+    for key in [key for key in document.places if key[:1] == ("include",)]:
+        del document.places[key]
+    yield document
+
+
+def _shown(path: Path) -> str:
+    """Relative where the file is below the working directory."""
+    absolute = Path(os.path.abspath(path))
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value that is no mapping: lists, then their entries, scalars."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _leaves(below, (*path, key))
+        return
+    yield path, value
+    if isinstance(value, list):
+        for index, below in enumerate(value):
+            yield from _leaves(below, (*path, index))
+
+
+def _overlay(places: dict[KeyPath, Place], document: Document) -> None:
+    """Let the document's places take the place of those whose values it replaced."""
+    replaced = {path for path, _ in _leaves(document.value) if path in places}
+    for old in list(places):
+        if any(old[:depth] in replaced for depth in range(1, len(old) + 1)):
+            del places[old]
+    root = places[()]
+    places.update(document.places)
+    places[()] = root if root.source != document.places[()].source else document.places[()]
+
+
+def _unparsable_interpolations(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:
+    """Find `${` without its end, and take the value out so that merging can go on."""
+    for path, value in list(_leaves(plain)):
+        if isinstance(value, str) and "${" in value:
+            try:
+                OmegaConf.create({"value": value})
+            except GrammarParseError as error:
+                failed.add(path)
+                _assign(plain, path, None)
+                yield Problem(places[path], f"{dotted(path)} = {show(value)}: {_interpolation_error(error)}")
+
+
+def _override(plain: Any, places: dict[KeyPath, Place], override: str, failed: set[KeyPath]) -> Iterator[Problem]:
+    place = Place(COMMAND_LINE)
+    key, equals, text = override.partition("=")
+    path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.strip().split("."))
+    if not equals or "" in path:
+        yield Problem(place, f"{show(override)}: an override has the form key.path=value")
+        return
+    try:
+        document = parse(text, COMMAND_LINE, lines=False)
+    except UserError as error:
+        yield Problem(place, f"{key}: {str(error).removeprefix(f'{COMMAND_LINE}: ')}")
+        return
+    yield from document.problems
+    try:
+        _assign(plain, path, document.value)
+    except LookupError as error:
+        yield Problem(place, f"{key}: {error.args[0]}")
+        return
+    for old in [old for old in places if old[: len(path)] == path]:
+        del places[old]
+    places.update({(*path, *below): at for below, at in document.places.items()})
+    for depth in range(1, len(path)):
+        places.setdefault(path[:depth], place)
+    yield from _unparsable_interpolations(plain, places, failed)
+
+
+def _assign(plain: Any, path: KeyPath, value: Any) -> None:
+    """Set the value at `path`, making the sections on the way; a `LookupError` says why a list has no such entry."""
+    *above, last = path
+    for depth, part in enumerate(above):
+        if isinstance(plain, list):
+            plain = plain[_index(plain, path, depth)]
+            continue
+        key = str(part)
+        if not isinstance(plain.get(key), (dict, list)):
+            plain[key] = {}
+        plain = plain[key]
+    if isinstance(plain, list):
+        plain[_index(plain, path, len(above))] = value
+    else:
+        plain[str(last)] = value
+
+
+def _index(entries: list[Any], path: KeyPath, depth: int) -> int:
+    index = path[depth]
+    if not isinstance(index, int) or index >= len(entries):
+        raise LookupError(f"{dotted(path[:depth])} is a list with the entries 0 to {len(entries) - 1}, not {index}")
+    return index
+
+
+def _interpolate(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:
+    """Replace every `${...}` in place."""
+    root = OmegaConf.create(plain)
+    for path, value in list(_leaves(plain)):
+        if not isinstance(value, str) or "${" not in value:
+            continue
+        try:
+            node: Any = root
+            for part in path:
+                node = node[part]
+            if isinstance(node, (DictConfig, ListConfig)):
+                node = OmegaConf.to_container(node, resolve=True)
+            _assign(plain, path, node)
+        except OmegaConfBaseException as error:
+            failed.add(path)
+            yield Problem(place_of(path, places), f"{dotted(path)} = {show(value)}: {_interpolation_error(error)}")
+
+
+def _interpolation_error(error: OmegaConfBaseException) -> str:
+    text = str(error).split("\n", maxsplit=1)[0]
+    if isinstance(error, GrammarParseError):
+        return "not readable; write ${key.path}, ${oc.env:NAME} or ${sysconfig:NAME}, and \\${ for a plain ${"
+    return text.split("raised while resolving interpolation: ")[-1].strip('"')
+
+
+def _escaped(value: Any) -> Any:
+    """Text with a backslash before every `${`, and those before that doubled: interpolation gives it back."""
+    if isinstance(value, dict):
+        return {key: _escaped(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_escaped(below) for below in value]
+    if isinstance(value, str) and "${" in value:
+        first, *rest = value.split("${")
+        pieces = [first]
+        for piece in rest:
+            slashes = len(pieces[-1]) - len(pieces[-1].rstrip("\\"))
+            pieces[-1] += "\\" * slashes + "\\"
+            pieces.append(piece)
+        return "${".join(pieces)
+    return value
+
+
+def _sysconfig(name: str) -> str:
+    if name not in sysconfig.get_path_names():
+        raise ValueError(f"sysconfig knows the paths {', '.join(sysconfig.get_path_names())}, not {name!r}")
+    return sysconfig.get_path(name)
+
+
+OmegaConf.register_resolver("sysconfig", _sysconfig, replace=True)

@@ -1,0 +1,125 @@
+"""Pydantic's errors as sentences for the author of a run file: where, which key, what value, what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.config.base import Section
+from pipeline.config.document import Place, Problem
+from pipeline.config.schema import KeyPath, dotted, keys, section_at
+
+_ALLOWED = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "path_type": "must be a path",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "model_type": "must be a section, with keys of its own",
+    "model_attributes_type": "must be a section, with keys of its own",
+}
+
+
+def translate(
+    error: ValidationError, root: type[Section], plain: Any, places: Mapping[KeyPath, Place]
+) -> list[Problem]:
+    """One problem for each of pydantic's errors.
+
+    Args:
+        error: What validation raised.
+        root: The section that was validated.
+        plain: The values that were validated.
+        places: Where they were written.
+    """
+    return [_problem(details, root, plain, places) for details in error.errors()]
+
+
+def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
+    """The place of `path`, or of the nearest section above it that was written."""
+    while path not in places:
+        path = path[:-1]
+    return places[path]
+
+
+def show(value: Any) -> str:
+    """A value as it could stand in a run file, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
+def _problem(details: ErrorDetails, root: type[Section], plain: Any, places: Mapping[KeyPath, Place]) -> Problem:
+    path, kind, context = details["loc"], details["type"], details.get("ctx", {})
+    if kind == "extra_forbidden":
+        return Problem(place_of(path, places), f"{dotted(path)}: unknown key{_suggestion(path, root)}")
+    if kind == "missing" and isinstance(path[-1], int):
+        return Problem(place_of(path, places), f"{dotted(path[:-1])}: the list needs another entry")
+    if kind == "missing":
+        return Problem(place_of(path, places), f"{dotted(path)}: required key is missing{_meaning(path, root)}")
+    # Pydantic goes on into values that are one scalar in the file (a duration's count): report what was written.
+    path, value = _written(path, plain)
+    message = str(context.get("error") or details["msg"]).replace("Input should", "must")
+    if kind in _ALLOWED:
+        message = _ALLOWED[kind]
+    elif kind == "literal_error":
+        message = f"must be one of {context['expected'].replace(' or ', ', ')}"
+    elif kind in ("too_short", "too_long"):
+        bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        message = f"must have {bound} entries"
+    shown = (
+        "" if isinstance(value, dict) or (isinstance(value, list) and kind == "value_error") else f" = {show(value)}"
+    )
+    if not path:
+        # A check across sections: its message names the keys, and the first one that was written has a line.
+        named = [tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)]
+        path_named = next((candidate for candidate in named if candidate in places), ())
+        return Problem(place_of(path_named, places), message)
+    return Problem(place_of(path, places), f"{dotted(path)}{shown}: {message}")
+
+
+def _written(path: KeyPath, plain: Any) -> tuple[KeyPath, Any]:
+    for depth, part in enumerate(path):
+        try:
+            plain = plain[part]
+        except (KeyError, IndexError, TypeError):
+            return path[:depth], plain
+    return path, plain
+
+
+def _meaning(path: KeyPath, root: type[Section]) -> str:
+    section = section_at(root, path[:-1])
+    field = section.model_fields.get(str(path[-1])) if section else None
+    if field is None or not field.description:
+        return ""
+    return f" ({' '.join(field.description.split())})"
+
+
+def _suggestion(path: KeyPath, root: type[Section]) -> str:
+    *parents, name = path
+    name = str(name)
+    known = [key.path for key in keys(root)]
+    if "." in name and re.sub(r"\b\d+\b", "N", dotted(path)) in known:
+        return "; in a file, write sections inside each other (dots are for the command line)"
+    section = section_at(root, tuple(parents))
+    siblings = list(section.model_fields) if section else []
+    above = f"{dotted(tuple(parents))}." if parents else ""
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
+        return f"; did you mean {above}{near[0]}?"
+    if elsewhere := [other for other in known if other.split(".")[-1] == name]:
+        return f"; did you mean {' or '.join(elsewhere[:3])}?"
+    last = {other.split(".")[-1]: other for other in reversed(known)}
+    if near := difflib.get_close_matches(name, last, n=1, cutoff=0.75):
+        return f"; did you mean {last[near[0]]}?"
+    return f"; {dotted(tuple(parents)) or 'a run file'} has the keys {', '.join(siblings)}"

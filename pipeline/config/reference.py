@@ -1,0 +1,135 @@
+"""The reference of all keys, generated from the schema: a table a section for `docs/config.md`, and a JSON schema."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import AfterValidator, BeforeValidator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from pipeline.config.base import Duration, Section, absolute_glob, parse_bytes, parse_count
+from pipeline.config.document import render
+from pipeline.config.root import Config
+from pipeline.config.schema import subsection
+from pipeline.data.store import put
+
+BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
+
+_NAMES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true, false", Path: "path"}
+_PARSERS: dict[Any, str] = {parse_count: "whole number", parse_bytes: "size in bytes", absolute_glob: "path or glob"}
+
+
+def json_schema() -> str:
+    """JSON schema of run files as they are written, with `include`."""
+    schema = Config.model_json_schema(mode="validation")
+    schema["title"] = "Run file of the pretraining pipeline"
+    files = {"type": "array", "items": {"type": "string"}}
+    schema["properties"]["include"] = {
+        "description": "Run files that are merged before this one, relative to it.",
+        "anyOf": [{"type": "string"}, files],
+    }
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
+
+
+def markdown(section: type[Section] = Config, path: str = "") -> str:
+    """A heading, the docstring and a table of keys for `section`, then the same for the sections below it."""
+    rows, below = [], []
+    for name, field in section.model_fields.items():
+        found, many = subsection(field.annotation)
+        inner = ".".join(part for part in (path, name, "N" if many else "") if part)
+        cells = [f"`{name}`", allowed(field), default(field), " ".join((field.description or "").split())]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if found is not None:
+            below.append(markdown(found, inner))
+    if not path:
+        # The root's rows would say only that there are sections.
+        return "\n".join(below)
+    text = " ".join((inspect.getdoc(section) or "").split())
+    table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
+    return "\n".join([f"### `{path}`\n", f"{text}\n", *table, "", *below])
+
+
+def allowed(field: FieldInfo) -> str:
+    """The type of a key and the bounds of its value, in words."""
+    section, many = subsection(field.annotation)
+    if section is not None:
+        return "list of sections" if many else "section"
+    return _type(field.annotation, field.metadata)
+
+
+def default(field: FieldInfo) -> str:
+    """The default of a key as it would stand in a run file."""
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    assert value is not PydanticUndefined
+    if isinstance(value, Duration):
+        return f"`{value.count} {value.unit}`"
+    if isinstance(value, Section):
+        return "see below"
+    if value is None:
+        return "none"
+    if allowed(field).startswith("size in bytes"):
+        unit, name = (2**30, "GiB") if value % 2**30 == 0 else (2**20, "MiB")
+        return f"`{value // unit}{name}`"
+    text = json.dumps(value) if isinstance(value, (list, tuple)) else render(value).split("\n")[0]
+    return f"`{text}`"
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return _type(arguments[0], [*annotation.__metadata__, *metadata])
+    if origin in (Union, UnionType):
+        return " or ".join(_type(part, metadata) for part in arguments if part is not NoneType)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is list:
+        return f"list of {_type(arguments[0], [])}" + _bounds(metadata)
+    if origin is tuple:
+        return f"list of {len(arguments)}: " + ", ".join(_type(part, []) for part in arguments)
+    if annotation is Duration:
+        return "duration"
+    parsers = [entry.func for entry in metadata if isinstance(entry, (AfterValidator, BeforeValidator))]
+    name = next((_PARSERS[parser] for parser in parsers if parser in _PARSERS), _NAMES.get(annotation))
+    assert name is not None, f"reference.py does not know the type {annotation}"
+    return name + _bounds(metadata)
+
+
+def _bounds(metadata: list[Any]) -> str:
+    words = []
+    for entry in metadata:
+        if isinstance(entry, Ge):
+            words.append(f"≥ {entry.ge}")
+        elif isinstance(entry, Gt):
+            words.append(f"> {entry.gt}")
+        elif isinstance(entry, Le):
+            words.append(f"≤ {entry.le}")
+        elif isinstance(entry, Lt):
+            words.append(f"< {entry.lt}")
+        elif isinstance(entry, MinLen) and entry.min_length:
+            words.append("not empty")
+        elif isinstance(entry, MaxLen):
+            words.append(f"at most {entry.max_length} long")
+        elif pattern := getattr(entry, "pattern", None):
+            words.append(f"matches `{pattern}`")
+    return f", {', '.join(words)}" if words else ""
+
+
+def page(text: str) -> str:
+    """`docs/config.md` with the generated part replaced."""
+    written, marker, _ = text.partition(BEGIN)
+    assert marker, f"the page has no line {BEGIN}"
+    return f"{written}{BEGIN}\n\n{markdown()}"
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    put(target, page(target.read_text(encoding="utf-8")).encode())

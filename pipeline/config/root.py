@@ -1,0 +1,57 @@
+"""The whole run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import model_validator
+
+from pipeline.config.base import Section
+from pipeline.config.data import DataConfig
+from pipeline.config.eval import EvalConfig, GenerateConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.run import LaunchConfig, RunConfig
+from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.config.train import ResumeConfig, TrainConfig
+
+
+class Config(Section):
+    """A run file after includes, overrides and validation."""
+
+    run: RunConfig
+    """Where the run lives."""
+    launch: LaunchConfig = LaunchConfig()
+    """What its processes use."""
+    data: DataConfig
+    """Documents and datasets."""
+    tokenizer: TokenizerConfig
+    """Tokenizer."""
+    model: ModelConfig
+    """Model."""
+    train: TrainConfig
+    """Training."""
+    resume: ResumeConfig = ResumeConfig()
+    """Resuming."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation."""
+    generate: GenerateConfig = GenerateConfig()
+    """Generation."""
+
+    @model_validator(mode="after")
+    def _together(self) -> Config:
+        rows = self.model.max_positions
+        if self.model.positions == "learned" and rows is not None and rows < self.train.sequence_length:
+            raise ValueError(
+                f"model.max_positions {rows} is less than train.sequence_length {self.train.sequence_length}"
+            )
+        return self
+
+    @property
+    def data_dir(self) -> Path:
+        """Folder of the datasets."""
+        return self.data.dir or self.run.dir / "data"
+
+    @property
+    def max_positions(self) -> int:
+        """Rows of a learned position embedding."""
+        return self.model.max_positions or self.train.sequence_length

@@ -1,0 +1,40 @@
+"""`tokenizer:`: load one, or train one from the sources."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import AbsPath, Bytes, Section
+
+
+class TokenizerTrainConfig(Section):
+    """Train a byte-level BPE tokenizer on the documents of the training split."""
+
+    vocab_size: int = Field(default=32768, ge=257)
+    """Entries, special tokens included."""
+    min_frequency: int = Field(default=2, ge=1)
+    """A pair is merged only if it occurs this often."""
+    max_bytes: Bytes = Field(default=256 * 2**20, ge=1)
+    """Train on a keyed sample of the documents of about this many bytes of text in all."""
+
+
+class TokenizerConfig(Section):
+    """Exactly one of `path` and `train`."""
+
+    path: AbsPath | None = None
+    """A `tokenizer.json` of the `tokenizers` library, or a folder that has one."""
+    train: TokenizerTrainConfig | None = None
+    """Train a tokenizer instead of loading one."""
+    end_of_document: str = Field(default="<|endoftext|>", min_length=1)
+    """The special token that closes every document. A loaded tokenizer must have it."""
+    special_tokens: list[str] = Field(default_factory=list)
+    """Further special tokens. A trained tokenizer gets them after `end_of_document`; a loaded one must have them."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> TokenizerConfig:
+        if (self.path is None) == (self.train is None):
+            raise ValueError("give exactly one of tokenizer.path (load) and tokenizer.train (train one)")
+        names = [self.end_of_document, *self.special_tokens]
+        if len(set(names)) != len(names):
+            raise ValueError(f"special tokens must differ from each other, got {names}")
+        return self

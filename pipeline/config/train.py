@@ -1,0 +1,137 @@
+"""`train:` and `resume:`: steps, batches, optimizer, schedule, precision, validation, checkpoints, metrics."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import Duration, Section
+
+
+class OptimizerConfig(Section):
+    """AdamW with decoupled weight decay on matrices only (embedding included; norms and biases are spared)."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decay of matrices."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled so that their global L2 norm is at most this."""
+
+    @model_validator(mode="after")
+    def _betas(self) -> OptimizerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        return self
+
+
+class ScheduleConfig(Section):
+    """Learning rate over the run: warm-up from zero, then one of four shapes down to min_ratio * lr."""
+
+    type: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """`wsd`: constant after the warm-up, then a linear decay over the last `decay`."""
+    warmup: Duration = Duration(count=0, unit="steps")
+    """Linear warm-up, in steps or tokens."""
+    decay: Duration | None = None
+    """wsd: length of the final decay, in steps or tokens."""
+    min_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The learning rate at the end, relative to the peak."""
+
+    @model_validator(mode="after")
+    def _decay(self) -> ScheduleConfig:
+        if (self.type == "wsd") != (self.decay is not None):
+            raise ValueError("schedule.decay goes with type: wsd, and wsd needs it")
+        return self
+
+
+class LossConfig(Section):
+    """Terms and masks of the training loss."""
+
+    z_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the mean squared log-partition function (PaLM)."""
+    mask_document_start: bool = False
+    """Do not train on the first token of a document, which has nothing of its document before it."""
+
+
+class PrecisionConfig(Section):
+    """Number formats. Master weights, gradients' reduction and optimizer states are fp32 always."""
+
+    compute: Literal["fp32", "bf16"] = "bf16"
+    """Parameters and activations in forward and backward."""
+
+
+class ValidationConfig(Section):
+    """Loss on a fixed sample of the held-out split while training."""
+
+    every_steps: int = Field(default=500, ge=1)
+    """Validate after each so many steps, and at the end."""
+    samples: int = Field(default=64, ge=0)
+    """Windows of the held-out split, the same ones each time; 0 turns validation off."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and how many stay."""
+
+    every_steps: int = Field(default=500, ge=1)
+    """Save after each so many steps, and at the end."""
+    keep: int = Field(default=2, ge=1)
+    """Keep the newest so many."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases. The API key comes from the environment, never from here."""
+
+    project: str
+    """Project to log to."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to the run folder only."""
+
+
+class MetricsConfig(Section):
+    """Where numbers go besides metrics.jsonl, which is always written."""
+
+    log_every_steps: int = Field(default=10, ge=1)
+    """A line on the terminal for each so many steps (metrics.jsonl has every step)."""
+    tensorboard: bool = True
+    """Write TensorBoard event files to `tensorboard` in the run folder."""
+    wandb: WandbConfig | None = None
+    """Log to Weights & Biases (needs the extra `wandb`)."""
+
+
+class TrainConfig(Section):
+    """The training stage."""
+
+    duration: Duration
+    """How long to train, in steps or target tokens. It may be raised later: the data's order does not depend on it."""
+    sequence_length: int = Field(default=2048, ge=1)
+    """Tokens of a window."""
+    batch_size: int = Field(default=32, ge=1)
+    """Windows of a step, over all ranks."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Windows of one forward and backward on one rank; the rest is accumulated. By default batch_size."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning rate schedule."""
+    loss: LossConfig = LossConfig()
+    """Loss."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+    validation: ValidationConfig = ValidationConfig()
+    """Validation while training."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics."""
+
+
+class ResumeConfig(Section):
+    """What a resumed run may differ in from its checkpoint."""
+
+    allow: list[Literal["data", "tokenizer", "model", "code"]] = Field(default_factory=list)
+    """Differences to accept, by name; each is otherwise an error that shows what differs."""

@@ -1,0 +1,40 @@
+"""Errors that a user can act on, and the exit codes that schedulers and scripts read.
+
+Source of the codes: `docs/training.md`, "How a run ends".
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_OTHER = 1
+EXIT_REFUSED = 2
+EXIT_STOPPED = 75
+EXIT_NUMERICAL = 77
+
+
+class UserError(ValueError):
+    """A mistake in the config, the data or the machine that the user can mend.
+
+    The message names the key or file, the value, what is allowed and what to do next; the command line prints it
+    without a traceback and leaves with `exit_code`.
+    """
+
+    exit_code = EXIT_REFUSED
+
+
+class NumericalError(UserError):
+    """Training produced a loss or gradient that is not finite and the policy is to stop."""
+
+    exit_code = EXIT_NUMERICAL
+
+
+class Stopped(Exception):
+    """A stop was asked for (signal, `stop` file) and everything needed to go on has been saved."""
+
+    exit_code = EXIT_STOPPED
+
+
+class StorageError(UserError):
+    """The disk is full or cannot be written; nothing that was committed is lost."""
+
+    exit_code = EXIT_OTHER
