@@ -1,0 +1,167 @@
+"""The order in which sources take turns: stride scheduling in exact integers, at any position without a scan.
+
+Source k has an integer weight w_k, all weights summing to 2**32, and an offset v_k. Its m-th sample is due at the
+virtual time (m * 2**32 + v_k) / w_k. The order of the run is all samples by due time, ties by the source's name. One
+sample is due per unit of virtual time on average, so a position's time is close to the position itself, and the samples
+around it are enumerated from there.
+
+Source of the idea: C. Waldspurger and W. Weihl, "Stride scheduling" (1995). `docs/sampler.md` has the bounds and their
+proofs. Everything here is part of order_version 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from pipeline.data.hashing import key
+from pipeline.data.permutation import IntArray
+from pipeline.errors import UserError
+
+UNIT = 2**32
+"""Sum of the integer weights."""
+_UNLIMITED = 2**127
+_MAX_COUNT = 2**30
+
+
+def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
+    """Weights as integers that sum to 2**32, by the method of largest remainder; by name.
+
+    Floats stand for the shortest decimal that denotes them, so 0.1 and 0.3 are exactly 1 to 3. Ties go to the name that
+    sorts first.
+
+    Args:
+        weights: Positive numbers by source; their order does not matter.
+
+    Raises:
+        UserError: A source's share of the whole is too small to get an integer.
+    """
+    exact = {name: Fraction(repr(weight)) for name, weight in sorted(weights.items())}
+    total = sum(exact.values())
+    if total <= 0 or min(exact.values()) < 0:
+        raise UserError(f"weights of the sources must be positive numbers, got {dict(weights)}")
+    ideal = {name: weight * UNIT / total for name, weight in exact.items()}
+    result = {name: int(share) for name, share in ideal.items()}
+    by_remainder = sorted(ideal, key=lambda name: (result[name] - ideal[name], name))
+    for name in by_remainder[: UNIT - sum(result.values())]:
+        result[name] += 1
+    for name, integer in result.items():
+        if integer == 0:
+            raise UserError(
+                f"source {name!r} has weight {weights[name]:g} of {float(total):g} in all, less than the smallest "
+                f"share of a blend, 1 in {UNIT:,}: raise its weight in data.sources or leave the source out"
+            )
+    return result
+
+
+def keyed_offset(seed: int, name: str) -> int:
+    """v_k at the start of a run: in [0, 2**32), so that equal weights do not move in lockstep."""
+    return key("offset", seed, name) % UNIT
+
+
+class Order:
+    """Position -> (source, number of the draw from that source).
+
+    Args:
+        names: Names of the sources, all different, in any order: results index this list, but which sample comes when
+            does not depend on it.
+        weights: Positive integers that sum to 2**32.
+        offsets: v_k >= 0.
+        caps: Samples that each source has; None for no limit. An exhausted source drops out and the others go on in
+            their relative order. No caps at all by default.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[int],
+        offsets: Sequence[int],
+        caps: Sequence[int | None] | None = None,
+    ) -> None:
+        assert len(set(names)) == len(names) == len(weights) == len(offsets)
+        assert sum(weights) == UNIT and min(weights) > 0 and min(offsets) >= 0
+        self.names = list(names)
+        self._weights = list(weights)
+        self._offsets = list(offsets)
+        self._caps = [_UNLIMITED if cap is None else cap for cap in caps or [None] * len(names)]
+        self._capacity = sum(self._caps)
+        self._name_rank = np.argsort(np.argsort(np.array(self.names)))
+
+    def at(self, start: int, count: int) -> tuple[IntArray, IntArray]:
+        """The samples at positions [start, start + count) of the blend.
+
+        The time to find `start` grows with the number of sources, hardly with the position, so ask for blocks of 1,024
+        and more.
+
+        Args:
+            start: First position, 0 or more.
+            count: Number of positions, below 2**30.
+
+        Returns:
+            sources [count]: index into `names`.
+            draws [count]: how many samples of that source come before.
+
+        Raises:
+            UserError: All sources are exhausted before the last position.
+        """
+        assert start >= 0 and 0 <= count < _MAX_COUNT
+        if start + count > self._capacity:
+            raise UserError(
+                f"all sources are exhausted at sample {self._capacity:,} of the run, but {start + count:,} samples are "
+                "needed: shorten train.duration, add sources, or let a source repeat"
+            )
+        if count == 0:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        # All draws due in the integer interval [begin, end) of virtual time, which covers the positions asked for.
+        begin, end = self._time(start), self._time(start + count - 1) + 1
+        before, until = self._due_before(begin), self._due_before(end)
+        active = [k for k in range(len(self.names)) if until[k] > before[k]]
+        drawn = np.array([until[k] - before[k] for k in active])
+        # Due times relative to `begin`: (d * 2**32 + residue_k) / w_k for the d-th draw of k in the interval.
+        residues = [before[k] * UNIT + self._offsets[k] - begin * self._weights[k] for k in active]
+        row = np.repeat(np.arange(len(active)), drawn)
+        d = np.arange(row.size) - np.repeat(np.cumsum(drawn) - drawn, drawn)
+        progress = d.astype(np.uint64) * np.uint64(UNIT) + np.array(residues, np.uint64)[row]
+        weight = np.array([self._weights[k] for k in active], np.uint64)[row]
+        whole, rest = np.divmod(progress, weight)
+        # 64 binary digits of rest / weight. Two such fractions that differ, differ by at least 1 / (w * w') >= 2**-64,
+        # so comparing the digits compares the fractions exactly.
+        high, rest = np.divmod(rest << np.uint64(32), weight)
+        fraction = (high << np.uint64(32)) | ((rest << np.uint64(32)) // weight)
+        source = np.array(active)[row]
+        chosen = np.lexsort((self._name_rank[source], fraction, whole))
+        chosen = chosen[start - sum(before) :][:count]
+        return source[chosen], (d + np.array([before[k] for k in active])[row])[chosen]
+
+    def counts(self, position: int) -> list[int]:
+        """Samples of each source among the first `position` ones, exactly; in the order of `names`."""
+        if position == 0:
+            return [0] * len(self.names)
+        # The time of the last sample, not of the next one: there may be no next one.
+        before = self._due_before(self._time(position - 1))
+        source, _ = self.at(sum(before), position - sum(before))
+        return [b + int(n) for b, n in zip(before, np.bincount(source, minlength=len(before)), strict=True)]
+
+    def _due_before(self, time: int) -> list[int]:
+        """Samples of each source due strictly before an integer time: ceil((t * w - v) / 2**32) within [0, cap]."""
+        return [
+            min(max(-((v - time * w) // UNIT), 0), cap)
+            for w, v, cap in zip(self._weights, self._offsets, self._caps, strict=True)
+        ]
+
+    def _time(self, position: int) -> int:
+        """The largest integer time before which at most `position` samples are due."""
+        sources = len(self.names)
+        # Without caps each source is less than one sample ahead of its share; caps only take samples away.
+        low, high = max(0, position - sources), position + sources + 1
+        while sum(self._due_before(high)) <= position:
+            low, high = high, high + 2 * (high - low)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if sum(self._due_before(middle)) <= position:
+                low = middle
+            else:
+                high = middle
+        return low

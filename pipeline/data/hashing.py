@@ -1,0 +1,48 @@
+"""Hashes and keys. Everything that must be the same on every machine and in every run goes through here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+CHUNK_BYTES = 2**24
+"""Files are hashed and checked in pieces of this size."""
+
+
+def key(*parts: str | int) -> int:
+    """A 64-bit key from a seed and what it is for, like `key(seed, "documents", unit_identity)`."""
+    return xxhash.xxh3_64_intdigest(orjson.dumps(parts))
+
+
+def value_hash(value: Any) -> str:
+    """xxh3-128 of a JSON value, independent of the order of keys."""
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
+
+
+def file_hash(path: Path) -> int:
+    """xxh3-64 of a file's bytes."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.intdigest()
+
+
+def keyed_order(count: int, key: int) -> npt.NDArray[np.int64]:
+    """A permutation of [0, count) that depends on `key` alone.
+
+    Sorts the numbers by the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of number + key. That is a bijection of
+    64 bits, so there are no ties, and no library's random generator decides the order.
+
+    Returns:
+        int64 of shape (count,): what stands at each place.
+    """
+    z = np.arange(count, dtype=np.uint64) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(z ^ (z >> np.uint64(31))).astype(np.int64, copy=False)
