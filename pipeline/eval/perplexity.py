@@ -1,0 +1,153 @@
+"""Held-out loss of a checkpoint: every token of every held-out split once, by source and together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config import Config
+from pipeline.console import progress
+from pipeline.data import store
+from pipeline.data.heldout import HeldOut
+from pipeline.errors import UserError
+from pipeline.train.setup import load_for_inference
+from pipeline.train.trainer import open_heldout
+from pipeline.train.validation import HeldOutLoss, heldout_loss
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss on some held-out text, in its usual dresses."""
+
+    documents: int
+    targets: int
+    """Tokens scored; the end-of-document token that closes each document is one of them."""
+    text_bytes: int
+    """UTF-8 bytes of the documents' text."""
+    loss: float
+    """Nats a token."""
+    perplexity: float
+    """exp(loss), a token."""
+    bits_per_byte: float
+    """All bits spent, those for the ends of documents included, over the bytes of the text."""
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Held-out loss of one checkpoint."""
+
+    step: int
+    data: dict[str, str]
+    """Source -> fingerprint of its held-out split."""
+    sources: dict[str, Score]
+    blended: Score
+    """All sources together, weighted by their tokens."""
+
+
+def score(loss: HeldOutLoss, documents: int, text_bytes: int) -> Score:
+    """From a summed loss to what people compare."""
+    return Score(
+        documents=documents,
+        targets=loss.targets,
+        text_bytes=text_bytes,
+        loss=loss.mean,
+        # Beyond exp(700) a float has no more to say.
+        perplexity=math.exp(min(loss.mean, 700.0)),
+        bits_per_byte=loss.nats / math.log(2) / text_bytes if text_bytes else math.nan,
+    )
+
+
+def evaluate(config: Config, checkpoint: int | None = None, console: Console | None = None) -> EvalReport:
+    """Score a checkpoint on the whole held-out split; the result is also written to `eval/` in the run folder.
+
+    Args:
+        config: resolved config.
+        checkpoint: step of the checkpoint, by default the latest one.
+        console: where to print.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, or nothing held out.
+    """
+    console = console or Console()
+    splits = {name: split for name, split in open_heldout(config).items() if len(split)}
+    if not splits:
+        raise UserError(
+            f"nothing is held out (data.heldout is {config.data.heldout}); "
+            "raise it, or add sources with more documents, and preprocess into a new data.dir"
+        )
+    setup, model, found = load_for_inference(config, checkpoint)
+    losses: dict[str, HeldOutLoss] = {}
+    for name, split in splits.items():
+        with progress(console, f"eval {name}", len(split)) as advance:
+            losses[name] = heldout_loss(
+                model,
+                split,
+                range(len(split)),
+                batch_size=config.eval.batch_size,
+                document_attention=config.model.document_attention,
+                device=setup.device,
+                advance=advance,
+            )
+    report = EvalReport(
+        step=found.step,
+        data={name: split.dataset.fingerprint for name, split in splits.items()},
+        sources={name: _score_of(losses[name], [splits[name]]) for name in splits},
+        blended=_score_of(sum(losses.values(), HeldOutLoss(0.0, 0)), list(splits.values())),
+    )
+    path = report_path(config, found.step)
+    path.parent.mkdir(exist_ok=True)
+    store.put_json(path, asdict(report))
+    console.print(_table(report))
+    console.print(f"written to {path}", highlight=False)
+    return report
+
+
+def report_path(config: Config, step: int) -> Path:
+    """Where the evaluation of a checkpoint is kept."""
+    return config.run.dir / "eval" / f"step-{step:08d}.json"
+
+
+def read_report(config: Config, step: int) -> EvalReport | None:
+    """The evaluation of a step, if it was made on the held-out data as it is now."""
+    path = report_path(config, step)
+    if not path.exists():
+        return None
+    value: dict[str, Any] = store.get_json(path)
+    data = {name: split.dataset.fingerprint for name, split in open_heldout(config).items() if len(split)}
+    if value["data"] != data:
+        return None
+    return EvalReport(
+        value["step"],
+        value["data"],
+        {name: Score(**row) for name, row in value["sources"].items()},
+        Score(**value["blended"]),
+    )
+
+
+def _score_of(loss: HeldOutLoss, splits: list[HeldOut]) -> Score:
+    documents = sum(split.dataset.documents for split in splits)
+    return score(loss, documents, sum(split.dataset.text_bytes for split in splits))
+
+
+def _table(report: EvalReport) -> Table:
+    table = Table("source", title=f"held-out loss at step {report.step}", title_justify="left")
+    for column in ("documents", "tokens", "loss", "perplexity", "bits per byte"):
+        table.add_column(column, justify="right")
+    rows = dict(report.sources)
+    if len(rows) > 1:
+        rows["all"] = report.blended
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            f"{row.documents:,}",
+            f"{row.targets:,}",
+            f"{row.loss:.4f}",
+            f"{row.perplexity:,.2f}",
+            f"{row.bits_per_byte:.4f}",
+        )
+    return table

@@ -1,0 +1,94 @@
+"""The end of `pipeline run`: what went in, what came out, and what to do next. Also as `summary.json`."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config import Config
+from pipeline.data import store
+from pipeline.data.dataset import Dataset
+from pipeline.data.preprocess import dataset_folder, run_tokenizer
+from pipeline.eval.perplexity import EvalReport
+from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
+from pipeline.eval.text import continue_prompt
+from pipeline.train.run_folder import read_metrics
+
+
+def summarize(config: Config, report: EvalReport, seconds: dict[str, float], console: Console) -> dict[str, Any]:
+    """Collect the figures of a finished run and write `summary.json`; a summary of the same figures is reused.
+
+    Args:
+        config: resolved config.
+        report: evaluation of the last checkpoint.
+        seconds: wall time by stage, over all attempts.
+        console: where the generated continuation is printed.
+    """
+    path = config.run.dir / "summary.json"
+    train, heldout = (
+        [Dataset.open(dataset_folder(config, s, split)) for s in config.data.sources] for split in ("train", "heldout")
+    )
+    rows = [row for row in read_metrics(config.run.dir) if "loss" in row]
+    everything = train + heldout
+    figures: dict[str, Any] = {
+        "documents": sum(dataset.documents for dataset in everything),
+        "tokens": sum(dataset.tokens for dataset in everything),
+        "bytes": sum(dataset.text_bytes for dataset in everything),
+        "steps": report.step,
+        "trained_tokens": rows[-1]["tokens"],
+        "loss_first": rows[0]["loss"],
+        "loss_last": rows[-1]["loss"],
+        "heldout_loss": report.blended.loss,
+        "perplexity": report.blended.perplexity,
+        "bits_per_byte": report.blended.bits_per_byte,
+    }
+    if path.exists():
+        before = store.get_json(path)
+        if all(before.get(key) == value for key, value in figures.items()):
+            return dict(before)
+    tokenizer = run_tokenizer(config)
+    figures["unigram_bits_per_byte"] = unigram_bits_per_byte(train, heldout, tokenizer.vocab_size)
+    figures["zstd_bits_per_byte"] = zstd_bits_per_byte(heldout, tokenizer)
+    figures["seconds"] = seconds
+    figures["prompt"] = config.generate.prompt
+    figures["continuation"] = continue_prompt(config, report.step, console)
+    store.put_json(path, figures)
+    return figures
+
+
+def show(config: Config, summary: dict[str, Any], console: Console) -> None:
+    """Print the summary and three commands to try next."""
+    zstd = summary["zstd_bits_per_byte"]
+    table = Table(title=f"summary of {config.run.dir}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    table.add_row("documents", f"{summary['documents']:,}")
+    table.add_row(
+        "tokens", f"{summary['tokens']:,}", f"{summary['trained_tokens']:,} trained on in {summary['steps']:,} steps"
+    )
+    table.add_row(
+        "bytes per token", f"{summary['bytes'] / summary['tokens']:.2f}", f"{summary['bytes']:,} bytes of text"
+    )
+    table.add_row("training loss", f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "first and last step")
+    table.add_row("held-out loss", f"{summary['heldout_loss']:.4f}", "nats a token")
+    table.add_row("perplexity", f"{summary['perplexity']:.2f}", "a token")
+    table.add_row("bits per byte", f"{summary['bits_per_byte']:.3f}", "this model")
+    table.add_row("", f"{summary['unigram_bits_per_byte']:.3f}", "unigram model of the tokens")
+    table.add_row("", "-" if zstd is None else f"{zstd:.3f}", "zstd -19, documents concatenated")
+    for stage, seconds in summary["seconds"].items():
+        table.add_row(f"{stage} time", f"{seconds:.1f} s")
+    console.print(table)
+    console.print(f"run folder: {config.run.dir} (these figures: summary.json)", highlight=False, soft_wrap=True)
+    file = shlex.quote(str(config.run.dir / "config.yaml"))
+    data = shlex.quote(str(dataset_folder(config, config.data.sources[0], "train")))
+    console.print("try next:", highlight=False)
+    for command in (
+        f"pipeline generate {file} --prompt 'class Parser'",
+        f"pipeline data inspect {data}",
+        f"pipeline run {file} train.duration='{2 * summary['steps']} steps'",
+    ):
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)

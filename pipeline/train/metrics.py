@@ -1,0 +1,187 @@
+"""Numbers out of the loop: metrics.jsonl always, TensorBoard and W&B if asked, a bar or plain lines on the terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import orjson
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipeline.config.train import MetricsConfig
+from pipeline.errors import UserError
+
+# Dense bf16 peaks in FLOP/s as the vendor states them. A device that is not here has no MFU.
+_PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+
+
+def peak_flops(device: torch.device, compute: str) -> float | None:
+    """Dense peak of the device in the compute dtype, or None where it is not known."""
+    if device.type != "cuda" or compute != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+class Sink(Protocol):
+    """Somewhere that scalars go."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One row of metrics; `step` is in it."""
+
+    def close(self) -> None:
+        """Flush."""
+
+
+class JsonLines:
+    """Append a line a row. A line that a crash cut short is closed, so that the next one stands alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab+", buffering=0)
+        if self._file.seek(0, os.SEEK_END) > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, row: dict[str, Any]) -> None:
+        # One write call a line: a kill leaves whole lines, but for the last.
+        self._file.write(orjson.dumps(row) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars of a row under the same names as in metrics.jsonl, nested ones with a slash."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, row: dict[str, Any]) -> None:
+        for name, value in flat(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases. One W&B run a run folder, over all attempts."""
+
+    def __init__(self, config: MetricsConfig, run_folder: Path, resolved: dict[str, Any]) -> None:
+        assert config.wandb is not None
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "train.metrics.wandb is set, but wandb is not installed: pip install 'pretraining-pipeline[wandb]'"
+            ) from error
+        id_file = run_folder / "wandb-id"
+        if not id_file.exists():
+            id_file.write_text(wandb.util.generate_id())
+        self._run = wandb.init(
+            project=config.wandb.project,
+            mode=config.wandb.mode,
+            name=run_folder.name,
+            dir=str(run_folder),
+            id=id_file.read_text(),
+            resume="allow",
+            config=resolved,
+        )
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._run.log(flat(row), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a row, nested keys joined by slashes; hashes and other texts are left out."""
+    numbers: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            numbers |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
+            numbers[prefix + name] = value
+    return numbers
+
+
+class Terminal:
+    """A progress bar on a terminal; elsewhere a plain line for each `every` steps."""
+
+    def __init__(self, console: Console, first: int, total: int, every: int) -> None:
+        self._console = console
+        self._every = every
+        self._total = total
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("train", total=total, completed=first, numbers="")
+            self._progress.start()
+
+    def write(self, row: dict[str, Any]) -> None:
+        if "loss" not in row:
+            return
+        numbers = (
+            f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+            f"{row['tokens_per_second']:,.0f} tok/s"
+        )
+        if "mfu" in row:
+            numbers += f"  mfu {row['mfu']:.1%}"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["step"], numbers=numbers)
+        elif row["step"] % self._every == 0 or row["step"] == self._total:
+            self.say(f"step {row['step']:>{len(str(self._total))}}/{self._total}  {numbers}")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class Metrics:
+    """All sinks of a run. A context manager: they are closed however the run ends."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except OSError as failure:  # a full disk, which the run itself has reported or will
+                logging.getLogger(__name__).warning("closing %s: %s", type(sink).__name__, failure)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Hand a row to every sink."""
+        for sink in self._sinks:
+            sink.write(row)

@@ -1,0 +1,128 @@
+"""Causal grouped-query attention, its masks and its cache for generation.
+
+Shapes: B batch, S positions, T keys (S, or more with a cache), D width, H query heads, K key and value heads, E head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.train.model.config import AttentionSpec
+from pipeline.train.model.norm import build_norm
+from pipeline.train.model.rope import apply_rope
+
+
+class KVCache:
+    """Keys and values of the positions so far, [B, T, K, E] each; empty at first."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds new positions; returns all of them."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), dim=1), torch.cat((self.values, values), dim=1)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+@dataclass
+class Context:
+    """What the blocks of one forward pass are told besides their input.
+
+    The caller gives the first three; the decoder adds, once and not in every layer, what follows from them.
+
+    Attributes:
+        bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
+            sequence is one document.
+        positions_BS: Position of every token, for the position embedding. None: they restart at every bound, or go on
+            from what the states hold.
+        states: One cache a layer, for generation. Not together with bounds.
+        rope: cos and sin of the positions, if they are rotary.
+        masks: By window, what `attention_mask` returns.
+    """
+
+    bounds_BS: Tensor | None = None
+    positions_BS: Tensor | None = None
+    states: Sequence[KVCache] | None = None
+    rope: tuple[Tensor, Tensor] | None = None
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+
+def attention_mask(
+    bounds_BS: Tensor | None, window: int | None, queries: int, keys: int, device: torch.device
+) -> Tensor | None:
+    """Which keys a query sees, bool [B or 1, 1, S, T]: bounds[q] <= k <= q and k > q - window.
+
+    The queries are the last of the keys. None where causality alone says the same: the kernel needs no mask then.
+    """
+    if bounds_BS is None and (window is None or window >= keys) and queries in (1, keys):
+        return None
+    q_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    k_T = torch.arange(keys, device=device)
+    mask = (k_T <= q_S1)[None]
+    if bounds_BS is not None:
+        mask = mask & (k_T >= bounds_BS[:, :, None])
+    if window is not None:
+        mask = mask & (k_T > q_S1 - window)
+    return mask[:, None]
+
+
+class Attention(nn.Module):
+    """Scaled dot-product attention over `kv_heads` shared keys and values (Ainslie et al. 2023).
+
+    With `qk_norm` queries and keys are normalized a head before the rotary embedding (Qwen3).
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.wq = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wk = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wv = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wo = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=spec.output_bias)
+        if spec.qk_norm is not None:
+            self.q_norm = build_norm(spec.qk_norm, spec.head_dim)
+            self.k_norm = build_norm(spec.qk_norm, spec.head_dim)
+
+    def new_state(self) -> KVCache:
+        """An empty cache for generation."""
+        return KVCache()
+
+    def forward(self, x_BSD: Tensor, context: Context, state: KVCache | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        spec = self.spec
+        q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, spec.head_dim))
+        k_BTKE = self.wk(x_BSD).unflatten(-1, (-1, spec.head_dim))
+        v_BTKE = self.wv(x_BSD).unflatten(-1, (-1, spec.head_dim))
+        if spec.qk_norm is not None:
+            q_BSHE, k_BTKE = self.q_norm(q_BSHE), self.k_norm(k_BTKE)
+        if context.rope is not None:
+            q_BSHE, k_BTKE = apply_rope(q_BSHE, *context.rope), apply_rope(k_BTKE, *context.rope)
+        if state is not None:
+            k_BTKE, v_BTKE = state.append(k_BTKE, v_BTKE)
+        mask = context.masks[spec.window]
+        out_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2),
+            k_BTKE.transpose(1, 2),
+            v_BTKE.transpose(1, 2),
+            attn_mask=mask,
+            # A single query is the last position and sees every key.
+            is_causal=mask is None and q_BSHE.shape[1] > 1,
+            scale=spec.scale,
+            enable_gqa=spec.heads != spec.kv_heads,
+        )
+        out_BSD: Tensor = self.wo(out_BHSE.transpose(1, 2).flatten(2))
+        return out_BSD

@@ -1,0 +1,72 @@
+"""Floating-point operations and parameters of a decoder, counted from its layers."""
+
+from __future__ import annotations
+
+from pipeline.train.model.config import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+
+
+def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) -> float:
+    """Model FLOPs of training on one token: forward and backward of all matrix products.
+
+    With S = `sequence_length`, D = dim, H and K query and key heads of size E, F = ffn_dim, V = vocab_size (without
+    padding), the forward pass of one token is, a multiply-add counted as 2:
+
+    - queries, keys, values: 2 * D * E * (H + 2 * K) a layer,
+    - attention's output:    2 * H * E * D a layer,
+    - scores and their sum over values: 2 * (2 * H * E * keys) a layer, `keys` being the keys a query meets,
+    - mlp:                   2 * 3 * D * F a layer (swiglu), 2 * 2 * D * F (gelu),
+    - head:                  2 * D * V, tied or not.
+
+    The backward pass computes two products for each of these, the gradients of both factors: in all 3 * forward.
+    Lookups of embeddings, norms, activations, softmax and recomputation are not counted.
+
+    `keys` follows one of two conventions. `causal=True`, as Megatron-LM counts: the mean over the triangle, S / 2; with
+    a sliding window of W < S tokens W - W^2 / (2 * S), the area of the band. `causal=False`, as PaLM (Chowdhery et al.
+    2022, appendix B) and torchtitan count: all S, or W with a window. Neither makes attention cheaper for document
+    bounds.
+
+    Returns:
+        FLOPs of one token. FLOP/s is this times tokens/s; divided by the device's peak it is the MFU.
+    """
+    forward = 2.0 * spec.dim * spec.vocab_size
+    for layer in spec.layers:
+        forward += 2.0 * (_attention_weights(layer.mixer) + _mlp_weights(layer.mlp))
+        forward += 4.0 * layer.mixer.heads * layer.mixer.head_dim * _keys(layer.mixer, sequence_length, causal)
+    return 3.0 * forward
+
+
+def num_parameters(spec: DecoderSpec) -> int:
+    """Parameters as stored: a tied head once, the vocabulary with its padding."""
+    tables = spec.vocab_padded * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0)
+    return spec.dim * tables + _norm(spec.norm, spec.dim) + sum(_layer(layer) for layer in spec.layers)
+
+
+def _keys(spec: AttentionSpec, sequence_length: int, causal: bool) -> float:
+    window = min(spec.window or sequence_length, sequence_length)
+    return window - window**2 / (2 * sequence_length) if causal else window
+
+
+def _attention_weights(spec: AttentionSpec) -> int:
+    return spec.dim * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+
+
+def _mlp_weights(spec: MlpSpec) -> int:
+    return (3 if spec.kind == "swiglu" else 2) * spec.dim * spec.ffn_dim
+
+
+def _norm(spec: NormSpec, dim: int) -> int:
+    return 2 * dim if spec.kind == "layernorm" else dim
+
+
+def _layer(layer: LayerSpec) -> int:
+    mixer, mlp = layer.mixer, layer.mlp
+    total = _attention_weights(mixer) + _mlp_weights(mlp) + _norm(layer.norm, mixer.dim) + _norm(layer.norm, mlp.dim)
+    if mixer.qkv_bias:
+        total += mixer.head_dim * (mixer.heads + 2 * mixer.kv_heads)
+    if mixer.output_bias:
+        total += mixer.dim
+    if mixer.qk_norm is not None:
+        total += 2 * _norm(mixer.qk_norm, mixer.head_dim)
+    if mlp.bias:
+        total += mlp.dim + mlp.ffn_dim * (2 if mlp.kind == "swiglu" else 1)
+    return total

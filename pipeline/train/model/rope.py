@@ -1,0 +1,78 @@
+"""Rotary position embedding (Su et al. 2021) and its scalings for longer contexts.
+
+Dimension i of a head is paired with dimension i + head_dim / 2, the order of Hugging Face checkpoints, so that
+converting needs no permutation of rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pipeline.config.model import RopeScalingConfig
+from pipeline.train.model.config import RopeSpec
+
+
+def rope_frequencies(spec: RopeSpec, device: torch.device) -> tuple[Tensor, float]:
+    """Angle by position of each pair of dimensions, fp32 [head_dim / 2], and the factor on cos and sin.
+
+    Computed where it is used and never stored: a buffer would not survive building on the meta device.
+    """
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+    frequencies = spec.theta**-exponents
+    scaling = spec.scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.type == "linear":  # Chen et al. 2023: positions are divided by the factor
+        return frequencies / scaling.factor, 1.0
+    if scaling.type == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return _yarn(frequencies, spec, scaling), factor
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
+    """Llama 3.1: long wavelengths are scaled, short ones kept, those between interpolated (Grattafiori et al. 2024)."""
+    rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn(frequencies: Tensor, spec: RopeSpec, scaling: RopeScalingConfig) -> Tensor:
+    """YaRN (Peng et al. 2023): a ramp over dimensions between the two numbers of rotations, scaled beyond."""
+
+    def dimension_with(rotations: float) -> float:
+        ratio = scaling.original_max_positions / (rotations * 2 * math.pi)
+        return spec.head_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+    first = max(math.floor(dimension_with(scaling.beta_fast)), 0)
+    last = min(math.ceil(dimension_with(scaling.beta_slow)), spec.head_dim - 1)
+    index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+    kept = 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def rope_tables(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables for `apply_rope`, computed once a forward pass.
+
+    Args:
+        spec: Frequencies.
+        positions: Integers [S], or [B, S] when they differ by row.
+
+    Returns:
+        cos and sin, fp32 [(B,) S, 1, head_dim / 2].
+    """
+    frequencies, factor = rope_frequencies(spec, positions.device)
+    angles = positions.to(torch.float32)[..., None, None] * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def apply_rope(x_BSHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates every pair of dimensions of [B, S, heads, head_dim] by its position's angle, in fp32."""
+    first, second = x_BSHE.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHE.dtype)

@@ -1,0 +1,333 @@
+"""The training stage: next batch, forward and backward, clip, step, log, checkpoint, check for a stop request."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from pipeline import __version__
+from pipeline.config import Config
+from pipeline.config.load import dump
+from pipeline.data import store
+from pipeline.data.dataset import Dataset
+from pipeline.data.heldout import HeldOut
+from pipeline.data.loader import Loader, StepData, open_loader
+from pipeline.data.preprocess import dataset_folder
+from pipeline.errors import EXIT_NUMERICAL, EXIT_OK, EXIT_STOPPED, NumericalError, Stopped, StorageError, UserError
+from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.fingerprint import compare, fingerprints
+from pipeline.train.metrics import JsonLines, Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
+from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.optim import build_optimizer
+from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.run_folder import RunFolder, open_run
+from pipeline.train.schedule import Schedule
+from pipeline.train.setup import Setup, set_up
+from pipeline.train.step import Stepper, StepResult
+from pipeline.train.stop import StopRequest
+from pipeline.train.validation import HeldOutLoss, heldout_loss
+
+_MAX_NONFINITE = 3
+"""So many non-finite steps one after the other end the run: they are no longer an accident."""
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """How the stage ended."""
+
+    step: int
+    """Steps trained in all."""
+    trained: int
+    """Steps trained by this call; 0 if the run was done before."""
+    seconds: float
+    """Wall time of this call."""
+
+
+def total_steps(config: Config) -> int:
+    """Steps of the whole run; a duration in tokens is rounded up to whole steps."""
+    duration = config.train.duration
+    if duration.unit == "steps":
+        return duration.count
+    per_step = config.train.batch_size * config.train.sequence_length
+    return -(-duration.count // per_step)
+
+
+def train(config: Config, console: Console | None = None) -> TrainReport:
+    """Train until `train.duration`, from the latest checkpoint if there is one.
+
+    Raises:
+        UserError: the config, the data or the checkpoint do not allow it.
+        NumericalError: several steps in a row were not finite.
+        Stopped: a signal or the `stop` file asked for it; a checkpoint was saved.
+    """
+    console = console or Console()
+    start = time.monotonic()
+    total = total_steps(config)
+    if total == 0:
+        raise UserError("train.duration is 0; give it at least one step")
+    with open_run(config.run.dir) as folder:
+        checkpoints = Checkpoints(folder.checkpoints)
+        checkpoints.clean(lambda line: console.print(line, highlight=False))
+        checkpoint = checkpoints.resumable(lambda line: console.print(f"warning: {line}", highlight=False))
+        if checkpoint is not None and checkpoint.step >= total:
+            console.print(f"train: already at step {checkpoint.step} of {total}", highlight=False)
+            return TrainReport(checkpoint.step, 0, time.monotonic() - start)
+        with StopRequest(folder.stop_file) as stop:
+            trainer = Trainer(config, folder, checkpoints, console)
+            first = trainer.restore(checkpoint) if checkpoint else 0
+            last = trainer.run(first, total, stop)
+            return TrainReport(last, last - first, time.monotonic() - start)
+
+
+class Trainer:
+    """A run in this process: its model, data and sinks."""
+
+    def __init__(self, config: Config, folder: RunFolder, checkpoints: Checkpoints, console: Console) -> None:
+        self._config = config
+        self._folder = folder
+        self._checkpoints = checkpoints
+        self._console = console
+        train = config.train
+        self._setup: Setup = set_up(config)
+        mesh = self._setup.mesh
+        self._loader: Loader = open_loader(config, dp_rank=mesh.rank("batch"), dp_size=mesh.size("batch"))
+        self._heldout = open_heldout(config)
+        self._schedule = Schedule(
+            train.schedule,
+            train.duration.in_tokens(train.batch_size * train.sequence_length),
+            train.batch_size * train.sequence_length,
+        )
+        self._fingerprints = fingerprints(
+            config,
+            {
+                source.name: Dataset.open(dataset_folder(config, source, "train")).fingerprint
+                for source in config.data.sources
+            },
+            self._setup.tokenizer.fingerprint,
+            self._loader.journal.fingerprint,
+        )
+        store.put(folder.path / "config.yaml", dump(config).encode())
+        spec = self._setup.spec
+        self._model = build_model(config.model, spec, mesh, train.precision, self._setup.device, config.run.seed)
+        self._optimizer = build_optimizer(self._model, spec, config.model.init, train.optimizer)
+        self._stepper = Stepper(
+            self._model,
+            self._optimizer,
+            mesh,
+            self._setup.device,
+            train=train,
+            sources=len(self._loader.names),
+            document_attention=config.model.document_attention,
+        )
+        self._flops = {causal: flops_per_token(spec, train.sequence_length, causal=causal) for causal in (False, True)}
+        self._peak = peak_flops(self._setup.device, train.precision.compute)
+        self._nonfinite = 0
+        self._pending: Callable[[], dict[str, Any]] | None = None
+
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Load a checkpoint; returns the steps it has behind it."""
+        state = checkpoint.state()
+        for line in compare(state["fingerprints"], self._fingerprints, self._config.resume.allow):
+            self._console.print(f"warning: allowed difference from the checkpoint: {line}", highlight=False)
+        storage.read(checkpoint.path, self._model, self._optimizer)
+        self._nonfinite = state["nonfinite_steps"]
+        self._console.print(f"train: going on from {checkpoint.path.name}", highlight=False)
+        return checkpoint.step
+
+    def run(self, first: int, total: int, stop: StopRequest) -> int:
+        """Train steps [first, total); returns the last step reached."""
+        self._announce(first, total)
+        checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
+        terminal = Terminal(self._console, first, total, self._config.train.metrics.log_every_steps)
+        with Metrics(self._sinks(terminal)) as metrics:
+            waiting = time.monotonic()
+            for data in self._loader.iterate(first, total):
+                started = time.monotonic()
+                lr = self._config.train.optimizer.lr * self._schedule.factor(self._loader.tokens(data.step + 1))
+                result = self._stepper.step(data.micro_batches, data.valid_targets, lr)
+                # The numbers of a step are read when the next one has been issued, so that a device never idles.
+                self._flush(metrics)
+                self._pending = self._row(data, result, lr, waited=started - waiting, since=waiting)
+                step = data.step + 1
+                reason = stop.reason()
+                if step % validation.every_steps == 0 or step == total:
+                    self._flush(metrics)
+                    self._validate(step, metrics)
+                if step % checkpoint.every_steps == 0 or step == total or reason:
+                    self._flush(metrics)
+                    self._save(step)
+                if reason and step < total:
+                    stop.consume()
+                    self._folder.write_exit(EXIT_STOPPED, reason, step)
+                    raise Stopped(
+                        f"stopped by {reason} at step {step} of {total}; saved. Run the same command to go on."
+                    )
+                waiting = time.monotonic()
+        self._folder.write_exit(EXIT_OK, "done", total)
+        return total
+
+    def _announce(self, first: int, total: int) -> None:
+        train, spec = self._config.train, self._setup.spec
+        tokens = train.batch_size * train.sequence_length
+        self._console.print(
+            f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {total - first:,} steps of {tokens:,} tokens, "
+            f"{train.precision.compute} on {self._setup.device.type}, {torch.get_num_threads()} threads, "
+            f"{self._flops[True] / 1e6:,.4g} MFLOP a token",
+            highlight=False,
+        )
+
+    def _sinks(self, terminal: Terminal) -> list[Sink]:
+        config = self._config.train.metrics
+        sinks: list[Sink] = [JsonLines(self._folder.metrics)]
+        if config.tensorboard:
+            sinks.append(TensorBoard(self._folder.path / "tensorboard"))
+        if config.wandb is not None:
+            sinks.append(Wandb(config, self._folder.path, self._config.model_dump(mode="json")))
+        return [*sinks, terminal]
+
+    def _row(
+        self, data: StepData, result: StepResult, lr: float, *, waited: float, since: float
+    ) -> Callable[[], dict[str, Any]]:
+        """The metrics of a step, as a function that reads the device and is called a step later."""
+        tokens = sum(data.tokens_by_source.values())
+
+        def row() -> dict[str, Any]:
+            nats, targets = result.nats.tolist(), result.targets.tolist()
+            self._check_finite(data, bool(result.finite.item()))
+            # Read last: by now the device has done the step.
+            rate = tokens / (time.monotonic() - since)
+            values = {
+                "step": data.step + 1,
+                "attempt": self._folder.attempt,
+                "time": time.time(),
+                "tokens": self._loader.tokens(data.step + 1),
+                "loss": sum(nats) / max(1.0, sum(targets)),
+                "loss_by_source": {
+                    name: nats[k] / targets[k] for k, name in enumerate(self._loader.names) if targets[k]
+                },
+                "grad_norm": result.grad_norm.item(),
+                "lr": lr,
+                "skipped": not result.finite.item(),
+                "tokens_per_second": rate,
+                "data_wait": waited,
+                "model_flops_per_second": rate * self._flops[False],
+                "tokens_by_source": self._loader.tokens_by_source(data.step + 1),
+                "epochs_by_source": self._loader.epochs_by_source(data.step + 1),
+                "order_hash": f"{data.order_hash:016x}",
+                "data_hash": f"{data.data_hash:016x}",
+            }
+            if self._peak is not None:
+                values["mfu"] = rate * self._flops[False] / self._peak
+                values["mfu_causal"] = rate * self._flops[True] / self._peak
+            return values
+
+        return row
+
+    def _flush(self, metrics: Metrics) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            metrics.write(pending())
+
+    def _check_finite(self, data: StepData, finite: bool) -> None:
+        """Record a step whose update was withheld; end the run after several in a row."""
+        if finite:
+            self._nonfinite = 0
+            return
+        self._nonfinite += 1
+        record = {"step": data.step + 1, "attempt": self._folder.attempt, "samples": self._loader.describe(data.step)}
+        lines = JsonLines(self._folder.path / "nonfinite.jsonl")
+        lines.write(record)
+        lines.close()
+        self._console.print(
+            f"warning: step {data.step + 1}: loss or gradient is not finite; the weights were not updated "
+            f"(its samples are in {self._folder.path / 'nonfinite.jsonl'})",
+            highlight=False,
+        )
+        if self._nonfinite >= _MAX_NONFINITE:
+            self._folder.write_exit(EXIT_NUMERICAL, "non-finite", data.step + 1)
+            raise NumericalError(
+                f"{self._nonfinite} steps in a row up to step {data.step + 1} were not finite; the last checkpoint is "
+                "good. Lower train.optimizer.lr, lengthen train.schedule.warmup or look at the samples in "
+                f"{self._folder.path / 'nonfinite.jsonl'}"
+            )
+
+    def _validate(self, step: int, metrics: Metrics) -> None:
+        samples = self._config.train.validation.samples
+        splits = {name: split for name, split in self._heldout.items() if len(split)}
+        if not samples or not splits:
+            return
+        losses: dict[str, HeldOutLoss] = {}
+        everything = sum(len(split) for split in splits.values())
+        for name, split in splits.items():
+            # Each source has its share of the sample, and at least one window.
+            windows = split.spread(max(1, samples * len(split) // everything))
+            losses[name] = heldout_loss(
+                self._model,
+                split,
+                windows,
+                batch_size=self._config.train.micro_batch_size or self._config.train.batch_size,
+                document_attention=self._config.model.document_attention,
+                device=self._setup.device,
+            )
+        blended = sum(losses.values(), HeldOutLoss(0.0, 0))
+        metrics.write(
+            {
+                "step": step,
+                "attempt": self._folder.attempt,
+                "time": time.time(),
+                "validation_loss": blended.mean,
+                "validation_loss_by_source": {name: loss.mean for name, loss in losses.items()},
+            }
+        )
+        self._console.print(f"step {step}: validation loss {blended.mean:.4f}", highlight=False)
+
+    def _save(self, step: int) -> None:
+        config = self._config
+        state = {
+            "fingerprints": self._fingerprints,
+            "journal": self._loader.journal.to_json(),
+            "config": config.model_dump(mode="json"),
+            "tokens": self._loader.tokens(step),
+            "nonfinite_steps": self._nonfinite,
+            "layout": {"world_size": self._setup.mesh.devices.size()},
+            "versions": {
+                "pipeline": __version__,
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        try:
+            self._checkpoints.save(
+                step,
+                self._folder.attempt,
+                lambda path: storage.write(path, self._model, self._optimizer, self._setup.tokenizer),
+                state,
+            )
+        except OSError as error:
+            latest = self._checkpoints.latest()
+            free = shutil.disk_usage(self._folder.path).free
+            raise StorageError(
+                f"step {step} could not be saved in {self._folder.checkpoints}: {error.strerror or error} "
+                f"({free / 2**20:,.0f} MiB free). "
+                + (f"{latest.path.name} is still good; " if latest else "There is no checkpoint yet; ")
+                + "free some space and run the same command to go on."
+            ) from error
+        self._checkpoints.prune(config.train.checkpoint.keep)
+
+
+def open_heldout(config: Config) -> dict[str, HeldOut]:
+    """The held-out split of each source."""
+    return {
+        source.name: HeldOut(Dataset.open(dataset_folder(config, source, "heldout")), config.train.sequence_length)
+        for source in config.data.sources
+    }

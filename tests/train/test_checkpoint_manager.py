@@ -1,0 +1,137 @@
+"""Which checkpoint is valid, which one a run goes on from, which ones go: on folders, without tensors."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.manager import Checkpoints, Files, hash_file
+
+
+def write(folder: Path) -> Files:
+    (folder / "weights").write_bytes(folder.name.encode() * 100)
+    return {"weights": ((folder / "weights").stat().st_size, hash_file(folder / "weights"))}
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, 1, write, {"note": step})
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints")
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def test_save_commits_and_points_latest_to_it(checkpoints: Checkpoints) -> None:
+    assert checkpoints.latest() is None
+    save(checkpoints, 10, 20)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 20
+    assert latest.problems() == []
+    assert latest.state() == {"note": 20, "step": 20, "attempt": 1, "parent": "step-00000010"}
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["latest", "step-00000010", "step-00000020"]
+
+
+def test_a_failed_write_leaves_nothing_and_does_not_move_latest(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+
+    def full_disk(folder: Path) -> Files:
+        (folder / "weights").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.save(20, 1, full_disk, {})
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["latest", "step-00000010"]
+    assert checkpoints.at(None).step == 10
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "weights").unlink(), "weights is missing"),
+        (lambda path: (path / "weights").write_bytes(b"x"), "1 bytes instead of"),
+        (lambda path: (path / "COMMIT").unlink(), "COMMIT"),
+        (lambda path: (path / "COMMIT").write_bytes(b"{"), "not readable JSON"),
+        (lambda path: (path / "state.json").write_bytes(b"{}"), "state.json has 2 bytes"),
+    ],
+)
+def test_damage_is_named_and_passed_over(checkpoints: Checkpoints, damage: object, message: str) -> None:
+    save(checkpoints, 10, 20)
+    damage(checkpoints.folder / "step-00000020")  # type: ignore[operator]
+    with pytest.raises(UserError, match=message):
+        checkpoints.at(20)
+    said: list[str] = []
+    found = checkpoints.resumable(said.append)
+    assert found is not None
+    assert found.step == 10
+    assert message in said[0]
+    assert (checkpoints.folder / "abandoned" / "step-00000020").is_dir()
+    save(checkpoints, 20)  # the name is free again
+    assert checkpoints.at(None).step == 20
+
+
+def test_one_flipped_bit_is_found(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    path = checkpoints.folder / "step-00000010" / "weights"
+    data = bytearray(path.read_bytes())
+    data[37] ^= 4
+    path.write_bytes(data)
+    assert checkpoints.all()[0].problems(full=False) == []
+    assert "has changed since it was written" in checkpoints.all()[0].problems()[0]
+
+
+def test_all_damaged_is_an_error_and_never_a_start_from_random_weights(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, 20)
+    for checkpoint in checkpoints.all():
+        (checkpoint.path / "weights").unlink()
+    with pytest.raises(UserError, match="random weights"):
+        checkpoints.resumable(silent)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [10, 20]
+
+
+def test_a_commit_that_latest_did_not_reach_is_set_aside(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, 20)
+    (checkpoints.folder / "latest").write_text("step-00000010\n")
+    found = checkpoints.resumable(silent)
+    assert found is not None
+    assert found.step == 10
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [10]
+
+
+def test_without_latest_the_newest_commit_counts(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, 20)
+    (checkpoints.folder / "latest").unlink()
+    found = checkpoints.resumable(silent)
+    assert found is not None
+    assert found.step == 20
+
+
+def test_prune_keeps_the_newest_and_what_latest_names(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, 20, 30, 40)
+    (checkpoints.folder / "latest").write_text("step-00000010\n")
+    assert [checkpoint.step for checkpoint in checkpoints.prune(2)] == [20]
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [10, 30, 40]
+
+
+def test_clean_removes_what_a_killed_attempt_left(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    (checkpoints.folder / "step-00000020.1.tmp").mkdir()
+    (checkpoints.folder / "step-00000020.1.tmp" / "weights").write_bytes(b"half")
+    said: list[str] = []
+    checkpoints.clean(said.append)
+    assert "step-00000020.1.tmp" in said[0]
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["latest", "step-00000010"]
+
+
+def test_a_step_that_is_not_there_is_an_error_with_those_that_are(checkpoints: Checkpoints) -> None:
+    with pytest.raises(UserError, match="steps there: none"):
+        checkpoints.at(None)
+    save(checkpoints, 10, 20)
+    with pytest.raises(UserError, match="step 15 .*steps there: 10, 20"):
+        checkpoints.at(15)

@@ -1,0 +1,58 @@
+"""The learning rate against closed forms and torch's own schedulers."""
+
+import math
+
+import pytest
+import torch
+
+from pipeline.config.base import Duration
+from pipeline.config.train import ScheduleConfig
+from pipeline.errors import UserError
+from pipeline.train.schedule import Schedule
+
+
+def duration(text: str) -> Duration:
+    return Duration.model_validate(text)
+
+
+def factors(config: ScheduleConfig, steps: int, per_step: int = 100) -> list[float]:
+    schedule = Schedule(config, steps * per_step, per_step)
+    return [schedule.factor((step + 1) * per_step) for step in range(steps)]
+
+
+def test_cosine_equals_torch() -> None:
+    ours = factors(ScheduleConfig(type="cosine", min_ratio=0.1), 50)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50, eta_min=0.1)
+    for factor in ours:
+        optimizer.step()
+        theirs.step()
+        assert factor == pytest.approx(theirs.get_last_lr()[0], abs=1e-9)
+
+
+def test_linear_and_constant() -> None:
+    assert factors(ScheduleConfig(type="linear", min_ratio=0.0), 4) == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    assert factors(ScheduleConfig(type="constant", warmup=duration("2 steps")), 4) == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_wsd_is_flat_then_linear() -> None:
+    config = ScheduleConfig(type="wsd", warmup=duration("2 steps"), decay=duration("4 steps"), min_ratio=0.2)
+    assert factors(config, 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_tokens_and_steps_say_the_same() -> None:
+    by_steps = ScheduleConfig(warmup=duration("10 steps"))
+    by_tokens = ScheduleConfig(warmup=duration("1000 tokens"))
+    assert factors(by_steps, 40) == factors(by_tokens, 40)
+
+
+def test_warmup_then_shape_meet_at_the_peak() -> None:
+    values = factors(ScheduleConfig(type="cosine", warmup=duration("10 steps"), min_ratio=0.0), 20)
+    assert values[9] == 1.0
+    assert values[14] == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
+    assert values[-1] == pytest.approx(0.0)
+
+
+def test_a_run_shorter_than_its_warmup_is_refused() -> None:
+    with pytest.raises(UserError, match="lasts 1,000 tokens, but train.duration has 500"):
+        Schedule(ScheduleConfig(warmup=duration("10 steps")), 500, 100)

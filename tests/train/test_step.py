@@ -1,0 +1,160 @@
+"""One optimizer step against plain PyTorch: accumulation, masks, clipping, z-loss, and the guard."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import PrecisionConfig, TrainConfig
+from pipeline.data.loader import Batch
+from pipeline.train.loss import token_loss
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.optim import build_optimizer
+from pipeline.train.parallel.mesh import build_mesh
+from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.step import Stepper
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(layers=2, dim=32, heads=2, vocab_multiple=8)
+SPEC = decoder_spec(MODEL, 61, 16)
+
+
+def batches(count: int, seed: int = 0) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        tokens = torch.randint(0, 61, (2, 17), generator=generator)
+        # Unequal numbers of valid targets, so that a mean of means would be wrong.
+        weight = (torch.rand(2, 16, generator=generator) < (index + 1) / count).float()
+        made.append(
+            Batch(
+                tokens[:, :-1], tokens[:, 1:], weight, torch.zeros(2, 16, dtype=torch.int64), torch.tensor([0, 1]), {}
+            )
+        )
+    return made
+
+
+def train_config(**optimizer: float) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "duration": "10 steps",
+            "sequence_length": 16,
+            "optimizer": {"weight_decay": 0.1, **optimizer},
+            "precision": {"compute": "fp32"},
+        }
+    )
+
+
+def stepper(train: TrainConfig) -> tuple[Decoder, torch.optim.Optimizer, Stepper]:
+    mesh = build_mesh(CPU)
+    model = build_model(MODEL, SPEC, mesh, train.precision, CPU, seed=3)
+    optimizer = build_optimizer(model, SPEC, MODEL.init, train.optimizer)
+    return model, optimizer, Stepper(model, optimizer, mesh, CPU, train=train, sources=2, document_attention=False)
+
+
+def plain_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+
+
+def plain_copy(model: Decoder) -> Decoder:
+    other = Decoder(SPEC)
+    other.load_state_dict(plain_weights(model))
+    return other
+
+
+@pytest.mark.parametrize("clip_norm", [1e9, 0.05])
+def test_three_steps_equal_plain_pytorch(clip_norm: float) -> None:
+    train = train_config(lr=1e-2, clip_norm=clip_norm)
+    model, _, ours = stepper(train)
+    reference = plain_copy(model)
+    matrices = [p for p in reference.parameters() if p.ndim >= 2]
+    vectors = [p for p in reference.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=train.optimizer.betas,
+        eps=train.optimizer.eps,
+    )
+    for number in range(3):
+        data = batches(3, seed=number)
+        valid = int(sum(batch.weight.sum() for batch in data))
+        result = ours.step(data, valid, 1e-2)
+
+        # All micro-batches as one batch, mean over its valid targets.
+        tokens, targets, weight = (torch.cat([getattr(b, n) for b in data]) for n in ("tokens", "targets", "weight"))
+        logits = reference(tokens, Context())[..., :61]
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        loss = losses[weight > 0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+        optimizer.step()
+
+        assert result.finite.item()
+        assert result.nats.sum().item() / result.targets.sum().item() == pytest.approx(loss.item(), rel=1e-5)
+        assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        assert result.targets.tolist() == [sum(float(b.weight[row].sum()) for b in data) for row in (0, 1)]
+    for name, value in plain_weights(model).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_a_non_finite_step_leaves_every_bit_as_it_was(poison: str) -> None:
+    model, optimizer, ours = stepper(train_config(lr=1e-2))
+    ours.step(batches(2), 40, 1e-2)
+    weights, states = plain_weights(model), copy.deepcopy(optimizer.state_dict()["state"])
+    data = batches(2, seed=1)
+    if poison == "loss":
+        local = model.norm.weight.to_local()
+        saved = local.detach().clone()
+        with torch.no_grad():
+            local.fill_(float("inf"))
+        result = ours.step(data, 40, 1e-2)
+        with torch.no_grad():
+            local.copy_(saved)
+    else:
+
+        def poison_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+
+        handle = model.layers["1"].mlp.register_forward_hook(poison_gradient)
+        result = ours.step(data, 40, 1e-2)
+        handle.remove()
+        assert torch.isfinite(result.nats).all()
+    assert not result.finite.item()
+    after = plain_weights(model)
+    for name, value in weights.items():
+        assert torch.equal(value, after[name]), name
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            now = value.full_tensor() if hasattr(value, "full_tensor") else value
+            before = states[index][key]
+            before = before.full_tensor() if hasattr(before, "full_tensor") else before
+            assert torch.equal(now, before), (index, key)
+    assert ours.step(batches(2, seed=2), 40, 1e-2).finite.item()
+
+
+def test_z_loss_is_the_squared_log_partition_function() -> None:
+    logits = torch.randn(2, 3, 7, dtype=torch.float64).float()
+    targets = torch.randint(0, 7, (2, 3))
+    loss, objective = token_loss(logits, targets, z_loss=0.5)
+    expected = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(objective - loss, 0.5 * logits.exp().sum(-1).log() ** 2, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_keeps_fp32_master_weights() -> None:
+    train = train_config(lr=1e-2).model_copy(update={"precision": PrecisionConfig(compute="bf16")})
+    model, optimizer, ours = stepper(train)
+    before = plain_weights(model)
+    result = ours.step(batches(2), 40, 1e-5)
+    assert result.finite.item()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    after = plain_weights(model)
+    # Updates of 1e-5 are below the resolution of bf16 at these values and would be lost without master weights.
+    changed = (after["head.weight"] != before["head.weight"]).float().mean()
+    assert changed > 0.9
+    assert all(value.dtype == torch.float32 for state in optimizer.state.values() for value in state.values())

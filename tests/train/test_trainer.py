@@ -1,0 +1,241 @@
+"""Whole runs: killed, stopped, damaged, changed, resumed; compared bit for bit with one that was left alone."""
+
+import io
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from rich.console import Console
+
+from pipeline.config.load import load
+from pipeline.errors import UserError
+from pipeline.train import trainer
+from pipeline.train.run_folder import read_metrics
+from tests import tiny
+
+EXACT = ("loss", "loss_by_source", "grad_norm", "lr", "tokens", "order_hash", "data_hash", "validation_loss")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus that is preprocessed once."""
+    folder = tmp_path_factory.mktemp("corpus")
+    done = tiny.pipeline("preprocess", tiny.write_run(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(root: Path) -> list[dict[str, Any]]:
+    """Metrics of a run that nobody disturbs."""
+    return exact(train(root, "straight"))
+
+
+def start(root: Path, name: str, *overrides: str) -> tuple[int, str]:
+    """Train in this process; returns the exit code that the command line would leave with, and what was printed."""
+    out = io.StringIO()
+    try:
+        trainer.train(load(root / "run.yaml", [f"run.dir={root / name}", *overrides]), Console(file=out, width=500))
+    except UserError as error:
+        return error.exit_code, out.getvalue() + str(error)
+    return 0, out.getvalue()
+
+
+def train(root: Path, name: str, *overrides: str) -> Path:
+    code, out = start(root, name, *overrides)
+    assert code == 0, out
+    return root / name
+
+
+def exact(run: Path) -> list[dict[str, Any]]:
+    """What must not differ between two runs."""
+    return [{key: row.get(key) for key in ("step", *EXACT)} for row in read_metrics(run)]
+
+
+def weights_hash(run: Path) -> dict[str, Any]:
+    """Size and hash of the tensors of the last checkpoint."""
+    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    files = orjson.loads((latest / "COMMIT").read_bytes())["files"]
+    return {name: value for name, value in files.items() if name.endswith(".distcp")}
+
+
+def test_a_run_leaves_what_it_should(root: Path, straight: list[dict[str, Any]]) -> None:
+    run = root / "straight"
+    assert [row["step"] for row in straight] == list(range(1, 9))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-00000006", "step-00000008"]
+    checkpoint = run / "checkpoints" / "step-00000008"
+    assert {"tokenizer.json", "state.json", "COMMIT", ".metadata"} <= {p.name for p in checkpoint.iterdir()}
+    assert orjson.loads((run / "exit.json").read_bytes())["code"] == 0
+    assert load(run / "config.yaml") == load(root / "run.yaml", [f"run.dir={run}"])
+    rows = read_metrics(run)
+    assert rows[-1]["tokens"] == 8 * 4 * 32
+    assert sum(rows[-1]["tokens_by_source"].values()) == rows[-1]["tokens"]
+    assert "mfu" not in rows[-1]
+    assert rows[-1]["model_flops_per_second"] > 0
+    assert rows[3]["validation_loss"] > 0 and rows[7]["validation_loss"] > 0
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_the_same_run_twice_has_the_same_bits(root: Path, straight: list[dict[str, Any]]) -> None:
+    again = train(root, "again")
+    assert exact(again) == straight
+    assert weights_hash(again) == weights_hash(root / "straight")
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(root: Path, straight: list[dict[str, Any]]) -> None:
+    run = train(root, "longer", "train.duration=4 steps", "train.schedule.type=constant")
+    code, out = start(root, "longer", "train.duration=4 steps")
+    assert code == 0
+    assert "already at step 4 of 4" in out
+    train(root, "longer", "train.schedule.type=constant")
+    whole = train(root, "whole", "train.schedule.type=constant")
+    longer = [{**row, "validation_loss": None} for row in exact(run)]
+    assert longer == [{**row, "validation_loss": None} for row in exact(whole)]
+    assert weights_hash(run) == weights_hash(whole)
+    assert [row["order_hash"] for row in exact(run)] == [row["order_hash"] for row in straight]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_sigkill_at_any_instant_then_the_same_bits(root: Path, straight: list[dict[str, Any]], kills: int) -> None:
+    """SIGKILL at random instants of a run, then a run to the end: same losses at every step, same weights."""
+    seed = int(os.environ.get("PIPELINE_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"PIPELINE_TEST_SEED={seed}")
+    chance = random.Random(seed)
+    run = root / f"killed-{seed}"
+    command = tiny.command("train", root / "run.yaml", f"run.dir={run}", "train.checkpoint.every_steps=2")
+    for _ in range(kills):
+        # Start-up differs between machines: count from the first sign of the attempt, or the kill meets only imports.
+        before = len(read_metrics(run))
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while len(read_metrics(run)) == before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.4)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if len(exact(run)) == 8:
+            break
+    done = tiny.pipeline(*command[3:])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert exact(run) == straight
+    assert weights_hash(run) == weights_hash(root / "straight")
+    assert not list((run / "checkpoints").glob("*.tmp"))
+    shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGUSR2", "file"])
+def test_a_stop_request_saves_and_the_run_goes_on(root: Path, straight: list[dict[str, Any]], how: str) -> None:
+    run = root / f"stopped-{how}"
+    long = ["train", root / "run.yaml", f"run.dir={run}", "train.schedule.type=constant", "train.duration=100000 steps"]
+    process = subprocess.Popen(tiny.command(*long), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(read_metrics(run)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if how == "file":
+        (run / "stop").touch()
+    else:
+        process.send_signal(getattr(signal, how))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert "saved" in err and "Traceback" not in err
+    exit_file = orjson.loads((run / "exit.json").read_bytes())
+    assert exit_file["code"] == 75
+    assert (run / "checkpoints" / f"step-{exit_file['step']:08d}").is_dir()
+    assert not (run / "stop").exists()
+    more = exit_file["step"] + 3
+    train(root, f"stopped-{how}", "train.schedule.type=constant", f"train.duration={more} steps")
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, more + 1))
+    for row, undisturbed in zip(exact(run), straight, strict=False):
+        assert row["order_hash"] == undisturbed["order_hash"] and row["data_hash"] == undisturbed["data_hash"]
+    shutil.rmtree(run)
+
+
+def test_a_damaged_checkpoint_is_named_and_its_parent_taken(root: Path, straight: list[dict[str, Any]]) -> None:
+    run = train(root, "damaged", "train.duration=6 steps", "train.schedule.type=constant")
+    train(root, "undamaged", "train.schedule.type=constant")
+    (run / "checkpoints" / "step-00000006" / "__0_0.distcp").unlink()
+    code, out = start(root, "damaged", "train.schedule.type=constant")
+    assert code == 0, out
+    assert "step-00000006/__0_0.distcp is missing" in out
+    assert "going on from step-00000003" in out
+    assert weights_hash(run) == weights_hash(root / "undamaged")
+    assert (run / "checkpoints" / "abandoned" / "step-00000006").is_dir()
+
+
+def test_no_trusted_checkpoint_is_refused(root: Path) -> None:
+    run = train(root, "ruined", "train.duration=3 steps")
+    (run / "checkpoints" / "step-00000003" / ".metadata").write_bytes(b"nonsense")
+    code, out = start(root, "ruined")
+    assert code == 2
+    assert "random weights" in out and "step-00000003/.metadata has 8 bytes" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("model.sliding_window=8", "model.sliding_window: None -> 8"),
+        ("train.batch_size=8", "seed, sequence length, batch size"),
+        ("run.seed=5", "seed, sequence length, batch size"),
+        ("data.sources.0.weight=1", "seed, sequence length, batch size"),
+    ],
+)
+def test_what_a_resume_depends_on_is_compared(
+    root: Path, straight: list[dict[str, Any]], change: str, shown: str
+) -> None:
+    code, out = start(root, "straight", "train.duration=9 steps", change)
+    assert code == 2, out
+    assert shown in out
+
+
+def test_an_allowed_difference_is_shown_and_accepted(root: Path) -> None:
+    run = train(root, "allowed", "train.duration=2 steps", "train.schedule.type=constant")
+    code, out = start(root, run.name, "train.duration=3 steps", "model.sliding_window=8", "resume.allow=[model]")
+    assert code == 0, out
+    assert "model.sliding_window: None -> 8" in out
+
+
+def test_micro_batches_change_the_arithmetic_only_by_rounding(root: Path, straight: list[dict[str, Any]]) -> None:
+    run = train(root, "whole-batch", "train.micro_batch_size=4", "train.precision.compute=fp32")
+    split = train(root, "split-batch", "train.micro_batch_size=1", "train.precision.compute=fp32")
+    for one, other in zip(exact(run), exact(split), strict=True):
+        assert one["data_hash"] == other["data_hash"] and one["order_hash"] == other["order_hash"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert [row["data_hash"] for row in exact(run)] == [row["data_hash"] for row in straight]
+
+
+def test_three_non_finite_steps_end_the_run_and_are_recorded(root: Path) -> None:
+    run = root / "infinite"
+    code, out = start(root, "infinite", "train.optimizer.lr=1e30", "train.schedule.warmup=0 steps")
+    assert code == 77, out
+    assert "3 steps in a row" in out
+    records = [orjson.loads(line) for line in (run / "nonfinite.jsonl").read_bytes().splitlines()]
+    assert len(records) == 3
+    assert len(records[0]["samples"]) == 4
+    assert all("spans" in sample for sample in records[0]["samples"])
+    assert orjson.loads((run / "exit.json").read_bytes())["code"] == 77
+
+
+def test_two_runs_on_one_folder(root: Path) -> None:
+    run = root / "twice"
+    process = subprocess.Popen(
+        tiny.command("train", root / "run.yaml", f"run.dir={run}", "train.duration=100000 steps"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(read_metrics(run)) < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        second = tiny.pipeline("train", root / "run.yaml", f"run.dir={run}")
+        assert second.returncode == 2
+        assert f"in use by process {process.pid}" in second.stderr.replace("\n", " ")
+    finally:
+        process.kill()
+        process.wait()
