@@ -1,0 +1,84 @@
+"""FLOPs and parameters against figures counted by hand and against torch's own counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.config.model import ModelConfig
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.flops import flops_per_token, num_parameters
+from tests.train.models import FAMILIES, VOCAB
+
+
+def _config(**keys: Any) -> ModelConfig:
+    return ModelConfig.model_validate(keys)
+
+
+LLAMA_3_8B = _config(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336)
+GPT2 = _config(
+    layers=12,
+    dim=768,
+    heads=12,
+    norm="layernorm",
+    mlp="gelu",
+    bias="all",
+    positions="learned",
+    tie_embeddings=True,
+    vocab_multiple=1,
+)
+
+
+def test_llama_3_8b_at_8192_tokens() -> None:
+    spec = decoder_spec(LLAMA_3_8B, 128_256, 8192)
+    # Matrices of a layer: q and o 4096^2, k and v 4096 * 1024, three of 4096 * 14336. Head: 4096 * 128,256.
+    weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128_256
+    scores = 32 * 2 * 2 * 4096 * 8192
+    assert flops_per_token(spec, 8192, causal=False) == 6 * weights + 3 * scores
+    assert flops_per_token(spec, 8192, causal=True) == 6 * weights + 3 * scores / 2
+    assert round(6 * weights / 1e9, 2) == 45.03
+    assert round(3 * scores / 2 / 1e9, 2) == 6.44
+    assert round(flops_per_token(spec, 8192, causal=True) / 1e9, 2) == 51.47
+
+
+def test_published_parameter_counts() -> None:
+    assert num_parameters(decoder_spec(LLAMA_3_8B, 128_256, 8192)) == 8_030_261_248
+    assert num_parameters(decoder_spec(GPT2, 50_257, 1024)) == 124_439_808
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_equal_those_of_the_model(family: str) -> None:
+    spec = decoder_spec(FAMILIES[family].config, VOCAB, 64)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    assert num_parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_convention_equals_torchs_counter(family: str) -> None:
+    """Forward pass only: torch's counter takes what fused attention recomputes as part of the backward pass."""
+    config = FAMILIES[family].config.model_copy(update={"sliding_window": None, "vocab_multiple": 1})
+    spec = decoder_spec(config, VOCAB, 64)
+    with torch.device("meta"):
+        model, tokens = Decoder(spec), torch.zeros(2, 24, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(tokens, Context())
+    assert 3 * counter.get_total_flops() == 2 * 24 * flops_per_token(spec, 24, causal=False)
+
+
+@pytest.mark.parametrize("window", [1, 100, 1000])
+def test_sliding_window_is_the_mean_number_of_keys(window: int) -> None:
+    config = _config(layers=1, dim=64, heads=4, head_dim=16, sliding_window=window)
+    sequence = 1000
+    spec = decoder_spec(config, 256, 0)
+    per_key = 3 * 4 * 4 * 16
+    weights = 6 * (4 * 64**2 + 3 * 64 * 192 + 64 * 256)
+    enumerated = sum(min(q + 1, window) for q in range(sequence)) / sequence
+    counted = (flops_per_token(spec, sequence, causal=True) - weights) / per_key
+    # The area leaves out the upper half of the squares on the diagonal, as S / 2 does for the triangle.
+    assert counted == pytest.approx(enumerated - window / (2 * sequence), abs=1e-9)
+    assert (flops_per_token(spec, sequence, causal=False) - weights) / per_key == pytest.approx(window)
