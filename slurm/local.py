@@ -12,7 +12,6 @@ def run(config: Config, console: Console | None = None) -> None:
     """Preprocess, train, evaluate, summarize. What is done already is passed over, so this is also how to go on."""
     # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
     from pipeline.data.preprocess import preprocess
-
     from pipeline.train.run_folder import make_writable
 
     console = console or Console()
@@ -21,9 +20,10 @@ def run(config: Config, console: Console | None = None) -> None:
     with ledger.stage("preprocess"):
         preprocess(config)
 
-    from pipeline.eval.perplexity import evaluate, read_report
+    from pipeline.eval.perplexity import evaluate, heldout_splits, read_report
     from pipeline.train.trainer import train
 
+    heldout_splits(config)  # refuses a run that could not be evaluated before it is trained
     with ledger.stage("train"):
         trained = train(config, console)
     report = read_report(config, trained.step)

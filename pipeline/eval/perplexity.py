@@ -74,12 +74,7 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
         UserError: no such checkpoint, a damaged one, or nothing held out.
     """
     console = console or Console()
-    splits = {name: split for name, split in open_heldout(config).items() if len(split)}
-    if not splits:
-        raise UserError(
-            f"nothing is held out (data.heldout is {config.data.heldout}); "
-            "raise it, or add sources with more documents, and preprocess into a new data.dir"
-        )
+    splits = heldout_splits(config)
     setup, model, found = load_for_inference(config, checkpoint)
     losses: dict[str, HeldOutLoss] = {}
     for name, split in splits.items():
@@ -107,6 +102,21 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
     return report
 
 
+def heldout_splits(config: Config) -> dict[str, HeldOut]:
+    """The held-out splits that have documents, by source.
+
+    Raises:
+        UserError: none has.
+    """
+    splits = {name: split for name, split in open_heldout(config).items() if len(split)}
+    if not splits:
+        raise UserError(
+            f"nothing is held out (data.heldout is {config.data.heldout}), so there is nothing to evaluate on; "
+            "raise it, or add sources with more documents, and preprocess into a new data.dir"
+        )
+    return splits
+
+
 def report_path(config: Config, step: int) -> Path:
     """Where the evaluation of a checkpoint is kept."""
     return config.run.dir / "eval" / f"step-{step:08d}.json"
@@ -118,7 +128,7 @@ def read_report(config: Config, step: int) -> EvalReport | None:
     if not path.exists():
         return None
     value: dict[str, Any] = store.get_json(path)
-    data = {name: split.dataset.fingerprint for name, split in open_heldout(config).items() if len(split)}
+    data = {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()}
     if value["data"] != data:
         return None
     return EvalReport(

@@ -1,0 +1,30 @@
+"""The ledger: one line for each start and end, also of what fails."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from slurm.ledger import Ledger
+
+
+def test_seconds_and_exit_codes_over_attempts(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    with ledger.stage("preprocess"):
+        pass
+    with pytest.raises(UserError), ledger.stage("train"):
+        raise UserError("no")
+    with ledger.stage("train"):
+        pass
+    ends = [(entry["stage"], entry["exit"]) for entry in ledger.entries() if entry["event"] == "end"]
+    assert ends == [("preprocess", 0), ("train", 2), ("train", 0)]
+    assert set(ledger.seconds()) == {"preprocess", "train"}
+
+
+def test_a_line_cut_by_a_crash_is_passed_over(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    with ledger.stage("train"):
+        pass
+    with (tmp_path / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"stage": "tr')
+    assert len(ledger.entries()) == 2
