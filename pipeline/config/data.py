@@ -23,7 +23,7 @@ class SourceConfig(Section):
     text_key: str = "text"
     """Key of the document's text in a JSONL record."""
     id_key: str = "id"
-    """Key of the document's id in a JSONL record; a record without it gets `FILE:LINE`."""
+    """Key of the document's id in a JSONL record; a record without it gets `FILE@BYTE`, where its line begins."""
     dataset: AbsPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
     weight: float | None = Field(default=None, gt=0)
@@ -42,11 +42,11 @@ class PreprocessConfig(Section):
     workers: int | None = Field(default=None, ge=1)
     """Worker processes; by default one a core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
-    """Work is cut into units of about this much text; a unit is what is redone after a crash."""
+    """Work is cut into units of at most this much text, a small source into 64; a unit is redone after a crash."""
     on_error: Literal["skip", "fail"] = "skip"
     """A bad record is counted and passed over, or ends the stage."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
-    """With `on_error: skip`, the stage fails if a larger share of a source's records is bad."""
+    """With `on_error: skip`, the stage fails if a larger share of a source's records is bad; empty ones are not bad."""
 
 
 class DataConfig(Section):

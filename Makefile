@@ -1,0 +1,57 @@
+# Everything runs in .venv; the first call makes it, later ones find it ready.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help quickstart install install-dev test test-all lint docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make quickstart   train and evaluate a small model on this machine's CPU, in minutes"
+	@echo "make test         the test suite"
+	@echo "make test-all     with the slow tests"
+	@echo "make lint         ruff and mypy"
+	@echo "make docs         write docs/config.md anew from the schema"
+	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
+
+quickstart: install
+	@$(BIN)/pipeline run configs/quickstart.yaml
+
+test: install-dev
+	@$(BIN)/python -m pytest -m "not slow and not slurm and not gpu"
+
+test-all: install-dev
+	@$(BIN)/python -m pytest -m "not slurm"
+
+lint: install-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+docs: install-dev
+	@$(BIN)/python -m pipeline.config.reference docs/config.md
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "error: $(PYTHON) has no venv; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+
+# The stamps are newer than what they were installed from, or pip runs again.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) (the first time, some minutes)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) with what the tests need (the first time, some minutes)"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,257 @@
+"""The command line: one function a command, no logic. Everything heavy is imported inside the commands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from pipeline import __version__
+from pipeline.errors import EXIT_OTHER, Stopped, UserError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+_ADVICE = {
+    errno.ENOSPC: "free some space or point run.dir and data.dir to another disk, then run the same command again; "
+    "what was committed is kept",
+    errno.EDQUOT: "free some of your quota or point run.dir and data.dir to another disk, then run the same command "
+    "again; what was committed is kept",
+    errno.EROFS: "point run.dir and data.dir to a disk that can be written",
+    errno.EACCES: "check the permissions, or point run.dir and data.dir to a folder of yours",
+    errno.EPERM: "check the permissions, or point run.dir and data.dir to a folder of yours",
+    errno.ENOENT: "check the path in the run file or on the command line",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.EIO: "the disk or network file system failed; run the same command again when it is back",
+    errno.ESTALE: "the disk or network file system failed; run the same command again when it is back",
+}
+
+
+class _Commands(TyperGroup):
+    """Turns what a command raises into one message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            # Now, while somebody is listening to errors: a full disk or a closed pipe behind `>` and `|`.
+            sys.stdout.flush()
+            return result
+        except (UserError, Stopped, OSError, KeyboardInterrupt) as error:
+            if os.environ.get("PIPELINE_DEBUG") == "1":
+                traceback.print_exc()
+            sys.exit(_report(error))
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="From documents to an evaluated language model: preprocess, train, eval, one run file.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Look at run files and their keys.")
+data_app = typer.Typer(no_args_is_help=True, help="Look at datasets and check them.")
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+
+Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file, or one that ships: quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.", show_default=False),
+]
+Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the newest one.", min=0)]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"pipeline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def preprocess(
+    run: Run,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, write nothing.")] = False,
+) -> None:
+    """Turn documents into tokens: data.sources -> datasets."""
+    config = _load(run, overrides)
+    from pipeline.data.preprocess import preprocess as stage
+
+    stage(config, dry_run=dry_run)
+
+
+@app.command()
+def train(run: Run, overrides: Overrides = None) -> None:
+    """Train the model, or go on from the newest checkpoint."""
+    config = _load(run, overrides)
+    from pipeline.train.trainer import train as stage
+
+    stage(config)
+
+
+@app.command("eval")
+def evaluate(run: Run, overrides: Overrides = None, step: Step = None) -> None:
+    """Measure a checkpoint on the held-out documents."""
+    config = _load(run, overrides)
+    from pipeline.eval.perplexity import evaluate as stage
+
+    stage(config, checkpoint=step)
+
+
+@app.command("run")
+def run_all(run: Run, overrides: Overrides = None) -> None:
+    """Preprocess, train, eval and a summary, each where it is not done yet."""
+    config = _load(run, overrides)
+    from slurm.local import run as stages
+
+    stages(config)
+
+
+@app.command()
+def generate(
+    run: Run,
+    overrides: Overrides = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; by default generate.prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to add at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Divides the logits.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k most probable tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set of this probability.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The most probable token each time.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    step: Step = None,
+) -> None:
+    """Continue a prompt with a checkpoint. The options stand for the keys of `generate:`."""
+    options = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0.0 if greedy else temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    given = {f"generate.{name}": value for name, value in options.items() if value is not None}
+    config = _load(run, overrides, given)
+    from pipeline.eval.text import continue_prompt
+
+    continue_prompt(config, step)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where run.yaml is written.")],
+    source: Annotated[str, typer.Option("--from", help="A run file that ships, to start from.")] = "starter",
+) -> None:
+    """Write a commented run file to start from."""
+    from pipeline.config.starter import write
+
+    path = write(folder, source)
+    print(f"wrote {path}\nEdit it, then: pipeline run {path}")
+
+
+@config_app.command("show")
+def config_show(run: Run, overrides: Overrides = None) -> None:
+    """Print the run file after includes, overrides, interpolation and defaults."""
+    from pipeline.config.load import dump
+
+    print(dump(_load(run, overrides)), end="")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of run files, for editors."""
+    from pipeline.config.reference import json_schema
+
+    print(json_schema(), end="")
+
+
+@data_app.command("inspect")
+def data_inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
+    documents: Annotated[int, typer.Option(help="Documents to show.", min=0)] = 3,
+) -> None:
+    """Show what a dataset holds: counts, tokenizer, lengths, the first documents."""
+    from pipeline.data.inspect import inspect
+
+    inspect(folder, documents=documents)
+
+
+@data_app.command("verify")
+def data_verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
+) -> None:
+    """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
+    from pipeline.data.manifest import verify
+
+    problems = verify(folder)
+    for problem in problems:
+        _say("bad:", problem)
+    if problems:
+        raise typer.Exit(EXIT_OTHER)
+    print(f"{folder}: everything is as it was written")
+
+
+def main() -> None:
+    """Entry point of the `pipeline` command and of `python -m pipeline`."""
+    try:
+        app(prog_name="pipeline")
+    except Exception as error:
+        traceback.print_exc()
+        _say(
+            "error:",
+            f"{type(error).__name__}: this is a mistake in the program, not in your run; please report it with the "
+            f"lines above, the output of `pipeline config show` and the version ({__version__})",
+        )
+        sys.exit(EXIT_OTHER)
+
+
+def _load(run: Path, overrides: list[str] | None, values: dict[str, Any] | None = None) -> Config:
+    """The config, before a stage and its heavy packages are imported: a mistake in it shows at once."""
+    from pipeline.config.load import load
+
+    return load(run, overrides or (), values)
+
+
+def _report(error: BaseException) -> int:
+    """Say what happened in one message and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        _say("interrupted:", "what was committed is kept; the same command goes on from there")
+        return EXIT_INTERRUPTED
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        # The reader of our output has gone (`| head`). Nobody is left to tell, and the exit must not flush into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OTHER
+    if isinstance(error, OSError):
+        path = f"{error.filename}: " if error.filename is not None else ""
+        advice = f"; {_ADVICE[error.errno]}" if error.errno in _ADVICE else ""
+        _say("error:", f"{path}{error.strerror or error}{advice}")
+        return EXIT_OTHER
+    if isinstance(error, Stopped):
+        _say("stopped:", str(error))
+        return error.exit_code
+    assert isinstance(error, UserError)
+    _say("error:", str(error))
+    return error.exit_code
+
+
+def _say(label: str, message: str) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(label, style="bold red", end=" ")
+    console.print(message, markup=False)

@@ -1,0 +1,29 @@
+"""The smallest run file that is valid, and a writer for variants of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MINIMAL = """\
+run:
+  dir: runs/small
+data:
+  sources:
+    - name: words
+      paths: [words.txt]
+tokenizer:
+  train: {vocab_size: 300}
+model:
+  layers: 2
+  dim: 32
+  heads: 4
+train:
+  duration: 10 steps
+"""
+
+
+def write(folder: Path, text: str = MINIMAL, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path

@@ -1,0 +1,104 @@
+"""Every key of the run file is read by the program: no key is accepted and then ignored.
+
+The evidence is dynamic. Tiny runs go through all stages while `record_reads` notes which attributes of which sections
+are looked at; reading a key through `model_dump` does not count. What validation reads does not count either, since the
+configs are loaded before the recording starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.config.base import Section, record_reads
+from pipeline.config.load import load
+from pipeline.config.schema import keys
+from tests.tiny import write_run
+
+EXEMPT: dict[str, str] = {}
+"""Keys that nobody reads, each with the reason why it may exist all the same. Empty, and meant to stay so."""
+
+VARIANTS: list[dict[str, Any]] = [
+    {
+        "model.norm": "layernorm",
+        "model.mlp": "gelu",
+        "model.bias": "all",
+        "model.positions": "learned",
+        "model.tie_embeddings": True,
+        "model.init": {"scheme": "mup", "mup_base_dim": 16},
+        "train.schedule": {"type": "wsd", "decay": "1 steps"},
+    },
+    {"model.rope_scaling": {"type": "linear", "factor": 2}, "model.document_attention": True},
+    {"model.rope_scaling": {"type": "llama3", "factor": 2}, "model.sliding_window": 8, "model.qk_norm": True},
+    {"model.rope_scaling": {"type": "yarn", "factor": 2}, "train.metrics.wandb": {"project": "p", "mode": "offline"}},
+]
+
+
+def test_recording() -> None:
+    class Inner(Section):
+        used: int = 1
+        unused: int = 2
+
+    inner = Inner()
+    assert inner.unused == 2
+    with record_reads() as reads:
+        assert inner.used == 1
+        assert Inner() == inner
+        inner.model_dump()
+        Inner.model_validate({"unused": 3})
+    assert inner.unused == 2
+    assert reads == {(Inner, "used")}
+
+
+def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.data.preprocess import preprocess
+    from pipeline.eval.text import continue_prompt
+    from pipeline.train.trainer import train
+    from slurm.local import run
+
+    # The package is an extra; what is tested is that its keys get there.
+    wandb: Any = types.ModuleType("wandb")
+    wandb.util = types.SimpleNamespace(generate_id=lambda: "id")
+    wandb.init = lambda **options: types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    first = load(_with_jsonl(tmp_path))
+    longer = load(tmp_path / "both.yaml", ["train.duration=3 steps"])
+    variants = [
+        load(
+            write_run(
+                tmp_path, {"train.duration": "2 steps", "run.dir": str(tmp_path / str(n)), **changes}, f"{n}.yaml"
+            )
+        )
+        for n, changes in enumerate(VARIANTS)
+    ]
+    with record_reads() as reads:
+        run(first)
+        continue_prompt(first)
+        train(longer)
+        preprocess(variants[0])  # all of them have the same data
+        for variant in variants:
+            train(variant)
+
+    unread = [key.path for key in keys(Config) if (key.section, key.name) not in reads]
+    assert unread == sorted(EXEMPT)
+
+
+def _with_jsonl(root: Path) -> Path:
+    """A run file with a source of each type."""
+    records = root / "records.jsonl"
+    records.write_text("".join(json.dumps({"id": n, "text": f"wind and sea {n} " * 20}) + "\n" for n in range(20)))
+    path = write_run(root, {"train.duration": "2 steps"})
+    sources = [
+        {"name": "sea", "type": "text", "paths": [str(root / "sea" / "*.txt")]},
+        {"name": "records", "type": "jsonl", "paths": [str(records)]},
+    ]
+    extra = root / "both.yaml"
+    extra.write_text(f"include: {path.name}\ndata: {{dir: {root / 'both'}, sources: {json.dumps(sources)}}}\n")
+    return extra

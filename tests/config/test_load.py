@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.document import parse, render
+from pipeline.config.load import dump, find, load, packaged_configs
+from pipeline.errors import UserError
+from tests.config.runfile import MINIMAL, write
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    return str(caught.value)
+
+
+def test_values(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, MINIMAL + "  optimizer: {lr: 3e-4, eps: 1E-9}\n  batch_size: 1e3\n  sequence_length: 2_048\n"
+    )
+    config = load(path)
+    assert config.train.optimizer.lr == 3e-4
+    assert config.train.optimizer.eps == 1e-9
+    assert (config.train.batch_size, config.train.sequence_length) == (1000, 2048)
+    assert config.run.dir == tmp_path / "runs/small"
+    assert config.data.sources[0].paths == [str(tmp_path / "words.txt")]
+
+
+def test_scalars_are_those_of_yaml_1_2() -> None:
+    text = "[3e-4, 1e9, .5, 012, 0x1f, 0o17, -3, yes, on, NO, 2024-01-01, 1:30, true, null, ~, '3', .inf, 1_000]"
+    values = parse(text, "x").value
+    assert values[:-2] == [
+        *[3e-4, 1e9, 0.5, 12, 31, 15, -3],
+        *["yes", "on", "NO", "2024-01-01", "1:30", True, None, None, "3"],
+    ]
+    assert math.isinf(values[-2])
+    assert values[-1] == "1_000"
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "unit"),
+    [
+        ("2000 steps", 2000, "steps"),
+        ("1 step", 1, "steps"),
+        ("10B tokens", 10**10, "tokens"),
+        ("1.1M tokens", 1_100_000, "tokens"),
+        ("2_500 tokens", 2500, "tokens"),
+        ("9007199254740993 tokens", 2**53 + 1, "tokens"),
+        ("3e9 tokens", 3 * 10**9, "tokens"),
+        ("4.35T tokens", 4_350_000_000_000, "tokens"),
+    ],
+)
+def test_durations(tmp_path: Path, text: str, count: int, unit: str) -> None:
+    duration = load(write(tmp_path), [f"train.duration={text}"]).train.duration
+    assert (duration.count, duration.unit) == (count, unit)
+
+
+@pytest.mark.parametrize("text", ["10", "ten steps", "1.5 steps", "-3 steps", "5 epochs", "[1]", ""])
+def test_bad_durations(tmp_path: Path, text: str) -> None:
+    message = refused(write(tmp_path), f"train.duration={text}")
+    assert "command line: train.duration" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("64MiB", 64 * 2**20), ("1.5GB", 1_500_000_000), ("2 KiB", 2048), ("7B", 7)]
+)
+def test_sizes(tmp_path: Path, text: str, size: int) -> None:
+    assert load(write(tmp_path), [f"data.preprocess.unit_bytes={text}"]).data.preprocess.unit_bytes == size
+
+
+@pytest.mark.parametrize("text", ["64Mib", "1.0000001KB", "-1", "many", "1e-3"])
+def test_bad_sizes(tmp_path: Path, text: str) -> None:
+    assert "data.preprocess.unit_bytes = " in refused(write(tmp_path), f"data.preprocess.unit_bytes={text}")
+
+
+def test_all_problems_in_one_report_with_their_lines(tmp_path: Path) -> None:
+    text = """\
+run: {dir: runs/small, seed: -1}
+data:
+  sources:
+    - name: words
+      type: pdf
+      paths: [words.txt]
+      wieght: 2
+tokenizer:
+  train: {vocab_size: 3}
+model:
+  layers: two
+  heads: 4
+  norm:
+    eps: 1
+train:
+  duration: 10 steps
+  lr: 1
+  optimizer:
+    betas: [0.9]
+corpus: x
+"""
+    lines = refused(write(tmp_path, text)).split("\n")
+    assert lines[0] == "run.yaml has 10 problems:"
+    assert [line.strip() for line in lines[1:11]] == [
+        "run.yaml:1: run.seed = -1: must be greater than or equal to 0",
+        "run.yaml:5: data.sources.0.type = \"pdf\": must be one of 'text', 'jsonl'",
+        "run.yaml:7: data.sources.0.wieght: unknown key; did you mean data.sources.0.weight?",
+        "run.yaml:9: tokenizer.train.vocab_size = 3: must be greater than or equal to 257",
+        "run.yaml:10: model.dim: required key is missing (Width of the residual stream.)",
+        'run.yaml:11: model.layers = "two": must be a whole number',
+        "run.yaml:13: model.norm: must be one of 'rmsnorm', 'layernorm'",
+        "run.yaml:17: train.lr: unknown key; did you mean train.optimizer.lr?",
+        "run.yaml:19: train.optimizer.betas: the list needs another entry",
+        "run.yaml:20: corpus: unknown key; a run file has the keys run, launch, data, tokenizer, model, train, "
+        "resume, eval, generate",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.bach_size=1", "did you mean train.batch_size?"),
+        ("model.batch_size=1", "did you mean train.batch_size or eval.batch_size?"),
+        ("vocab_size=1", "did you mean tokenizer.train.vocab_size?"),
+        ("trian.batch_size=1", "did you mean train?"),
+        ("model.init.sdt=1", "did you mean model.init.std?"),
+        ("eval.zzz=1", "eval has the keys batch_size"),
+        ("train.warmpu=1", "did you mean train.schedule.warmup?"),
+    ],
+)
+def test_unknown_key_names_the_nearest(tmp_path: Path, override: str, hint: str) -> None:
+    assert hint in refused(write(tmp_path), override)
+
+
+def test_dotted_key_in_a_file(tmp_path: Path) -> None:
+    message = refused(write(tmp_path, MINIMAL + "train.batch_size: 3\n"))
+    assert "run.yaml:15: train.batch_size: unknown key; in a file, write sections inside each other" in message
+
+
+def test_checks_over_several_keys_have_a_place(tmp_path: Path) -> None:
+    assert "run.yaml:9: model: dim 32 is not divisible by heads 5" in refused(write(tmp_path), "model.heads=5")
+    message = refused(write(tmp_path), "model.positions=learned", "model.max_positions=8")
+    assert "command line: model.max_positions 8 is less than train.sequence_length 2048" in message
+
+
+def test_missing_section_is_placed_in_the_file(tmp_path: Path) -> None:
+    text = MINIMAL.replace("train:\n  duration: 10 steps\n", "")
+    assert "run.yaml:1: train: required key is missing" in refused(write(tmp_path, text))
+
+
+def test_empty_section_has_its_defaults(tmp_path: Path) -> None:
+    config = load(write(tmp_path, MINIMAL + "  optimizer:\n    # lr: 1\neval:\n"))
+    assert config.train.optimizer.lr == 3e-4
+    assert config.eval.batch_size == 8
+
+
+def test_overrides(tmp_path: Path) -> None:
+    config = load(
+        write(tmp_path),
+        [
+            "train.batch_size=64",
+            "train.optimizer.betas=[0.8, 0.9]",
+            "data.sources.0.weight=2",
+            "tokenizer={path: tokenizer.json}",
+            "generate.prompt='a: b # c'",
+            "train.batch_size=65",
+        ],
+    )
+    assert config.train.batch_size == 65
+    assert config.train.optimizer.betas == (0.8, 0.9)
+    assert config.data.sources[0].weight == 2
+    assert config.data.sources[0].name == "words"
+    assert config.tokenizer.path == tmp_path / "tokenizer.json"
+    assert config.tokenizer.train is None
+    assert config.generate.prompt == "a: b # c"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.batch_size", "an override has the form key.path=value"),
+        ("=3", "an override has the form key.path=value"),
+        ("train..x=3", "an override has the form key.path=value"),
+        ("data.sources.1.weight=2", "data.sources is a list with the entries 0 to 0, not 1"),
+        ("data.sources.x.weight=2", "data.sources is a list with the entries 0 to 0, not x"),
+        ("data.sources.0.paths=[*.txt]", "put text that begins with"),
+        ("model={layers: 1, layers: 2}", "given twice"),
+        ("train.batch_size=???", "train.batch_size = ???: fill in a value here"),
+        ("model.qk_norm=maybe", 'model.qk_norm = "maybe": must be true or false'),
+        ("model.rope_theta=.inf", "must be a finite number"),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, override: str, message: str) -> None:
+    report = refused(write(tmp_path), override)
+    assert message in report
+    assert "command line: " in report
+
+
+def test_values_are_taken_as_they_are(tmp_path: Path) -> None:
+    prompt = "${run.dir} ??? : [\n"
+    config = load(write(tmp_path), (), {"generate.prompt": prompt, "generate.seed": 3})
+    assert (config.generate.prompt, config.generate.seed) == (prompt, 3)
+    with pytest.raises(UserError, match=r"command line: generate\.temperature = -1"):
+        load(write(tmp_path), (), {"generate.temperature": -1})
+
+
+def test_include_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
+    write(tmp_path, "model: {layers: 7, heads: 8}\ntrain: {batch_size: 3}\n", "parts/model.yaml")
+    write(
+        tmp_path, "include: model.yaml\nmodel: {heads: 2}\ntrain: {optimizer: {betas: [0.1, 0.2]}}\n", "parts/all.yaml"
+    )
+    text = "include: [parts/all.yaml]\n" + MINIMAL.replace("  layers: 2\n", "").replace("  heads: 4\n", "")
+    config = load(write(tmp_path, text + "  optimizer: {lr: 1.0}\n"), ["train.batch_size=4"])
+    assert (config.model.layers, config.model.heads, config.train.batch_size) == (7, 2, 4)
+    assert (config.train.optimizer.betas, config.train.optimizer.lr) == ((0.1, 0.2), 1.0)
+
+
+def test_problems_of_included_files_have_their_lines(tmp_path: Path) -> None:
+    write(tmp_path, "# a comment\nmodel:\n  dim: wide\n  layers: -3\ntokenizer: {train: 3}\n", "part.yaml")
+    message = refused(write(tmp_path, "include: part.yaml\n" + MINIMAL.replace("  dim: 32\n", "")))
+    assert 'part.yaml:3: model.dim = "wide": must be a whole number' in message
+    assert "layers" not in message, "the main file replaced that value"
+    assert "tokenizer" not in message, "the main file replaced that section"
+
+
+def test_include_cycles_and_missing_files(tmp_path: Path) -> None:
+    write(tmp_path, "include: b.yaml\n", "a.yaml")
+    write(tmp_path, "include: [a.yaml]\n", "b.yaml")
+    assert "files include each other: a.yaml -> b.yaml -> a.yaml" in refused(tmp_path / "a.yaml")
+    assert "files include each other" in refused(write(tmp_path, "include: self.yaml", "self.yaml"))
+    message = refused(write(tmp_path, MINIMAL + "include:\n  - nowhere.yaml\n"))
+    assert message.startswith('run.yaml:16: include = "nowhere.yaml": no run file nowhere.yaml')
+    assert "run.yaml:15: include = 3: must be a file" in refused(write(tmp_path, MINIMAL + "include: 3\n"))
+
+
+def test_the_same_file_may_be_included_on_two_ways(tmp_path: Path) -> None:
+    write(tmp_path, "train: {batch_size: 9}\n", "base.yaml")
+    write(tmp_path, "include: base.yaml\n", "a.yaml")
+    write(tmp_path, "include: base.yaml\n", "b.yaml")
+    assert load(write(tmp_path, "include: [a.yaml, b.yaml]\n" + MINIMAL)).train.batch_size == 9
+
+
+def test_packaged_run_files() -> None:
+    shipped = packaged_configs() / "quickstart.yaml"
+    assert find(Path("quickstart.yaml")) == find(Path("configs/quickstart.yaml")) == shipped
+    assert load(Path("quickstart.yaml")).model.layers > 0
+    Path("quickstart.yaml").write_text(MINIMAL)
+    assert find(Path("quickstart.yaml")) == Path("quickstart.yaml")
+    with pytest.raises(UserError, match=r"no run file quikstart\.yaml.*quickstart\.yaml"):
+        find(Path("quikstart.yaml"))
+    with pytest.raises(UserError, match="is a folder"):
+        find(Path("."))
+    with pytest.raises(UserError, match="no run file"):
+        find(Path("../configs/quickstart.yaml"))
+
+
+def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORPUS", "/corpus")
+    text = MINIMAL.replace("[words.txt]", '["${oc.env:CORPUS}/a.txt", "${sysconfig:stdlib}/*.py"]')
+    text += "  checkpoint: {every_steps: '${train.validation.every_steps}'}\n"
+    config = load(
+        write(tmp_path, text), ["data.dir=${run.dir}/tokens", "run.dir=/other", "train.validation.every_steps=7"]
+    )
+    assert config.data.sources[0].paths == ["/corpus/a.txt", sysconfig.get_path("stdlib") + "/*.py"]
+    assert config.data.dir == Path("/other/tokens")
+    assert config.train.checkpoint.every_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("${nothing.here}", "'nothing.here' not found"),
+        ("${oc.env:SURELY_NOT_SET}", "'SURELY_NOT_SET' not found"),
+        ("${sysconfig:nolib}", "sysconfig knows the paths"),
+        ("${unknown:1}", "Unsupported interpolation type unknown"),
+        ("${run.dir", "not readable"),
+        ("${data.dir}", "Recursive interpolation"),
+    ],
+)
+def test_bad_interpolation(tmp_path: Path, value: str, reason: str) -> None:
+    for message in (
+        refused(write(tmp_path, MINIMAL.replace("data:\n", f'data:\n  dir: "{value}"\n'))),
+        refused(write(tmp_path), f"data.dir={value}"),
+    ):
+        assert f'data.dir = "{value}": ' in message
+        assert reason in message
+    assert "command line: " in message
+
+
+def test_placeholder(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL.replace("[words.txt]", "???"))
+    assert "run.yaml:6: data.sources.0.paths = ???: fill in a value here" in refused(path)
+    assert load(path, ["data.sources.0.paths=[x.txt]"]).data.sources[0].paths == [str(tmp_path / "x.txt")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MINIMAL + "train:\n  duration: 1 steps\n", "run.yaml:15: train: the key is given twice, first in run.yaml:13"),
+        (MINIMAL.replace("heads: 4", "heads: 4\n  heads: 4"), "run.yaml:13: model.heads: the key is given twice"),
+        ("run:\n\tdir: x\n", "run.yaml:2: not readable as YAML"),
+        ("run:\n\tdir: x\n", "indent with spaces"),
+        ("run: {dir: x\n", "not readable as YAML"),
+        ("run: x: y\n", "run.yaml:1: not readable as YAML"),
+        ("a: 1\n---\nb: 1\n", "not readable as YAML"),
+        ("- run\n", "a run file is a mapping of sections"),
+        ("text", "a run file is a mapping of sections"),
+        ("", "run: required key is missing"),
+        ("run: &a [*a]\n", "the alias contains itself"),
+        ("run: *a\n", "undefined alias"),
+        ("run: !!python/object:os.system {}\n", "not understood"),
+        ("run: !!int x\n", "'x' is no int"),
+        ("? [a]\n: 1\n", "is not text"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refused(write(tmp_path, text))
+
+
+def test_file_that_is_not_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"run: \xff\xfe")
+    assert "is not a UTF-8 text file" in refused(path)
+    path.write_bytes(b"run: \x00")
+    assert "not readable as YAML" in refused(path)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    config = load(
+        write(tmp_path),
+        [
+            "train.schedule={type: wsd, decay: 3 steps, warmup: 1M tokens}",
+            "train.optimizer.lr=1e-7",
+            "model.rope_scaling={type: yarn, factor: 4}",
+            "tokenizer.special_tokens=['no', '???', '1e5', '~', '\\${x}']",
+            "train.metrics.wandb={project: p}",
+            "resume.allow=[data, code]",
+        ],
+    )
+    assert config.tokenizer.special_tokens == ["no", "???", "1e5", "~", "${x}"]
+    text = dump(config)
+    assert load(write(tmp_path, text, "elsewhere/again.yaml")) == config
+    assert dump(load(tmp_path / "elsewhere/again.yaml")) == text
+    # Another reader of YAML sees the same file.
+    assert yaml.safe_load(text)["train"]["duration"] == "10 steps"
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompt=st.text(alphabet="ab$\\{}?:.#'\" \n\t-", max_size=12) | st.text(max_size=12))
+def test_any_text_survives_a_round_trip(tmp_path_factory: pytest.TempPathFactory, prompt: str) -> None:
+    folder = tmp_path_factory.mktemp("round")
+    config = load(write(folder), (), {"generate.prompt": prompt})
+    assert config.generate.prompt == prompt
+    assert load(write(folder, dump(config), "again.yaml")) == config
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet="abc", min_size=1), inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+)
+def test_render_and_parse_are_inverse(value: object) -> None:
+    assert parse(render(value), "x").value == value

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.config.load import dump, load
+from pipeline.config.reference import json_schema, markdown, page
+from pipeline.config.schema import keys
+from pipeline.config.starter import write as write_starter
+from pipeline.errors import UserError
+from tests.config.runfile import write
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_docs_are_current() -> None:
+    path = ROOT / "docs/config.md"
+    assert page(path.read_text()) == path.read_text(), "run `make docs`"
+
+
+def test_every_key_has_a_meaning() -> None:
+    undocumented = [key.path for key in keys(Config) if not key.field.description]
+    assert not undocumented
+    text = markdown()
+    assert all(f"| `{key.name}` |" in text for key in keys(Config) if "." in key.path)
+
+
+def test_schema_describes_what_is_written(tmp_path: Path) -> None:
+    """Walks the schema by hand along a dumped config: every key and every scalar's type must be allowed."""
+    schema = json.loads(json_schema())
+
+    def check(value: object, node: dict[str, object], where: str) -> None:
+        if "$ref" in node:
+            node = schema["$defs"][str(node["$ref"]).removeprefix("#/$defs/")]
+        choices = node.get("anyOf") or [node]
+        assert isinstance(choices, list)
+        names = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
+        if isinstance(value, dict):
+            inner = next((schema["$defs"][c["$ref"].split("/")[-1]] if "$ref" in c else c) for c in choices)
+            for key, below in value.items():
+                check(below, inner["properties"][key], f"{where}.{key}")
+        elif isinstance(value, list):
+            for below in value:
+                check(below, next(c for c in choices if c.get("type") == "array").get("items", {}) or {}, where)
+        elif node:
+            kinds = {"string" if "enum" in c or "const" in c else c.get("type") for c in choices}
+            kinds |= {schema["$defs"][c["$ref"].split("/")[-1]].get("type") for c in choices if "$ref" in c}
+            wanted = names[type(value)]
+            assert wanted in kinds or (wanted == "integer" and "number" in kinds), f"{where}: {value!r} is no {kinds}"
+
+    config = load(write(tmp_path))
+    check(config.model_dump(mode="json"), schema, "")
+    assert "include" in schema["properties"]
+    assert schema["additionalProperties"] is False
+
+
+def test_starter_needs_paths_only(tmp_path: Path) -> None:
+    path = write_starter(tmp_path / "new")
+    assert path == tmp_path / "new/run.yaml"
+    with pytest.raises(UserError) as caught:
+        load(path)
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), start=1) if "paths: ???" in text)
+    assert f"run.yaml:{line}: data.sources.0.paths = ???: fill in a value here" in str(caught.value)
+    assert "has a problem:" in str(caught.value)
+    config = load(path, ["data.sources.0.paths=[a.txt]"])
+    assert load(write(tmp_path, dump(config), "dumped.yaml")) == config
+
+
+def test_starter_with_its_comments_taken_away(tmp_path: Path) -> None:
+    """What the starter shows in comments is valid too."""
+    text = write_starter(tmp_path).read_text().replace("???", "[a.txt]")
+    for commented in (
+        "# dir:",
+        "# exclude:",
+        "# - name: web",
+        "#   type:",
+        "#   paths:",
+        "#   text_key:",
+        "#   id_key:",
+    ):
+        assert commented in text
+        text = text.replace(commented, commented[2:])
+    text = text.replace("# wandb:", "wandb:")
+    config = load(write(tmp_path, text, "all.yaml"))
+    assert [source.name for source in config.data.sources] == ["books", "web"]
+    assert config.data.sources[0].exclude == ["**/drafts/**"]
+    assert config.train.metrics.wandb is not None
+
+
+def test_starter_overwrites_nothing(tmp_path: Path) -> None:
+    path = write_starter(tmp_path)
+    path.write_text("mine")
+    with pytest.raises(UserError, match="exists and is not overwritten"):
+        write_starter(tmp_path)
+    assert path.read_text() == "mine"
+    with pytest.raises(UserError, match="no run file"):
+        write_starter(tmp_path / "other", "nothing")
+    assert not (tmp_path / "other").exists()
+
+
+def test_starter_from_a_shipped_file(tmp_path: Path) -> None:
+    path = write_starter(tmp_path, "quickstart")
+    assert path.read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()

@@ -1,0 +1,187 @@
+"""The tokenizer against the library's own objects, and against texts that are meant to break it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
+
+TEXTS = ["def f(x):\n    return x + 1\n", "don't STOP 12345 漢字 <|endoftext|>", "ünï \r\n\r\n\t  x" * 5] * 20
+
+
+def train(texts=TEXTS, vocab_size=300, **config):
+    train = {"vocab_size": vocab_size, "min_frequency": config.pop("min_frequency", 2)}
+    return Tokenizer.train(iter(texts), TokenizerConfig(train=train, **config))
+
+
+def byte_vocabulary():
+    return {symbol: i for i, symbol in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def write(path, vocab, special=("<|endoftext|>",), **model):
+    """A byte-level tokenizer.json without merges."""
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], **model))
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    engine.add_special_tokens(list(special))
+    engine.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train()
+
+
+class TestTrain:
+    def test_special_tokens_come_first(self):
+        tokenizer = train(end_of_document="<|end|>", special_tokens=["<|a|>", "<|b|>"])
+        assert (tokenizer.end_of_document, tokenizer.special_tokens) == (0, {"<|a|>": 1, "<|b|>": 2})
+        assert tokenizer.vocab_size == 300
+
+    @given(st.text())
+    @settings(max_examples=300, deadline=None)
+    def test_every_text_comes_back(self, text):
+        tokenizer = self.tokenizer
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    @pytest.fixture(autouse=True)
+    def _tokenizer(self, trained):
+        type(self).tokenizer = trained
+
+    def test_every_byte_has_an_id(self, trained):
+        text = "".join(map(chr, range(0x800))) + "\U0010ffff"
+        assert trained.decode(trained.encode(text)) == text
+
+    def test_long_runs(self, trained):
+        for text in (" " * 10**6 + "x", "a" * 10**6, "漢" * 10**5, "\n" * 10**6, "9" * 10**5):
+            assert trained.decode(trained.encode_batch([text])[0]) == text
+
+    def test_same_texts_same_tokenizer_in_another_process_and_order(self, trained):
+        code = (
+            "from tests.data.test_tokenizer import TEXTS, train; t = train(TEXTS[::-1]); "
+            "print(t.fingerprint, t._engine.to_str())"
+        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert found.strip() == f"{trained.fingerprint} {trained._engine.to_str()}"
+
+    def test_too_small(self):
+        with pytest.raises(UserError, match=r"vocab_size: 257 .* need 258"):
+            train(vocab_size=257, special_tokens=["<|a|>"])
+
+    def test_an_end_of_document_that_text_can_spell_is_refused(self):
+        with pytest.raises(UserError, match="'END'"):
+            train(["END END END"] * 50, end_of_document="END")
+
+
+class TestSpecialText:
+    def test_it_is_ordinary_text(self, trained, tmp_path):
+        trained.save(tmp_path)
+        for tokenizer in (trained, Tokenizer.open(tmp_path)):
+            for text in ("<|endoftext|>", "a<|endoftext|>b", " <|endoftext|>" * 3):
+                (batched,) = tokenizer.encode_batch([text])
+                assert tokenizer.end_of_document not in batched
+                assert tokenizer.encode(text) == batched.tolist()
+                assert tokenizer.decode(batched) == text
+
+    @pytest.mark.parametrize("flag", [True, False, None])
+    def test_also_when_the_file_does_not_flag_it(self, tmp_path, flag):
+        """Special, added but not special, and in the vocabulary only."""
+        path = write(tmp_path / "t.json", {**byte_vocabulary(), "<|endoftext|>": 256})
+        state = json.loads(path.read_text())
+        state["added_tokens"] = [] if flag is None else [{**state["added_tokens"][0], "special": flag}]
+        path.write_text(json.dumps(state))
+        tokenizer = Tokenizer.load(path, TokenizerConfig(path=path))
+        assert tokenizer.end_of_document == 256
+        assert 256 not in tokenizer.encode("a<|endoftext|>b")
+
+
+class TestLoad:
+    def test_file_or_folder(self, tmp_path, trained):
+        trained.save(tmp_path)
+        config = TokenizerConfig(path=tmp_path)
+        for path in (tmp_path, tmp_path / "tokenizer.json"):
+            assert Tokenizer.load(path, config).fingerprint == trained.fingerprint
+        assert Tokenizer.open(tmp_path).fingerprint == trained.fingerprint
+
+    def test_missing_special_token_names_key_and_candidates(self, tmp_path):
+        path = write(tmp_path / "t.json", byte_vocabulary(), special=["<|end_of_text|>", "<pad>"])
+        with pytest.raises(UserError) as error:
+            Tokenizer.load(path, TokenizerConfig(path=path))
+        assert "tokenizer.end_of_document" in str(error.value)
+        assert "'<|end_of_text|>'" in str(error.value)
+        config = TokenizerConfig(path=path, end_of_document="<|end_of_text|>", special_tokens=["<padding>"])
+        with pytest.raises(UserError, match=r"tokenizer\.special_tokens: .*'<padding>'.*'<pad>'"):
+            Tokenizer.load(path, config)
+
+    def test_no_file_and_no_tokenizer(self, tmp_path):
+        with pytest.raises(UserError, match=r"tokenizer\.path: .* does not exist"):
+            Tokenizer.load(tmp_path / "none.json", TokenizerConfig(path=tmp_path))
+        (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+        with pytest.raises(UserError, match=r"tokenizer\.path: .*tokenizer\.json is no tokenizer"):
+            Tokenizer.load(tmp_path, TokenizerConfig(path=tmp_path))
+
+    def test_dropout_is_refused(self, tmp_path):
+        path = write(tmp_path / "t.json", byte_vocabulary(), dropout=0.1)
+        with pytest.raises(UserError, match="dropout"):
+            Tokenizer.load(path, TokenizerConfig(path=path))
+
+    def test_padding_truncation_and_templates_of_the_file_do_not_count(self, tmp_path):
+        path = write(tmp_path / "t.json", byte_vocabulary())
+        plain = Tokenizer.load(path, TokenizerConfig(path=path))
+        engine = tokenizers.Tokenizer.from_file(str(path))
+        engine.enable_truncation(3)
+        engine.enable_padding(length=9)
+        engine.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", engine.token_to_id("<|endoftext|>"))]
+        )
+        engine.save(str(path))
+        tokenizer = Tokenizer.load(path, TokenizerConfig(path=path))
+        assert tokenizer.encode("hello") == plain.encode("hello") == tokenizer.encode_batch(["hello"])[0].tolist()
+        assert tokenizer.fingerprint == plain.fingerprint
+
+    @pytest.mark.parametrize(("size", "dtype"), [(65_499, "uint16"), (65_500, "int32"), (65_536, "int32")])
+    def test_large_vocabularies(self, tmp_path, size, dtype):
+        vocab = byte_vocabulary() | {f"Ġ#{i}": i for i in range(256, size - 1)}
+        path = write(tmp_path / "t.json", vocab, ignore_merges=True)
+        tokenizer = Tokenizer.load(path, TokenizerConfig(path=path))
+        assert (tokenizer.vocab_size, tokenizer.dtype) == (size, np.dtype(dtype))
+        assert tokenizer.end_of_document == size - 1
+        (ids,) = tokenizer.encode_batch(["a"])
+        assert ids.dtype == np.dtype(dtype)
+
+
+class TestFingerprint:
+    def test_formatting_and_order_of_keys_do_not_count(self, tmp_path):
+        path = write(tmp_path / "a.json", byte_vocabulary())
+        state = json.loads(path.read_text())
+        other = tmp_path / "b.json"
+        other.write_text(json.dumps(dict(reversed(list(state.items())))))
+        config = TokenizerConfig(path=path)
+        assert Tokenizer.load(path, config).fingerprint == Tokenizer.load(other, config).fingerprint
+
+    def test_what_decides_the_ids_counts(self, tmp_path):
+        prints = set()
+        vocab = byte_vocabulary()
+        swapped = vocab | {"a": vocab["b"], "b": vocab["a"]}
+        for number, (words, special, changes) in enumerate(
+            [
+                (vocab, ["<|endoftext|>"], {}),
+                (swapped, ["<|endoftext|>"], {}),
+                (vocab, ["<|x|>", "<|endoftext|>"], {}),
+                (vocab, ["<|endoftext|>"], {"normalizer": {"type": "Lowercase"}}),
+                (vocab, ["<|endoftext|>"], {"pre_tokenizer": None}),
+            ]
+        ):
+            path = write(tmp_path / f"{number}.json", words, special)
+            path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+            prints.add(Tokenizer.load(path, TokenizerConfig(path=path)).fingerprint)
+        assert len(prints) == 5

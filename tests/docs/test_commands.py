@@ -1,0 +1,150 @@
+"""Every command in the README and in docs/ is run: lines that begin with `$ ` in blocks marked `console`.
+
+They run without a shell, in a folder with a finished run of a tiny `quickstart.yaml`, so that commands about it take
+seconds. A block that is meant to fail is marked with its exit code: `console exit=2`. Commands that set up a machine
+(make, git, pip) are checked without being run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.config.load import load
+from slurm.local import run
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# The shipped file with everything made small; the keys are replaced, never added.
+TINY = f"""\
+include: {ROOT / "configs/quickstart.yaml"}
+launch: {{threads: 1}}
+data:
+  sources:
+    - name: stdlib
+      paths: ["${{sysconfig:stdlib}}/json/*.py", "${{sysconfig:stdlib}}/email/*.py"]
+  heldout: 0.3
+  preprocess: {{workers: 1}}
+tokenizer: {{train: {{vocab_size: 300}}}}
+model: {{layers: 1, dim: 32, heads: 2, kv_heads: 1, ffn_dim: 64}}
+train:
+  duration: 3 steps
+  sequence_length: 64
+  batch_size: 2
+  schedule: {{warmup: 1 steps}}
+  validation: {{every_steps: 3, samples: 2}}
+  checkpoint: {{every_steps: 1}}
+generate: {{max_tokens: 8}}
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of a page."""
+
+    page: Path
+    line: int
+    text: str
+    exit_code: int
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}: $ {self.text}"
+
+
+def commands(page: Path) -> list[Command]:
+    found: list[Command] = []
+    exit_code: int | None = None
+    unfinished = ""
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if fence := re.match(r"\s*```(.*)", line):
+            words = fence[1].split()
+            opens = exit_code is None and words[:1] == ["console"]
+            options = dict(word.split("=") for word in words[1:]) if opens else {}
+            assert options.keys() <= {"exit"}, f"{page.name}:{number}: unknown annotation {options}"
+            exit_code = int(options.get("exit", 0)) if opens else None
+        elif exit_code is not None and (unfinished or line.startswith("$ ")):
+            text = unfinished + line.removeprefix("$ ").strip()
+            unfinished = text[:-1] if text.endswith("\\") else ""
+            if not unfinished:
+                found.append(Command(page, number, text, exit_code))
+    assert not unfinished
+    return found
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `quickstart.yaml` and its finished run."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "configs").mkdir()
+    for name in ("quickstart.yaml", "configs/quickstart.yaml"):
+        (folder / name).write_text(TINY)
+    with contextlib.chdir(folder):
+        run(load(Path("quickstart.yaml")))
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_of(page: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The commands of a page in order, since later ones may use what earlier ones wrote."""
+    folder = tmp_path / "folder"
+    shutil.copytree(finished, folder)
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    for command in commands(page):
+        words = shlex.split(command.text, comments=True)
+        match words:
+            case ["make", *targets]:
+                _check_exit(ROOT, ["make", "--dry-run", *targets], command.exit_code, str(command), capfd)
+            case ["git", "clone", _]:
+                pass
+            case ["pip", "install", *wanted]:
+                _check_requirements(wanted, str(command))
+            case ["cd", _]:
+                # Into the clone: the folder where everything runs already.
+                pass
+            case ["pipeline", *_]:
+                _check_exit(folder, words, command.exit_code, str(command), capfd)
+            case _:
+                pytest.fail(f"{command}: this test does not know how to check that; teach it or change the page")
+
+
+def test_the_parser_sees_commands() -> None:
+    """Nothing above would fail if no command was ever found."""
+    assert [command.text for command in commands(ROOT / "README.md")][:1] == ["make quickstart"]
+    assert {command.exit_code for command in commands(ROOT / "docs/config.md")} == {0, 2}
+
+
+def _check_exit(folder: Path, words: list[str], wanted: int, label: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if words[0] == "pipeline":
+        # In this process: a new one would spend its time on imports. tests/test_cli.py starts real ones.
+        with contextlib.chdir(folder), mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as left:
+            main()
+        code = left.value.code
+    else:
+        code = subprocess.run(words, cwd=folder).returncode
+    out, err = capfd.readouterr()
+    assert code == wanted, f"{label}\nexit code {code}\n{out}{err}"
+    assert "Traceback" not in err, f"{label}\n{err}"
+
+
+def _check_requirements(wanted: list[str], label: str) -> None:
+    """`pip install` names this project and extras that it has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for word in wanted:
+        if word.startswith("-") or word == "constraints.txt":
+            continue
+        named = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?", word)
+        assert named and named[1] in (".", project["name"]), f"{label}: {word}"
+        extras = set(named[2].split(",")) if named[2] else set()
+        assert extras <= project["optional-dependencies"].keys(), f"{label}: {word}"

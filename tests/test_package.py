@@ -1,0 +1,84 @@
+"""The wheel, as somebody gets it who has no checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipeline import __version__
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel, that finds the requirements where this environment has them."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", scheme="venv", vars={"base": str(folder)}))
+    # A path file, not an install: the requirements are hundreds of megabytes. The checkout's own editable install is a
+    # path file too, and those are not followed from here.
+    site.joinpath("requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        f"--python={folder}/bin/python",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    result = subprocess.run([*pip, str(wheel)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def run(installed: Path, *command: str, cwd: Path) -> str:
+    result = subprocess.run(
+        [installed / "bin" / command[0], *command[1:]], capture_output=True, text=True, cwd=cwd, env={"PATH": ""}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_contents(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for package in ("pipeline", "slurm"):
+        sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        assert sources <= names
+    shipped = {f"pipeline/configs/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert {"pipeline/configs/quickstart.yaml", "pipeline/configs/starter.yaml"} <= shipped <= names
+    assert not [name for name in names if name.startswith(("tests/", "docs/"))]
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
+
+
+def test_installed(installed: Path, tmp_path: Path) -> None:
+    assert run(installed, "pipeline", "--version", cwd=tmp_path) == f"pipeline {__version__}\n"
+    assert "Usage: pipeline" in run(installed, "pipeline", "--help", cwd=tmp_path)
+    places = run(
+        installed, "python", "-c", "import pipeline, slurm; print(pipeline.__file__, slurm.__file__)", cwd=tmp_path
+    )
+    assert all(Path(place).is_relative_to(installed) for place in places.split())
+
+
+def test_shipped_run_files_are_found(installed: Path, tmp_path: Path) -> None:
+    assert "train:" in run(installed, "pipeline", "config", "show", "quickstart.yaml", cwd=tmp_path)
+    run(installed, "pipeline", "init", "new", cwd=tmp_path)
+    assert (tmp_path / "new/run.yaml").read_bytes() == (ROOT / "configs/starter.yaml").read_bytes()
