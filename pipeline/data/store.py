@@ -54,8 +54,10 @@ def put(final: Path, data: bytes) -> None:
     try:
         tmp.write_bytes(data)
         commit(tmp, final)
-    except BaseException:
+    except BaseException as error:
         tmp.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(final)  # a failed write does not say where
         raise
 
 

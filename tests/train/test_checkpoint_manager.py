@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.manager import Checkpoints, Files, hash_file
+from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
 
 
 def write(folder: Path) -> Files:
     (folder / "weights").write_bytes(folder.name.encode() * 100)
-    return {"weights": ((folder / "weights").stat().st_size, hash_file(folder / "weights"))}
+    return {"weights": record_of(folder / "weights")}
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:

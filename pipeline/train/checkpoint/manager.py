@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from pipeline.data import store
+from pipeline.data.hashing import file_hash
 from pipeline.errors import UserError
 
 _COMMIT = "COMMIT"
 _STATE = "state.json"
-_CHUNK = 1 << 22
 
 Files = dict[str, tuple[int, str]]
 """File name -> (bytes, xxh3 in hexadecimal)."""
@@ -55,18 +53,14 @@ class Checkpoint:
                 found.append(f"{path} is missing")
             elif path.stat().st_size != size:
                 found.append(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}")
-            elif full and hash_file(path) != digest:
+            elif full and record_of(path) != (size, digest):
                 found.append(f"{path} has changed since it was written (xxh3 differs)")
         return found
 
 
-def hash_file(path: Path) -> str:
-    """xxh3 of a file, in hexadecimal."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def record_of(path: Path) -> tuple[int, str]:
+    """Size and hash of a file as it is on disk, for `Files`."""
+    return path.stat().st_size, f"{file_hash(path):016x}"
 
 
 class Checkpoints:
@@ -155,7 +149,7 @@ class Checkpoints:
             files = write(tmp)
             full_state = {**state, "step": step, "attempt": attempt, "parent": parent.path.name if parent else None}
             store.put_json(tmp / _STATE, full_state)
-            files[_STATE] = ((tmp / _STATE).stat().st_size, hash_file(tmp / _STATE))
+            files[_STATE] = record_of(tmp / _STATE)
             store.put_json(tmp / _COMMIT, {"step": step, "files": files})
             store.commit(tmp, final)
         except BaseException:

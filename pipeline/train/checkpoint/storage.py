@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.manager import Files, hash_file
+from pipeline.train.checkpoint.manager import Files, record_of
 from pipeline.train.parallel.compat import HashingWriter
 
 # One key a parameter and state ("state.layers.0.mixer.wq.weight.exp_avg"), whatever groups and ranks there are.
@@ -47,7 +47,7 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, toke
     tokenizer.save(folder)
     for path in folder.iterdir():
         if path.name not in files:
-            files[path.name] = (path.stat().st_size, hash_file(path))
+            files[path.name] = record_of(path)
     return files
 
 

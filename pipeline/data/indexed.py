@@ -1,0 +1,278 @@
+"""The `.bin/.idx` format: token ids of many documents in two files, opened by mmap.
+
+The layout is the one of Megatron-LM, NeMo and GPT-NeoX (`megatron/core/datasets/indexed_dataset.py`), so their files
+open here and ours open there; `docs/data-format.md` has every byte. No memmap leaves this file: readers get copies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pipeline.data import store
+from pipeline.data.hashing import CHUNK_BYTES
+from pipeline.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, sequences S, document bounds D = documents + 1: 34 bytes."""
+VERSION = 1
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""dtype code -> NumPy dtype. 6 and 7 exist in the format but are no token ids."""
+CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+PROVENANCE = np.dtype([("unit", "<u4"), ("flags", "<u4"), ("row", "<u8"), ("id_hash", "<u8")])
+"""One record of a `.prov` file: where a document came from. 24 bytes."""
+PARTS_A_FOLDER = 1000
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that writers choose: u16 below 65,500 ids, i32 otherwise (the rule of Megatron-LM)."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def part_files(prefix: Path) -> tuple[Path, Path, Path]:
+    """The three files of a part: `.bin`, `.idx`, `.prov`."""
+    return (
+        prefix.with_name(prefix.name + ".bin"),
+        prefix.with_name(prefix.name + ".idx"),
+        prefix.with_name(prefix.name + ".prov"),
+    )
+
+
+def numbered(folder: Path, index: int) -> Path:
+    """Path of number `index` below `folder`, a thousand a sub-folder, without a suffix."""
+    return folder / f"{index // PARTS_A_FOLDER:05d}" / f"{index:08d}"
+
+
+def part_prefix(dataset: Path, index: int) -> Path:
+    """Prefix of a part of a dataset folder."""
+    return numbered(dataset / "parts", index)
+
+
+class HashedFile:
+    """A file that is written under a temporary name, with the hash and size of what was written.
+
+    As a context manager it removes the temporary file unless `commit` was called.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.size = 0
+        self._digest = xxhash.xxh3_64()
+        self._tmp = store.temporary(final)
+        self._file: BinaryIO = self._tmp.open("wb", buffering=2**20)
+
+    @property
+    def hash(self) -> int:
+        """xxh3-64 of the bytes so far."""
+        return self._digest.intdigest()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._file.write(data)
+        self._digest.update(data)
+        self.size += len(data)
+
+    def commit(self) -> None:
+        """Flush to disk and give the file its final name."""
+        self._file.close()
+        store.commit(self._tmp, self.final)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError:  # a full disk fails again on close; the first error is the one to see
+            if error is None:
+                raise
+        finally:
+            self._tmp.unlink(missing_ok=True)
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx, one sequence a document. Memory: 4 bytes a document.
+
+    Use as a context manager: leaving it without an exception commits both files, an exception leaves neither.
+    """
+
+    def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            raise ValueError(f"{prefix}: dtype {self.dtype} is not one of {sorted(map(str, CODES))}")
+        bin_path, idx_path, _ = part_files(prefix)
+        self.bin = HashedFile(bin_path)
+        self.idx = HashedFile(idx_path)
+        self._lengths = array("i")
+
+    @property
+    def documents(self) -> int:
+        """Documents so far."""
+        return len(self._lengths)
+
+    def add_document(self, ids: npt.NDArray[Any]) -> None:
+        """Append one document.
+
+        Args:
+            ids: token ids, shape (length,), of any integer dtype.
+
+        Raises:
+            ValueError: an id does not fit into the dtype of the file.
+        """
+        if ids.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            if len(ids) and not (limits.min <= int(ids.min()) and int(ids.max()) <= limits.max):
+                raise ValueError(f"{self.bin.final}: token ids {ids.min()}..{ids.max()} do not fit into {self.dtype}")
+            ids = ids.astype(self.dtype)
+        self.bin.write(np.ascontiguousarray(ids).data.cast("B") if len(ids) else b"")
+        self._lengths.append(len(ids))
+
+    def _write_index(self) -> None:
+        documents = len(self._lengths)
+        self.idx.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], documents, documents + 1))
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if documents else np.zeros(0, np.int32)
+        step = CHUNK_BYTES // 8
+        self.idx.write(lengths.astype("<i4", copy=False).tobytes())
+        offset = 0
+        for first in range(0, documents, step):
+            ends = offset + np.cumsum(lengths[first : first + step], dtype="<i8") * self.dtype.itemsize
+            self.idx.write(np.concatenate([[np.int64(offset)], ends[:-1]]).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        for first in range(0, documents + 1, step):
+            self.idx.write(np.arange(first, min(first + step, documents + 1), dtype="<i8").tobytes())
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.bin, self.idx:
+            if error is None:
+                self._write_index()
+                self.bin.commit()
+                self.idx.commit()
+
+
+class _Mapped:
+    """A read-only mmap of a file; empty files, which cannot be mapped, are empty arrays."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.size = file.seek(0, 2)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+
+    def array(self, dtype: str | np.dtype[Any], count: int, offset: int = 0) -> npt.NDArray[Any]:
+        """A view of the file."""
+        return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset) if count else np.zeros(0, dtype)
+
+
+class IndexedPart:
+    """Reader of PREFIX.bin and PREFIX.idx.
+
+    A document is one or more sequences, one after the other; tokens are counted from the start of the part.
+
+    Raises:
+        UserError: a file is missing, cut, or not of this format; the message names it.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.bin_path, self.idx_path, _ = part_files(prefix)
+        try:
+            idx, data = _Mapped(self.idx_path), _Mapped(self.bin_path)
+        except FileNotFoundError as error:
+            raise UserError(f"{error.filename} is missing; a part needs both its .bin and its .idx") from None
+        if idx.size < HEADER.size:
+            raise UserError(f"{self.idx_path}: {idx.size} bytes are too few for an .idx file; it is cut")
+        magic, version, code, sequences, bounds = HEADER.unpack(idx.array("<u1", HEADER.size).tobytes())
+        if magic != MAGIC:
+            raise UserError(f"{self.idx_path} is not an .idx file: it begins with {magic!r} instead of {MAGIC!r}")
+        if version != VERSION:
+            raise UserError(f"{self.idx_path}: version {version} of the format; this program reads {VERSION}")
+        dtype = np.dtype(DTYPES.get(code, "V"))
+        if dtype.kind not in "iu":
+            raise UserError(f"{self.idx_path}: dtype code {code} is no integer type (1 to 5 and 8 are)")
+        expected = HEADER.size + 12 * sequences + 8 * bounds
+        # With an i8 a sequence more, the file was written for several modalities.
+        if bounds < 1 or idx.size != expected:
+            raise UserError(f"{self.idx_path}: {idx.size} bytes, but its header needs {expected}; it is cut or damaged")
+        self.dtype: np.dtype[Any] = dtype
+        self.sequences: int = sequences
+        self.documents: int = bounds - 1
+        self.lengths = idx.array("<i4", sequences, HEADER.size)
+        self.pointers = idx.array("<i8", sequences, HEADER.size + 4 * sequences)
+        self.bounds = idx.array("<i8", bounds, HEADER.size + 12 * sequences)
+        end = int(self.pointers[-1]) + int(self.lengths[-1]) * dtype.itemsize if sequences else 0
+        if data.size != end:
+            raise UserError(f"{self.bin_path}: {data.size} bytes, but {self.idx_path.name} describes {end}")
+        if self.bounds[0] != 0 or self.bounds[-1] != sequences:
+            raise UserError(
+                f"{self.idx_path}: document bounds run from {self.bounds[0]} to {self.bounds[-1]}, "
+                f"but should from 0 to {sequences}"
+            )
+        self.tokens: int = end // dtype.itemsize
+        self._tokens = data.array(dtype, self.tokens)
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """A copy of `count` token ids from token `start` on, in the dtype of the file."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
+        return self._tokens[start : start + count].copy()
+
+    def document_start(self, document: int) -> int:
+        """Token at which a document begins; for `documents`, the number of tokens."""
+        if not 0 <= document <= self.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.documents}] of {self.idx_path}")
+        sequence = int(self.bounds[document])
+        return self.tokens if sequence == self.sequences else int(self.pointers[sequence]) // self.dtype.itemsize
+
+    def document_at(self, token: int) -> int:
+        """The document that a token belongs to. Bisects by indexing: searchsorted would copy the unaligned view."""
+        if not 0 <= token < self.tokens:
+            raise IndexError(f"token {token} is outside of [0, {self.tokens}) of {self.bin_path}")
+        return self._first_after(token) - 1
+
+    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens in [start, start + count) at which documents begin, int64, ascending.
+
+        A document without tokens (another program may have written one) begins where the next one does.
+        """
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
+        first, last = self._first_after(start - 1), self._first_after(start + count - 1)
+        offsets: npt.NDArray[np.int64] = self.pointers[self.bounds[first:last]].astype(np.int64)
+        return offsets // self.dtype.itemsize
+
+    def _first_after(self, token: int) -> int:
+        """The first document that begins after `token`; `documents` if there is none."""
+        low, high = 0, self.documents
+        while low < high:
+            middle = (low + high) // 2
+            if self.document_start(middle) > token:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def read_provenance(prefix: Path, document: int) -> tuple[int, int, int, int]:
+    """(unit, row in the unit, flags, xxh3-64 of the id) of a document of a part, from its `.prov` file."""
+    path = part_files(prefix)[2]
+    with path.open("rb") as file:
+        file.seek(document * PROVENANCE.itemsize)
+        data = file.read(PROVENANCE.itemsize)
+    if len(data) < PROVENANCE.itemsize:
+        raise UserError(f"{path} is cut: it has no record of document {document}")
+    record = np.frombuffer(data, PROVENANCE)[0]
+    return int(record["unit"]), int(record["row"]), int(record["flags"]), int(record["id_hash"])

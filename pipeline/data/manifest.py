@@ -1,0 +1,279 @@
+"""What a dataset is: `manifest.json` beside `parts.bin`, one fixed-size record a part; and the check of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.data import store
+from pipeline.data.hashing import CHUNK_BYTES, file_hash, value_hash
+from pipeline.data.indexed import PROVENANCE, IndexedPart, part_files, part_prefix
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.unit import SPLITS
+from pipeline.errors import UserError
+
+PLAN_FILE = "plan.json"
+MANIFEST_FILE = "manifest.json"
+PARTS_FILE = "parts.bin"
+FORMAT_VERSION = 1
+PART = np.dtype([("tokens", "<u8"), ("documents", "<u8"), ("bin", "<u8"), ("idx", "<u8"), ("prov", "<u8")])
+"""One record of `parts.bin`: counts, and the xxh3-64 of each file of the part. 40 bytes."""
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a later minor version may add keys
+
+
+class TokenizerInfo(_Entry):
+    """The tokenizer of a dataset. Its file lies beside the manifest."""
+
+    fingerprint: str
+    vocab_size: int
+    end_of_document: int
+    end_of_document_token: str
+    special_tokens: dict[str, int]
+
+
+class Manifest(_Entry):
+    """Totals and identity of a dataset.
+
+    Attributes:
+        text_bytes: UTF-8 bytes of the documents' texts.
+        dtype: of the token ids, `uint16` or `int32`.
+        config_hash: of everything that decided the content: settings, tokenizer, names and sizes of the files.
+        code_version: of the stage that wrote it.
+        parts: number of parts.
+        parts_hash: xxh3-128 of `parts.bin`.
+    """
+
+    format_version: int
+    source: str
+    split: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    dtype: str
+    tokenizer: TokenizerInfo
+    config_hash: str
+    code_version: str
+    parts: int
+    parts_hash: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the content: equal for equal documents, tokens and order, wherever and whenever it was made."""
+        return value_hash([self.documents, self.tokens, self.dtype, self.tokenizer.fingerprint, self.parts_hash])
+
+
+def write_dataset(folder: Path, parts: npt.NDArray[Any], tokenizer: Tokenizer, manifest: dict[str, Any]) -> Manifest:
+    """Write tokenizer, `parts.bin` and, last, the manifest of a dataset whose parts are there already.
+
+    Args:
+        folder: the dataset.
+        parts: `PART` records in the order of the parts.
+        tokenizer: of the token ids.
+        manifest: source, split, text_bytes, config_hash, code_version.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = parts.astype(PART).tobytes()
+    info = TokenizerInfo(
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        end_of_document_token=tokenizer.end_of_document_token,
+        special_tokens=tokenizer.special_tokens,
+    )
+    result = Manifest(
+        format_version=FORMAT_VERSION,
+        documents=int(parts["documents"].sum()),
+        tokens=int(parts["tokens"].sum()),
+        dtype=tokenizer.dtype.name,
+        tokenizer=info,
+        parts=len(parts),
+        parts_hash=xxhash.xxh3_128_hexdigest(data),
+        **manifest,
+    )
+    if not _is_written(folder, result, data):
+        tokenizer.save(folder)
+        store.put(folder / PARTS_FILE, data)
+        store.put_json(folder / MANIFEST_FILE, result.model_dump())
+    return result
+
+
+def _is_written(folder: Path, manifest: Manifest, parts: bytes) -> bool:
+    try:
+        same = read_manifest(folder) == manifest and (folder / PARTS_FILE).read_bytes() == parts
+        return same and Tokenizer.open(folder).fingerprint == manifest.tokenizer.fingerprint
+    except (UserError, OSError, ValueError):
+        return False
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `manifest.json`.
+
+    Raises:
+        UserError: there is none, or it is of another version, or damaged.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        value = store.get_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{folder} is no finished dataset: it has no {MANIFEST_FILE}; run `pipeline preprocess`"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{error}; remove it and run `pipeline preprocess` again") from None
+    version = value.get("format_version") if isinstance(value, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path}: format_version {version!r}; this program reads {FORMAT_VERSION}")
+    try:
+        return Manifest.model_validate(value)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{path} is damaged: {problems}") from None
+
+
+def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
+    """Read `parts.bin`: `PART` records, shape (parts,).
+
+    Raises:
+        UserError: missing, or not the one that the manifest was written with.
+    """
+    path = folder / PARTS_FILE
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; run `pipeline preprocess` again, it only redoes what is missing") from None
+    if len(data) != manifest.parts * PART.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
+        raise UserError(f"{path} is not the file that {MANIFEST_FILE} was written with; it is cut or damaged")
+    return np.frombuffer(data, PART)
+
+
+def datasets_below(folder: Path) -> list[Path]:
+    """A dataset itself, or the finished datasets of a source's folder or of a data folder, sorted.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = _datasets(folder)
+    if not found:
+        raise UserError(
+            f"{folder} has no dataset: a dataset is a folder with a {MANIFEST_FILE}, like DATA_DIR/SOURCE/train, which "
+            "`pipeline preprocess` writes when it ends"
+        )
+    return found
+
+
+def _datasets(folder: Path) -> list[Path]:
+    for pattern in (MANIFEST_FILE, f"*/{MANIFEST_FILE}", f"*/*/{MANIFEST_FILE}"):
+        if found := sorted(path.parent for path in folder.glob(pattern)):
+            return found
+    return []
+
+
+def verify(folder: Path) -> list[str]:
+    """Check all hashes and bounds of the datasets in a folder. Memory does not depend on their size.
+
+    Returns:
+        What is wrong, each naming the file; empty if everything is as it was written.
+
+    Raises:
+        UserError: there is no dataset in the folder.
+    """
+    unfinished = [
+        f"{plan.parent / split} is not finished: it has no {MANIFEST_FILE}; run `pipeline preprocess`"
+        for plan in sorted([*folder.glob(PLAN_FILE), *folder.glob(f"*/{PLAN_FILE}")])
+        for split in SPLITS
+        if not (plan.parent / split / MANIFEST_FILE).is_file()
+    ]
+    found = [] if unfinished and not _datasets(folder) else datasets_below(folder)
+    return unfinished + [problem for dataset in found for problem in verify_dataset(dataset)]
+
+
+def verify_dataset(folder: Path) -> Iterator[str]:
+    """The problems of one dataset."""
+    try:
+        manifest = read_manifest(folder)
+        parts = read_parts(folder, manifest)
+    except UserError as error:
+        yield str(error)
+        return
+    for total in ("documents", "tokens"):
+        if int(parts[total].sum()) != getattr(manifest, total):
+            said = getattr(manifest, total)
+            yield f"{folder / MANIFEST_FILE}: {said} {total}, but the parts have {parts[total].sum()}"
+    try:
+        if Tokenizer.open(folder).fingerprint != manifest.tokenizer.fingerprint:
+            yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"
+    except Exception as error:  # whatever the library cannot read
+        yield f"{folder / 'tokenizer.json'}: {error}"
+    for index in range(manifest.parts):
+        yield from _verify_part(part_prefix(folder, index), parts[index], manifest)
+
+
+def _verify_part(prefix: Path, record: Any, manifest: Manifest) -> Iterator[str]:
+    for path, name in zip(part_files(prefix), ("bin", "idx", "prov"), strict=True):
+        try:
+            if file_hash(path) != int(record[name]):
+                yield f"{path}: its bytes are not those that were written (xxh3 differs)"
+        except OSError as error:
+            yield f"{path}: {error.strerror}"
+            return
+    try:
+        part = IndexedPart(prefix)
+    except UserError as error:
+        yield str(error)
+        return
+    for name in ("tokens", "documents"):
+        if getattr(part, name) != int(record[name]):
+            yield f"{part.idx_path}: {getattr(part, name)} {name}, but {PARTS_FILE} says {record[name]}"
+    if part.dtype.name != manifest.dtype:
+        yield f"{part.idx_path}: dtype {part.dtype.name}, but {MANIFEST_FILE} says {manifest.dtype}"
+    provenance = part_files(prefix)[2]
+    if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
+        yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
+    if not _index_is_sound(part):
+        yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
+        return
+    yield from _verify_tokens(part, manifest.tokenizer)
+
+
+def _index_is_sound(part: IndexedPart) -> bool:
+    """Lengths are positive, offsets are their running sum, and document bounds do not decrease."""
+    step = CHUNK_BYTES // 8
+    offset = 0
+    for first in range(0, part.sequences, step):
+        lengths = part.lengths[first : first + step].astype(np.int64)
+        ends = offset + np.cumsum(lengths) * part.dtype.itemsize
+        starts = ends - lengths * part.dtype.itemsize
+        if (lengths <= 0).any() or not np.array_equal(starts, part.pointers[first : first + step]):
+            return False
+        offset = int(ends[-1])
+    return all((np.diff(part.bounds[first : first + step + 1]) >= 0).all() for first in range(0, part.documents, step))
+
+
+def _verify_tokens(part: IndexedPart, tokenizer: TokenizerInfo) -> Iterator[str]:
+    """All ids are in the vocabulary, and the end-of-document token is the last of every document and nowhere else."""
+    step = CHUNK_BYTES // 8
+    for start in range(0, part.tokens, step):
+        ids = part.read(start, min(step, part.tokens - start))
+        if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
+            found = f"{ids.min()}..{ids.max()}"
+            yield f"{part.bin_path}: ids {found} are outside of the vocabulary of {tokenizer.vocab_size}"
+            return
+        begins = part.document_starts(start, len(ids))
+        # A document begins behind each end, so the ends are one before the begins that follow.
+        ends = np.flatnonzero(ids == tokenizer.end_of_document) + start
+        last = start + len(ids)
+        expected = np.unique(begins[begins > start]) - 1
+        if last == part.tokens or part.document_start(part.document_at(last)) == last:
+            expected = np.append(expected, last - 1)
+        if not np.array_equal(ends, expected):
+            yield f"{part.bin_path}: end-of-document tokens are not at the ends of the documents"
+            return

@@ -1,0 +1,146 @@
+"""The frozen plan of a source: its files, its units and every setting that decides its tokens.
+
+The plan is written before any work and never changed. A later run makes its plan anew and compares: whatever would
+mix two kinds of output in one dataset is explained and refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.data import SourceConfig
+from pipeline.config.root import Config
+from pipeline.data import store
+from pipeline.data.hashing import key, value_hash
+from pipeline.data.manifest import PLAN_FILE
+from pipeline.data.sources import File, Reader, Unit, cut, find_files, unit_size
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.unit import identity
+from pipeline.errors import UserError
+
+CODE_VERSION = "1"
+"""Raised whenever this stage would write other bytes for the same input and config."""
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """A source's files, found but not yet planned."""
+
+    source: SourceConfig
+    reader: Reader
+    files: list[File]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done for a source."""
+
+    found: SourceFiles
+    units: list[Unit]
+    settings: dict[str, Any]
+
+    @property
+    def config_hash(self) -> str:
+        """Hash of everything that decides the output: the settings and the names and sizes of the files."""
+        return value_hash([self.settings, [[file.name, file.size] for file in self.found.files]])
+
+    def freeze(self, folder: Path) -> None:
+        """Write the plan, or compare with the one that is there.
+
+        Raises:
+            UserError: the folder was begun with another plan; the message lists what differs and the ways out.
+        """
+        path = folder / PLAN_FILE
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            store.put_json(path, self._as_json())
+            return
+        old = store.get_json(path)
+        if old["config_hash"] == self.config_hash:
+            return
+        differences = _setting_differences(old["settings"], self.settings)
+        differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
+        raise UserError(
+            f"{folder} was made from something else than source {self.found.source.name!r} is now:\n"
+            + "\n".join(f"  {difference}" for difference in differences)
+            + f"\nTokens of both must not be mixed. Restore what differs; or remove {folder} to make it again; or set "
+            f"data.dir to another folder; or use the dataset as it is with `dataset: {folder}` in place of `paths`."
+        )
+
+    def _as_json(self) -> dict[str, Any]:
+        number = {file.name: i for i, file in enumerate(self.found.files)}
+        return {
+            "config_hash": self.config_hash,
+            "settings": self.settings,
+            "files": [[file.name, file.path, file.size] for file in self.found.files],
+            # A unit is a list of [file, first byte, end byte].
+            "units": [[[number[p.file.name], p.start, p.end] for p in unit.pieces] for unit in self.units],
+        }
+
+
+def find_source_files(config: Config) -> list[SourceFiles]:
+    """Look for the files of all sources that have `paths`."""
+    return [
+        SourceFiles(
+            source,
+            Reader(source.type, source.text_key, source.id_key),
+            find_files(source.paths, source.exclude, f"data.sources.{number}"),
+        )
+        for number, source in enumerate(config.data.sources)
+        if source.paths
+    ]
+
+
+def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
+    """The units of a source, in the order of a keyed hash of their identity, which is the order of the parts."""
+    size = unit_size(found.bytes, unit_bytes)
+    groups = [Unit(0, found.source.name, pieces) for pieces in cut(found.files, found.reader, size)]
+    hashed = sorted(((key(seed, "parts", identity(unit)), unit) for unit in groups), key=lambda pair: pair[0])
+    return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
+
+
+def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config) -> Plan:
+    """Plan a source."""
+    source = found.source
+    settings: dict[str, Any] = {
+        "code_version": CODE_VERSION,
+        "data.heldout": config.data.heldout,
+        "data.preprocess.unit_bytes": config.data.preprocess.unit_bytes,
+        "name": source.name,
+        "run.seed": config.run.seed,
+        "tokenizer": tokenizer.fingerprint,
+        "type": source.type,
+    }
+    if source.type == "jsonl":
+        settings |= {"id_key": source.id_key, "text_key": source.text_key}
+    return Plan(found, cut_units(found, config.run.seed, config.data.preprocess.unit_bytes), settings)
+
+
+def _setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    words = {"code_version": "version of the preprocess stage", "tokenizer": "tokenizer (fingerprint)"}
+    return [
+        f"{words.get(name, name)}: {old.get(name)!r} then, {new.get(name)!r} now"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:
+    new = {file.name: file.size for file in files}
+    added, removed = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    result = []
+    for what, names in (("added", added), ("gone", removed)):
+        if names:
+            result.append(f"files {what}: {len(names)}, the first is {names[0]}")
+    if changed:
+        name = changed[0]
+        result.append(f"files changed: {len(changed)}, the first is {name} ({old[name]} bytes then, {new[name]} now)")
+    return result

@@ -1,0 +1,192 @@
+"""Tokenizer: train one, load one, and say which one it is.
+
+The `tokenizers` library defines the ids. Special tokens are declared in the config and cannot come out of text: a
+document that contains `<|endoftext|>` literally gets ordinary tokens for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from pipeline.data import store
+from pipeline.data.hashing import value_hash
+from pipeline.data.indexed import token_dtype
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config.tokenizer import TokenizerConfig
+
+TOKENIZER_FILE = "tokenizer.json"
+SPECIAL_FILE = "special_tokens.json"
+
+# The split of Llama 3 (after tiktoken's cl100k): contractions, words with one leading mark, up to three digits,
+# punctuation with its line ends, line ends, spaces. Nothing is dropped, so decoding gives the text back.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with the special tokens of the run."""
+
+    def __init__(self, engine: tokenizers.Tokenizer, end_of_document: str, special_tokens: list[str]) -> None:
+        engine.no_padding()
+        engine.no_truncation()
+        # A declared token that the file does not flag as special would be matched in text; flagging keeps its id.
+        engine.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in (end_of_document, *special_tokens)]
+        )
+        engine.encode_special_tokens = True
+        self._engine = engine
+        vocabulary = engine.get_vocab(with_added_tokens=True)
+        self.end_of_document_token = end_of_document
+        self.special_tokens = {token: vocabulary[token] for token in special_tokens}
+        """Further special tokens and their ids."""
+        self.end_of_document = vocabulary[end_of_document]
+        """Id of the token that closes every document."""
+        self.vocab_size = max(vocabulary.values()) + 1
+        """Largest id + 1."""
+        self.dtype = token_dtype(self.vocab_size)
+        """What ids are stored in."""
+        for token in (end_of_document, *special_tokens):
+            if vocabulary[token] in self.encode(f"{token} {token}"):
+                raise UserError(
+                    f"tokenizer: ordinary text can become the special token {token!r}, because it reads as a plain "
+                    "word; choose one that text does not have, like '<|endoftext|>'"
+                )
+
+    @classmethod
+    def load(cls, path: Path, config: TokenizerConfig) -> Tokenizer:
+        """Load a `tokenizer.json`, or the one in a folder.
+
+        Raises:
+            UserError: no such file, not a tokenizer, or a declared special token is not in it.
+        """
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"tokenizer.path: {file} does not exist; give a tokenizer.json or a folder that has one")
+        try:
+            engine = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception for whatever it cannot read
+            raise UserError(f"tokenizer.path: {file} is no tokenizer.json of the tokenizers library: {error}") from None
+        if getattr(engine.model, "dropout", None):
+            raise UserError(
+                f"tokenizer.path: {file} has dropout, so a text has no fixed ids; set model.dropout to null in it"
+            )
+        vocabulary = engine.get_vocab(with_added_tokens=True)
+        for key, token in [
+            ("end_of_document", config.end_of_document),
+            *(("special_tokens", token) for token in config.special_tokens),
+        ]:
+            if token not in vocabulary:
+                raise UserError(f"tokenizer.{key}: {file} has no token {token!r}; {_candidates(engine, token)}")
+        return cls(engine, config.end_of_document, config.special_tokens)
+
+    @classmethod
+    def train(cls, texts: Iterator[str], config: TokenizerConfig) -> Tokenizer:
+        """Train a byte-level BPE (Sennrich et al. 2016; bytes after Radford et al. 2019). Equal texts, equal result.
+
+        All 256 bytes are in the alphabet: every text can be encoded, and decoding gives it back.
+
+        Args:
+            texts: the documents of the sample; their order does not matter.
+            config: with `train`; special tokens get the first ids, `end_of_document` is 0.
+        """
+        assert config.train is not None
+        special = [config.end_of_document, *config.special_tokens]
+        if config.train.vocab_size < 256 + len(special):
+            raise UserError(
+                f"tokenizer.train.vocab_size: {config.train.vocab_size} is too small; 256 bytes and {len(special)} "
+                f"special tokens need {256 + len(special)}"
+            )
+        engine = tokenizers.Tokenizer(models.BPE())
+        engine.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        engine.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=config.train.vocab_size,
+            min_frequency=config.train.min_frequency,
+            special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        engine.train_from_iterator(texts, trainer)
+        return cls(engine, config.end_of_document, config.special_tokens)
+
+    @classmethod
+    def open(cls, folder: Path) -> Tokenizer:
+        """Open what `save` wrote: the tokenizer of a dataset, a checkpoint or a run."""
+        file = folder / TOKENIZER_FILE
+        if not file.is_file() or not (folder / SPECIAL_FILE).is_file():
+            raise UserError(f"{folder} has no tokenizer ({TOKENIZER_FILE} and {SPECIAL_FILE})")
+        special = store.get_json(folder / SPECIAL_FILE)
+        return cls(tokenizers.Tokenizer.from_file(str(file)), special["end_of_document"], special["special_tokens"])
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
+        folder.mkdir(parents=True, exist_ok=True)
+        store.put(folder / TOKENIZER_FILE, self._engine.to_str(pretty=True).encode())
+        store.put_json(
+            folder / SPECIAL_FILE,
+            {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)},
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what decides the ids: model, pre-tokenizer, normalizer, added tokens, end of document.
+
+        It does not depend on the formatting of the file, nor on parts that are absent or off.
+        """
+        state = orjson.loads(self._engine.to_str())
+        decisive = {name: state.get(name) for name in ("model", "pre_tokenizer", "normalizer", "added_tokens")}
+        return value_hash(_without_defaults(decisive | {"end_of_document": self.end_of_document}))
+
+    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+        """Ids of each text, without end of document, in the dtype of `dtype`.
+
+        Special-token text is ordinary text; nothing is added before or after.
+        """
+        encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one text, without end of document."""
+        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Any) -> str:
+        """Text of ids (a list or an array). Special tokens appear as their text; cut characters as U+FFFD."""
+        return self._engine.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _candidates(engine: tokenizers.Tokenizer, token: str) -> str:
+    """What to use instead of a special token that a tokenizer does not have."""
+    added = [entry.content for entry in engine.get_added_tokens_decoder().values()]
+    marked = [name for name in engine.get_vocab() if name[:1] in "<[" and name[-1:] in ">]" and len(name) > 2]
+    near = difflib.get_close_matches(token, {*added, *marked}, n=5, cutoff=0.5)
+    known = near or added[:10] or sorted(marked)[:10]
+    return f"did you mean one of {known}?" if known else "it has no special tokens at all; add the token to the file"
+
+
+def _without_defaults(value: Any) -> Any:
+    """Drop nulls and falses, which a later version of the library may add or leave out."""
+    if isinstance(value, dict):
+        return {k: _without_defaults(v) for k, v in value.items() if v is not None and v is not False}
+    if isinstance(value, list):
+        return [_without_defaults(v) for v in value]
+    return value

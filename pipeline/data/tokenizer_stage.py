@@ -1,0 +1,147 @@
+"""The tokenizer of a run: loaded or trained once, then kept in the data folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.root import Config
+from pipeline.data import store
+from pipeline.data.hashing import key, value_hash
+from pipeline.data.plan import SourceFiles
+from pipeline.data.sources import Piece, Unit, UnitReader, cut
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.unit import is_heldout
+from pipeline.errors import UserError
+
+ORIGIN_FILE = "origin.json"
+SAMPLE_BYTES = 2**18
+"""Size of the pieces of files that a sample is drawn from."""
+_CANDIDATE_BYTES = 2**34
+"""Of a larger corpus, only a keyed share of the pieces is looked at, so that the list of them stays small."""
+
+
+def tokenizer_folder(config: Config) -> Path:
+    """Where the tokenizer of a run is kept."""
+    return config.data_dir / "tokenizer"
+
+
+def run_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of a run that has been preprocessed.
+
+    Raises:
+        UserError: it has not.
+    """
+    folder = tokenizer_folder(config)
+    if not (folder / ORIGIN_FILE).is_file():
+        raise UserError(f"{folder} has no tokenizer yet; run `pipeline preprocess` first")
+    return Tokenizer.open(folder)
+
+
+def prepare_tokenizer(config: Config, sources: list[SourceFiles]) -> Tokenizer:
+    """Load or train the tokenizer and save it, or open the saved one if it is the one that the config asks for.
+
+    Raises:
+        UserError: the saved one is another; or there is nothing to train on.
+    """
+    folder = tokenizer_folder(config)
+    saved = store.get_json(folder / ORIGIN_FILE) if (folder / ORIGIN_FILE).is_file() else None
+    if config.tokenizer.path is not None:
+        tokenizer = Tokenizer.load(config.tokenizer.path, config.tokenizer)
+        origin: dict[str, Any] = {"path": str(config.tokenizer.path), "fingerprint": tokenizer.fingerprint}
+        if saved is not None:
+            if saved["fingerprint"] != tokenizer.fingerprint:
+                raise _other_tokenizer(config, f"{config.tokenizer.path} has other ids than the tokenizer kept there")
+            return tokenizer
+    else:
+        settings = _training_settings(config, sources)
+        if saved is not None:
+            if saved.get("train") != settings:
+                raise _other_tokenizer(config, _what_differs(saved, settings))
+            return Tokenizer.open(folder)
+        tokenizer = Tokenizer.train(sample_texts(config, sources), config.tokenizer)
+        origin = {"train": settings, "fingerprint": tokenizer.fingerprint}
+    tokenizer.save(folder)
+    store.put_json(folder / ORIGIN_FILE, origin)
+    return tokenizer
+
+
+def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, Any]:
+    assert config.tokenizer.train is not None
+    if not sources:
+        raise UserError(
+            "tokenizer.train: no source has paths, so there is no text to train on; set tokenizer.path to the "
+            "tokenizer.json of one of the datasets"
+        )
+    files = {
+        found.source.name: value_hash(
+            [
+                found.reader.type,
+                found.reader.text_key if found.reader.type == "jsonl" else "",
+                [[file.name, file.size] for file in found.files],
+            ]
+        )
+        for found in sources
+    }
+    return {
+        "tokenizer.train": config.tokenizer.train.model_dump(),
+        "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        "tokenizer.special_tokens": list(config.tokenizer.special_tokens),
+        "run.seed": config.run.seed,
+        "data.heldout": config.data.heldout,
+        "the files of data.sources": files,
+    }
+
+
+def _what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
+    if "train" not in saved:
+        return f"it was loaded from {saved['path']}, tokenizer.train trains one"
+    names = [name for name, value in settings.items() if saved["train"].get(name) != value]
+    return f"{' and '.join(names)} changed since it was trained"
+
+
+def _other_tokenizer(config: Config, difference: str) -> UserError:
+    folder = tokenizer_folder(config)
+    return UserError(
+        f"the tokenizer in {folder} is not the one that the config asks for: {difference}. Restore that; or keep the "
+        f"tokenizer with tokenizer.path: {folder / 'tokenizer.json'} in place of tokenizer.train; or remove "
+        f"{config.data_dir} to start over; or set data.dir to another folder"
+    )
+
+
+def sample_texts(config: Config, sources: list[SourceFiles]) -> Iterator[str]:
+    """Documents of the training split from a keyed sample of all files, about `tokenizer.train.max_bytes` of text.
+
+    The sample is made of whole small files and of lines from pieces of large ones, so only about as much is read.
+
+    Raises:
+        UserError: there is no document to train on.
+    """
+    assert config.tokenizer.train is not None
+    wanted = config.tokenizer.train.max_bytes
+    total = sum(found.bytes for found in sources)
+    limit = 2**64 * max(4 * wanted, _CANDIDATE_BYTES) // max(total, 1)
+    candidates: list[tuple[int, int, tuple[Piece, ...]]] = []
+    for number, found in enumerate(sources):
+        for file in found.files:
+            for pieces in cut([file], found.reader, SAMPLE_BYTES):
+                draw = key(config.run.seed, "tokenizer", found.source.name, file.name, pieces[0].start)
+                if draw < limit:
+                    candidates.append((draw, number, pieces))
+    candidates.sort(key=lambda candidate: candidate[:2])
+    taken = 0
+    for _, number, pieces in candidates:
+        found = sources[number]
+        for document in UnitReader(Unit(0, found.source.name, pieces), found.reader):
+            raw = document.text.encode()
+            if document.reason is None and not is_heldout(raw, config.data.heldout):
+                taken += len(raw)
+                yield document.text
+        if taken >= wanted:
+            return
+    if not taken:
+        raise UserError(
+            f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
+            "sound document for the training split; check paths, type and text_key of the sources, and data.heldout"
+        )
