@@ -1,4 +1,4 @@
-"""How stages show that they are alive: a bar on a terminal, nothing elsewhere."""
+"""How stages talk: plain lines, and a bar where there is a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def say(console: Console, text: str) -> None:
+    """A line as it is: no markup, no colours for numbers, no breaks that would cut paths and messages apart."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.config import Config
-from pipeline.console import progress
+from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.heldout import HeldOut
 from pipeline.errors import UserError
@@ -98,7 +98,7 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
     path.parent.mkdir(exist_ok=True)
     store.put_json(path, asdict(report))
     console.print(_table(report))
-    console.print(f"written to {path}", highlight=False)
+    say(console, f"written to {path}")
     return report
 
 

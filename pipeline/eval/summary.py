@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from pipeline.config import Config
+from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.dataset import Dataset
 from pipeline.data.preprocess import dataset_folder, run_tokenizer
@@ -82,13 +87,23 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     for stage, seconds in summary["seconds"].items():
         table.add_row(f"{stage} time", f"{seconds:.1f} s")
     console.print(table)
-    console.print(f"run folder: {config.run.dir} (these figures: summary.json)", highlight=False, soft_wrap=True)
+    say(console, f"run folder: {config.run.dir} (these figures: summary.json)")
+    program = _program()
     file = shlex.quote(str(config.run.dir / "config.yaml"))
     data = shlex.quote(str(dataset_folder(config, config.data.sources[0], "train")))
-    console.print("try next:", highlight=False)
+    say(console, "try next:")
     for command in (
-        f"pipeline generate {file} --prompt 'class Parser'",
-        f"pipeline data inspect {data}",
-        f"pipeline run {file} train.duration='{2 * summary['steps']} steps'",
+        f"{program} generate {file} --prompt 'class Parser'",
+        f"{program} data inspect {data}",
+        f"{program} run {file} train.duration='{2 * summary['steps']} steps'",
     ):
-        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"  {command}")
+
+
+def _program() -> str:
+    """How this program was started: by its name, or by a path if its folder is not on the search path."""
+    started = Path(sys.argv[0])
+    found = shutil.which(started.name)
+    if started.name != "pipeline" or (found is not None and Path(found).resolve() == started.resolve()):
+        return "pipeline"
+    return shlex.quote(os.path.relpath(started))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from pipeline.config import Config
+from pipeline.console import say
 from pipeline.eval.generate import generate
 from pipeline.train.setup import load_for_inference
 
@@ -13,7 +14,7 @@ def continue_prompt(config: Config, step: int | None = None, console: Console | 
     """Print `generate.prompt` and its continuation as it is generated; returns the continuation."""
     console = console or Console()
     setup, model, checkpoint = load_for_inference(config, step)
-    console.print(f"{checkpoint.path.name}:", highlight=False)
+    say(console, f"{checkpoint.path.name}:")
     console.print(config.generate.prompt, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
     pieces = []
     for piece in generate(model, setup.tokenizer, config.generate.prompt, config.generate):

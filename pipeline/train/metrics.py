@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipeline.config.train import MetricsConfig
+from pipeline.console import say
 from pipeline.errors import UserError
 
 # Dense bf16 peaks in FLOP/s as the vendor states them. A device that is not here has no MFU.
@@ -152,11 +153,7 @@ class Terminal:
         if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)
         elif row["step"] % self._every == 0 or row["step"] == self._total:
-            self.say(f"step {row['step']:>{len(str(self._total))}}/{self._total}  {numbers}")
-
-    def say(self, text: str) -> None:
-        """A line above the bar."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(self._console, f"step {row['step']:>{len(str(self._total))}}/{self._total}  {numbers}")
 
     def close(self) -> None:
         if self._progress is not None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from pipeline import __version__
 from pipeline.config import Config
 from pipeline.config.load import dump
+from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
@@ -76,10 +77,10 @@ def train(config: Config, console: Console | None = None) -> TrainReport:
         raise UserError("train.duration is 0; give it at least one step")
     with open_run(config.run.dir) as folder:
         checkpoints = Checkpoints(folder.checkpoints)
-        checkpoints.clean(lambda line: console.print(line, highlight=False))
-        checkpoint = checkpoints.resumable(lambda line: console.print(f"warning: {line}", highlight=False))
+        checkpoints.clean(lambda line: say(console, line))
+        checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
         if checkpoint is not None and checkpoint.step >= total:
-            console.print(f"train: already at step {checkpoint.step} of {total}", highlight=False)
+            say(console, f"train: already at step {checkpoint.step} of {total}")
             return TrainReport(checkpoint.step, 0, time.monotonic() - start)
         with StopRequest(folder.stop_file) as stop:
             trainer = Trainer(config, folder, checkpoints, console)
@@ -131,16 +132,17 @@ class Trainer:
         self._flops = {causal: flops_per_token(spec, train.sequence_length, causal=causal) for causal in (False, True)}
         self._peak = peak_flops(self._setup.device, train.precision.compute)
         self._nonfinite = 0
+        self._since = time.monotonic()  # when the last step, validation or save ended
         self._pending: Callable[[], dict[str, Any]] | None = None
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Load a checkpoint; returns the steps it has behind it."""
         state = checkpoint.state()
         for line in compare(state["fingerprints"], self._fingerprints, self._config.resume.allow):
-            self._console.print(f"warning: allowed difference from the checkpoint: {line}", highlight=False)
+            say(self._console, f"warning: allowed difference from the checkpoint: {line}")
         storage.read(checkpoint.path, self._model, self._optimizer)
         self._nonfinite = state["nonfinite_steps"]
-        self._console.print(f"train: going on from {checkpoint.path.name}", highlight=False)
+        say(self._console, f"train: going on from {checkpoint.path.name}")
         return checkpoint.step
 
     def run(self, first: int, total: int, stop: StopRequest) -> int:
@@ -149,14 +151,16 @@ class Trainer:
         checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
         terminal = Terminal(self._console, first, total, self._config.train.metrics.log_every_steps)
         with Metrics(self._sinks(terminal)) as metrics:
-            waiting = time.monotonic()
+            waiting = self._since = time.monotonic()
             for data in self._loader.iterate(first, total):
-                started = time.monotonic()
+                waited = time.monotonic() - waiting
                 lr = self._config.train.optimizer.lr * self._schedule.factor(self._loader.tokens(data.step + 1))
                 result = self._stepper.step(data.micro_batches, data.valid_targets, lr)
                 # The numbers of a step are read when the next one has been issued, so that a device never idles.
                 self._flush(metrics)
-                self._pending = self._row(data, result, lr, waited=started - waiting, since=waiting)
+                self._pending = self._row(data, result, lr, waited)
+                if self._setup.device.type == "cpu":
+                    self._flush(metrics)
                 step = data.step + 1
                 reason = stop.reason()
                 if step % validation.every_steps == 0 or step == total:
@@ -178,11 +182,11 @@ class Trainer:
     def _announce(self, first: int, total: int) -> None:
         train, spec = self._config.train, self._setup.spec
         tokens = train.batch_size * train.sequence_length
-        self._console.print(
+        say(
+            self._console,
             f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {total - first:,} steps of {tokens:,} tokens, "
             f"{train.precision.compute} on {self._setup.device.type}, {torch.get_num_threads()} threads, "
             f"{self._flops[True] / 1e6:,.4g} MFLOP a token",
-            highlight=False,
         )
 
     def _sinks(self, terminal: Terminal) -> list[Sink]:
@@ -194,17 +198,16 @@ class Trainer:
             sinks.append(Wandb(config, self._folder.path, self._config.model_dump(mode="json")))
         return [*sinks, terminal]
 
-    def _row(
-        self, data: StepData, result: StepResult, lr: float, *, waited: float, since: float
-    ) -> Callable[[], dict[str, Any]]:
+    def _row(self, data: StepData, result: StepResult, lr: float, waited: float) -> Callable[[], dict[str, Any]]:
         """The metrics of a step, as a function that reads the device and is called a step later."""
         tokens = sum(data.tokens_by_source.values())
 
         def row() -> dict[str, Any]:
             nats, targets = result.nats.tolist(), result.targets.tolist()
             self._check_finite(data, bool(result.finite.item()))
-            # Read last: by now the device has done the step.
-            rate = tokens / (time.monotonic() - since)
+            # The device has done the step by now: a step lasts from the end of the one before to its own.
+            now = time.monotonic()
+            rate, self._since = tokens / (now - self._since), now
             values = {
                 "step": data.step + 1,
                 "attempt": self._folder.attempt,
@@ -247,10 +250,10 @@ class Trainer:
         lines = JsonLines(self._folder.path / "nonfinite.jsonl")
         lines.write(record)
         lines.close()
-        self._console.print(
+        say(
+            self._console,
             f"warning: step {data.step + 1}: loss or gradient is not finite; the weights were not updated "
             f"(its samples are in {self._folder.path / 'nonfinite.jsonl'})",
-            highlight=False,
         )
         if self._nonfinite >= _MAX_NONFINITE:
             self._folder.write_exit(EXIT_NUMERICAL, "non-finite", data.step + 1)
@@ -288,7 +291,8 @@ class Trainer:
                 "validation_loss_by_source": {name: loss.mean for name, loss in losses.items()},
             }
         )
-        self._console.print(f"step {step}: validation loss {blended.mean:.4f}", highlight=False)
+        say(self._console, f"step {step}: validation loss {blended.mean:.4f}")
+        self._since = time.monotonic()
 
     def _save(self, step: int) -> None:
         config = self._config
@@ -323,6 +327,7 @@ class Trainer:
                 + "free some space and run the same command to go on."
             ) from error
         self._checkpoints.prune(config.train.checkpoint.keep)
+        self._since = time.monotonic()
 
 
 def open_heldout(config: Config) -> dict[str, HeldOut]:

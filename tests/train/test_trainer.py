@@ -83,6 +83,14 @@ def test_a_run_leaves_what_it_should(root: Path, straight: list[dict[str, Any]])
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+def test_the_time_of_steps_adds_up_to_less_than_that_of_the_run(root: Path) -> None:
+    """Each second belongs to one step at most, or tokens_per_second is wrong."""
+    begin = time.monotonic()
+    run = train(root, "timed", "train.validation.every_steps=1")
+    wall = time.monotonic() - begin
+    assert sum(4 * 32 / row["tokens_per_second"] for row in read_metrics(run)) < wall
+
+
 def test_the_same_run_twice_has_the_same_bits(root: Path, straight: list[dict[str, Any]]) -> None:
     again = train(root, "again")
     assert exact(again) == straight
