@@ -15,7 +15,7 @@ from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.heldout import HeldOut
 from pipeline.errors import UserError
-from pipeline.train.setup import load_for_inference
+from pipeline.train.setup import check_tokenizer, load_for_inference
 from pipeline.train.trainer import open_heldout
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
@@ -76,6 +76,7 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
     console = console or Console()
     splits = heldout_splits(config)
     setup, model, found = load_for_inference(config, checkpoint)
+    check_tokenizer({name: split.dataset for name, split in splits.items()}, setup.tokenizer)
     losses: dict[str, HeldOutLoss] = {}
     for name, split in splits.items():
         with progress(console, f"eval {name}", len(split)) as advance:

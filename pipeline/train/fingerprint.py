@@ -25,10 +25,15 @@ def fingerprints(config: Config, datasets: dict[str, str], tokenizer: str, order
     return {
         "data": datasets,
         "tokenizer": tokenizer,
-        "model": config.model.model_dump(mode="json"),
+        "model": model_fingerprint(config),
         "order": order,
         "code": __version__,
     }
+
+
+def model_fingerprint(config: Config) -> dict[str, Any]:
+    """What decides the function that the weights compute: every key of `model:`."""
+    return config.model.model_dump(mode="json")
 
 
 def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> list[str]:
@@ -52,7 +57,7 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
         raise UserError(
             "this run differs from its checkpoint (checkpoint -> now):\n  "
             + "\n  ".join(refused)
-            + "\nset the values back, or start a new run with another run.dir"
+            + "\nset the values back, or use another run.dir"
         )
     return shown
 

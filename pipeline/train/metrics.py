@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -92,7 +93,7 @@ class Wandb:
             ) from error
         id_file = run_folder / "wandb-id"
         if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
+            id_file.write_text(secrets.token_hex(8))
         self._run = wandb.init(
             project=config.wandb.project,
             mode=config.wandb.mode,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from pipeline.config import Config
-from pipeline.data.preprocess import run_tokenizer
+from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.fingerprint import compare, model_fingerprint
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.mesh import Mesh, build_mesh, choose_device
@@ -28,20 +31,38 @@ class Setup:
     spec: DecoderSpec
 
 
-def set_up(config: Config) -> Setup:
-    """Threads, device, process group, tokenizer of the run, and the model's specification."""
+def set_up(config: Config, tokenizer: Tokenizer) -> Setup:
+    """Threads, device, process group, and the model's specification for a tokenizer."""
     torch.set_num_threads(config.launch.threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.launch.device)
-    tokenizer = run_tokenizer(config)
     spec = decoder_spec(config.model, tokenizer.vocab_size, config.max_positions)
     return Setup(device, build_mesh(device), tokenizer, spec)
 
 
 def load_for_inference(config: Config, step: int | None) -> tuple[Setup, Decoder, Checkpoint]:
-    """The model of a verified checkpoint, of `step` or the latest one, in evaluation mode."""
+    """The model of a verified checkpoint, of `step` or the latest one, in evaluation mode.
+
+    The tokenizer is the checkpoint's own, so that text can be continued where the data is not.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, or one of another model than the config's.
+    """
     checkpoint = Checkpoints(config.run.dir / "checkpoints").at(step)
-    setup = set_up(config)
+    compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
+    setup = set_up(config, Tokenizer.open(checkpoint.path))
     model = parallelize(setup.spec, setup.mesh, config.train.precision, setup.device)
     storage.read(checkpoint.path, model)
     model.eval()
     return setup, model, checkpoint
+
+
+def check_tokenizer(datasets: Mapping[str, Dataset], tokenizer: Tokenizer) -> None:
+    """Datasets by source must have been tokenized with `tokenizer`; a `UserError` names the one that was not."""
+    for name, dataset in datasets.items():
+        info = dataset.manifest.tokenizer
+        if info.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"source {name!r} ({dataset.folder}) was tokenized with another tokenizer ({info.vocab_size} entries, "
+                f"fingerprint {info.fingerprint}) than the model's ({tokenizer.vocab_size} entries, "
+                f"{tokenizer.fingerprint}); preprocess it with the model's tokenizer"
+            )

@@ -21,7 +21,7 @@ from pipeline.data import store
 from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.loader import Loader, StepData, open_loader
-from pipeline.data.preprocess import dataset_folder
+from pipeline.data.preprocess import dataset_folder, run_tokenizer
 from pipeline.errors import EXIT_NUMERICAL, EXIT_OK, EXIT_STOPPED, NumericalError, Stopped, StorageError, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -32,7 +32,7 @@ from pipeline.train.optim import build_optimizer
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.run_folder import RunFolder, open_run
 from pipeline.train.schedule import Schedule
-from pipeline.train.setup import Setup, set_up
+from pipeline.train.setup import Setup, check_tokenizer, set_up
 from pipeline.train.step import Stepper, StepResult
 from pipeline.train.stop import StopRequest
 from pipeline.train.validation import HeldOutLoss, heldout_loss
@@ -98,7 +98,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._console = console
         train = config.train
-        self._setup: Setup = set_up(config)
+        self._setup: Setup = set_up(config, run_tokenizer(config))
         mesh = self._setup.mesh
         self._loader: Loader = open_loader(config, dp_rank=mesh.rank("batch"), dp_size=mesh.size("batch"))
         self._heldout = open_heldout(config)
@@ -107,12 +107,11 @@ class Trainer:
             train.duration.in_tokens(train.batch_size * train.sequence_length),
             train.batch_size * train.sequence_length,
         )
+        datasets = {s.name: Dataset.open(dataset_folder(config, s, "train")) for s in config.data.sources}
+        check_tokenizer(datasets, self._setup.tokenizer)
         self._fingerprints = fingerprints(
             config,
-            {
-                source.name: Dataset.open(dataset_folder(config, source, "train")).fingerprint
-                for source in config.data.sources
-            },
+            {name: dataset.fingerprint for name, dataset in datasets.items()},
             self._setup.tokenizer.fingerprint,
             self._loader.journal.fingerprint,
         )

@@ -156,3 +156,17 @@ def test_heldout_bounds_equal_a_scan_for_ends(config: Config) -> None:
         ends = np.flatnonzero(tokens[:valid] == end)
         expected = [max([e + 1 for e in ends if e < q], default=0) for q in range(valid)]
         assert batch.bounds[0, :valid].tolist() == expected
+
+
+def test_another_model_than_the_checkpoints_is_refused(config: Config) -> None:
+    other = config.model_copy(update={"model": config.model.model_copy(update={"sliding_window": 3})})
+    with pytest.raises(UserError, match="model.sliding_window: None -> 3"):
+        evaluate(other)
+
+
+def test_data_of_another_tokenizer_is_refused(config: Config, tmp_path: Path) -> None:
+    other = load(tiny.write_run(tmp_path), ["tokenizer.train.vocab_size=290"])
+    preprocess(other)
+    mixed = config.model_copy(update={"data": other.data})
+    with pytest.raises(UserError, match="source 'sea' .* was tokenized with another tokenizer .290 entries"):
+        evaluate(mixed)

@@ -36,6 +36,8 @@ def _whole(config: ModelConfig, seed: int = 7, vocab_size: int = VOCAB) -> Decod
 
 @pytest.fixture
 def no_group_left() -> Iterator[None]:
+    if dist.is_initialized():  # a test in this process has trained before
+        dist.destroy_process_group()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
