@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -14,13 +15,10 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from pipeline import __version__
-from pipeline.errors import EXIT_OTHER, Stopped, UserError
+from pipeline.errors import EXIT_INTERRUPTED, EXIT_OTHER, Stopped, UserError
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
 
 _ADVICE = {
     errno.ENOSPC: "free some space or point run.dir and data.dir to another disk, then run the same command again; "
@@ -93,7 +91,7 @@ def preprocess(
 ) -> None:
     """Turn documents into tokens: data.sources -> datasets."""
     config = _load(run, overrides)
-    from pipeline.data.preprocess import preprocess as stage
+    from slurm.local import preprocess as stage
 
     stage(config, dry_run=dry_run)
 
@@ -102,7 +100,7 @@ def preprocess(
 def train(run: Run, overrides: Overrides = None) -> None:
     """Train the model, or go on from the newest checkpoint."""
     config = _load(run, overrides)
-    from pipeline.train.trainer import train as stage
+    from slurm.local import train as stage
 
     stage(config)
 
@@ -111,9 +109,9 @@ def train(run: Run, overrides: Overrides = None) -> None:
 def evaluate(run: Run, overrides: Overrides = None, step: Step = None) -> None:
     """Measure a checkpoint on the held-out documents."""
     config = _load(run, overrides)
-    from pipeline.eval.perplexity import evaluate as stage
+    from slurm.local import evaluate as stage
 
-    stage(config, checkpoint=step)
+    stage(config, step)
 
 
 @app.command("run")
@@ -232,6 +230,7 @@ def _load(run: Path, overrides: list[str] | None, values: dict[str, Any] | None 
 def _report(error: BaseException) -> int:
     """Say what happened in one message and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
         _say("interrupted:", "what was committed is kept; the same command goes on from there")
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError) and error.filename is None:

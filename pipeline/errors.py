@@ -10,6 +10,15 @@ EXIT_OTHER = 1
 EXIT_REFUSED = 2
 EXIT_STOPPED = 75
 EXIT_NUMERICAL = 77
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The code that the command line leaves with after `error`."""
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return int(getattr(error, "exit_code", EXIT_OTHER))
 
 
 class UserError(ValueError):
@@ -34,7 +43,7 @@ class Stopped(Exception):
     exit_code = EXIT_STOPPED
 
 
-class StorageError(UserError):
-    """The disk is full or cannot be written; nothing that was committed is lost."""
+class MachineError(UserError):
+    """The machine has or allows too little: disk, memory, permissions. Nothing that was committed is lost."""
 
     exit_code = EXIT_OTHER

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from pipeline.errors import EXIT_OK, EXIT_OTHER
+from pipeline.data import store
+from pipeline.errors import EXIT_OK, exit_code
 
 
 class Ledger:
@@ -28,18 +27,17 @@ class Ledger:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Record that a stage starts, and how and after how many seconds it ends."""
-        start = time.time()
+        start, clock = time.time(), time.monotonic()
         entry = {"stage": name, "host": socket.gethostname(), "pid": os.getpid(), "start": start}
         self._append({**entry, "event": "start"})
-        code = EXIT_OTHER
+        code = EXIT_OK
         try:
             yield
-            code = EXIT_OK
         except BaseException as error:
-            code = getattr(error, "exit_code", EXIT_OTHER)
+            code = exit_code(error)
             raise
         finally:
-            self._append({**entry, "event": "end", "exit": code, "seconds": time.time() - start})
+            self._append({**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage over all attempts that ended, the failed ones included."""
@@ -51,16 +49,9 @@ class Ledger:
 
     def entries(self) -> list[dict[str, Any]]:
         """All lines but those that a crash cut short."""
-        if not self._path.exists():
-            return []
-        found = []
-        for line in self._path.read_bytes().splitlines():
-            try:
-                found.append(orjson.loads(line))
-            except orjson.JSONDecodeError:
-                continue
-        return found
+        return [entry for entry in store.read_json_lines(self._path) if "event" in entry]
 
     def _append(self, entry: dict[str, Any]) -> None:
-        with self._path.open("ab", buffering=0) as file:
-            file.write(orjson.dumps(entry) + b"\n")
+        lines = store.JsonLines(self._path)
+        lines.write(entry)
+        lines.close()

@@ -1,37 +1,64 @@
-"""All stages of a run in order, on this machine and in this process."""
+"""The stages of a run on this machine, in this process, each recorded in the run's ledger."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from pipeline.config import Config
 from slurm.ledger import Ledger
 
+if TYPE_CHECKING:
+    from pipeline.eval.perplexity import EvalReport
+    from pipeline.train.trainer import TrainReport
+
+# Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
+
+
+def preprocess(config: Config, *, dry_run: bool = False) -> None:
+    """Documents to tokens; see `pipeline.data.preprocess`. A dry run leaves no trace."""
+    from pipeline.data.preprocess import preprocess as stage
+
+    if dry_run:
+        stage(config, dry_run=True)
+        return
+    with _ledger(config).stage("preprocess"):
+        stage(config)
+
+
+def train(config: Config, console: Console | None = None) -> TrainReport:
+    """Tokens to a model; see `pipeline.train.trainer`."""
+    from pipeline.train.trainer import train as stage
+
+    with _ledger(config).stage("train"):
+        return stage(config, console)
+
+
+def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport:
+    """A model to numbers; see `pipeline.eval.perplexity`."""
+    from pipeline.eval.perplexity import evaluate as stage
+
+    with _ledger(config).stage("eval"):
+        return stage(config, step, console)
+
 
 def run(config: Config, console: Console | None = None) -> None:
     """Preprocess, train, evaluate, summarize. What is done already is passed over, so this is also how to go on."""
-    # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
-    from pipeline.data.preprocess import preprocess
-    from pipeline.train.run_folder import make_writable
-
     console = console or Console()
-    make_writable(config.run.dir)
-    ledger = Ledger(config.run.dir)
-    with ledger.stage("preprocess"):
-        preprocess(config)
+    preprocess(config)
 
-    from pipeline.eval.perplexity import evaluate, heldout_splits, read_report
-    from pipeline.train.trainer import train
-
-    heldout_splits(config)  # refuses a run that could not be evaluated before it is trained
-    with ledger.stage("train"):
-        trained = train(config, console)
-    report = read_report(config, trained.step)
-    if report is None:
-        with ledger.stage("eval"):
-            report = evaluate(config, trained.step, console)
-
+    from pipeline.eval.perplexity import heldout_splits, read_report
     from pipeline.eval.summary import show, summarize
 
-    summary = summarize(config, report, ledger.seconds(), console)
-    show(config, summary, console)
+    heldout_splits(config)  # refuses a run that could not be evaluated before it is trained
+    step = train(config, console).step
+    report = read_report(config, step) or evaluate(config, step, console)
+    show(config, summarize(config, report, _ledger(config).seconds(), console), console)
+
+
+def _ledger(config: Config) -> Ledger:
+    from pipeline.train.run_folder import make_writable
+
+    make_writable(config.run.dir)
+    return Ledger(config.run.dir)

@@ -21,11 +21,11 @@ class GenerateConfig(Section):
     """Text to continue."""
     max_tokens: int = Field(default=64, ge=1)
     """Tokens to add at most; generation ends earlier at the end of the document."""
-    temperature: float = Field(default=0.8, ge=0)
+    temperature: float = Field(default=0.8, ge=0, le=1000)
     """Divides the logits; 0 takes the most probable token each time (greedy)."""
     top_k: int | None = Field(default=None, ge=1)
     """Draw from the k most probable tokens only."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw from the smallest set of tokens whose probability reaches this (nucleus)."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the draws."""

@@ -23,5 +23,5 @@ class LaunchConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads for torch; by default as many as there are cores for this process."""

@@ -6,6 +6,7 @@ is nobody's: `pipeline` commands pass it over.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+
+from pipeline.errors import UserError
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -66,13 +69,20 @@ def put_json(final: Path, value: Any) -> None:
     put(final, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE))
 
 
-def get_json(path: Path) -> Any:
-    """Read a JSON file; a `ValueError` names the file if it is not JSON."""
+def get_json(path: Path, *keys: str) -> Any:
+    """Read a JSON file; with `keys`, an object that has at least them.
+
+    Raises:
+        UserError: it is something else; the message names the file.
+    """
     data = path.read_bytes()
     try:
-        return orjson.loads(data)
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"{path} is not readable JSON: {error}") from error
+        raise UserError(f"{path} is damaged, it is not readable JSON: {error}") from None
+    if keys and not (isinstance(value, dict) and value.keys() >= set(keys)):
+        raise UserError(f"{path} is damaged: it is no object with the keys {', '.join(keys)}")
+    return value
 
 
 def remove_if_stale(tmp: Path) -> None:
@@ -83,6 +93,51 @@ def remove_if_stale(tmp: Path) -> None:
     try:
         os.kill(int(fields[2]), 0)
     except ProcessLookupError:
-        tmp.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a disk that cannot be written it stays
+            tmp.unlink()
     except OSError:
         pass  # it lives, under another user
+
+
+class JsonLines:
+    """Appends a JSON object a line.
+
+    A line that a crash cut short is closed first, so that the next one stands alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab+", buffering=0)
+        if self._file.seek(0, os.SEEK_END) > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row; a kill leaves whole lines, but for the last."""
+        line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            error.filename = str(self._path)  # a failed write does not say where
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; what a crash cut short, or is no object, is passed over."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -45,6 +45,10 @@ def generate(model: Decoder, tokenizer: TextTokenizer, prompt: str, config: Gene
     Raises:
         UserError: The prompt alone fills all positions of a learned embedding.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"generate.prompt {prompt!r} is not UTF-8 text") from None
     prompt_ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     rows = model.spec.learned_positions
     if rows is not None and len(prompt_ids) >= rows:
@@ -62,7 +66,8 @@ def next_token_probabilities(logits_V: Tensor, config: GenerateConfig) -> Tensor
         logits_V: fp32; -inf is never drawn.
         config: `temperature` above 0, `top_k`, `top_p`.
     """
-    probabilities_V = torch.softmax(logits_V / config.temperature, dim=-1)
+    # The largest is taken off first: divided by a small temperature it would be infinite.
+    probabilities_V = torch.softmax((logits_V - logits_V.max()) / config.temperature, dim=-1)
     if config.top_k is None and config.top_p is None:
         return probabilities_V
     sorted_V, index_V = probabilities_V.sort(descending=True, stable=True)
@@ -86,6 +91,8 @@ def _generate_ids(model: Decoder, end: int, prompt_ids: list[int], config: Gener
     ids = prompt_ids
     for _ in range(count):
         logits_V = _last_logits(model, torch.tensor([ids], device=device), states)
+        if not torch.isfinite(logits_V.max()):
+            raise UserError("the model's logits are not finite: its training diverged; try an earlier --step")
         if config.temperature == 0:
             token = int(logits_V.argmax())
         else:

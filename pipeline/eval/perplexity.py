@@ -15,6 +15,7 @@ from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.heldout import HeldOut
 from pipeline.errors import UserError
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.setup import check_tokenizer, load_for_inference
 from pipeline.train.trainer import open_heldout
 from pipeline.train.validation import HeldOutLoss, heldout_loss
@@ -42,8 +43,8 @@ class EvalReport:
     """Held-out loss of one checkpoint."""
 
     step: int
-    data: dict[str, str]
-    """Source -> fingerprint of its held-out split."""
+    made_with: dict[str, Any]
+    """What the figures depend on: checkpoint, held-out data, windows, precision."""
     sources: dict[str, Score]
     blended: Score
     """All sources together, weighted by their tokens."""
@@ -91,7 +92,7 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
             )
     report = EvalReport(
         step=found.step,
-        data={name: split.dataset.fingerprint for name, split in splits.items()},
+        made_with=_made_with(config, found),
         sources={name: _score_of(losses[name], [splits[name]]) for name in splits},
         blended=_score_of(sum(losses.values(), HeldOutLoss(0.0, 0)), list(splits.values())),
     )
@@ -124,20 +125,28 @@ def report_path(config: Config, step: int) -> Path:
 
 
 def read_report(config: Config, step: int) -> EvalReport | None:
-    """The evaluation of a step, if it was made on the held-out data as it is now."""
-    path = report_path(config, step)
-    if not path.exists():
+    """The evaluation of a step, if it was made of this checkpoint on this data in this way; None means: evaluate."""
+    try:
+        value: dict[str, Any] = store.get_json(report_path(config, step))
+        if value["made_with"] != _made_with(config, Checkpoints(config.run.dir / "checkpoints").at(step)):
+            return None
+        return EvalReport(
+            value["step"],
+            value["made_with"],
+            {name: Score(**row) for name, row in value["sources"].items()},
+            Score(**value["blended"]),
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    value: dict[str, Any] = store.get_json(path)
-    data = {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()}
-    if value["data"] != data:
-        return None
-    return EvalReport(
-        value["step"],
-        value["data"],
-        {name: Score(**row) for name, row in value["sources"].items()},
-        Score(**value["blended"]),
-    )
+
+
+def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint": checkpoint.fingerprint,
+        "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
+        "sequence_length": config.train.sequence_length,
+        "compute": config.train.precision.compute,
+    }
 
 
 def _score_of(loss: HeldOutLoss, splits: list[HeldOut]) -> Score:

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.dataset import Dataset
 from pipeline.data.preprocess import dataset_folder, run_tokenizer
+from pipeline.errors import UserError
 from pipeline.eval.perplexity import EvalReport
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.eval.text import continue_prompt
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run_folder import metrics_path, read_metrics
 
 
 def summarize(config: Config, report: EvalReport, seconds: dict[str, float], console: Console) -> dict[str, Any]:
@@ -36,7 +38,9 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
     train, heldout = (
         [Dataset.open(dataset_folder(config, s, split)) for s in config.data.sources] for split in ("train", "heldout")
     )
-    rows = [row for row in read_metrics(config.run.dir) if "loss" in row]
+    rows = [row for row in read_metrics(config.run.dir) if "loss" in row and row["step"] <= report.step]
+    if not rows:
+        raise UserError(f"{metrics_path(config.run.dir)} has no step up to {report.step}; was it moved or emptied?")
     everything = train + heldout
     figures: dict[str, Any] = {
         "documents": sum(dataset.documents for dataset in everything),
@@ -49,41 +53,51 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
         "heldout_loss": report.blended.loss,
         "perplexity": report.blended.perplexity,
         "bits_per_byte": report.blended.bits_per_byte,
+        "generate": config.generate.model_dump(mode="json"),
     }
-    if path.exists():
+    with suppress(FileNotFoundError, ValueError):
         before = store.get_json(path)
-        if all(before.get(key) == value for key, value in figures.items()):
-            return dict(before)
+        if isinstance(before, dict) and all(before.get(key) == value for key, value in figures.items()):
+            return before
     tokenizer = run_tokenizer(config)
     figures["unigram_bits_per_byte"] = unigram_bits_per_byte(train, heldout, tokenizer.vocab_size)
     figures["zstd_bits_per_byte"] = zstd_bits_per_byte(heldout, tokenizer)
     figures["seconds"] = seconds
-    figures["prompt"] = config.generate.prompt
-    figures["continuation"] = continue_prompt(config, report.step, console)
+    try:
+        figures["continuation"] = continue_prompt(config, report.step, console)
+    except UserError as error:  # a model that diverged has figures, if bad ones, but no text
+        say(console, f"warning: {error}")
+        figures["continuation"] = None
     store.put_json(path, figures)
     return figures
 
 
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     """Print the summary and three commands to try next."""
-    zstd = summary["zstd_bits_per_byte"]
+
+    def number(key: str, form: str) -> str:
+        """A figure; a dash where there is none (not computed, or not finite)."""
+        value = summary[key]
+        return "-" if value is None else format(value, form)
+
     table = Table(title=f"summary of {config.run.dir}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
-    table.add_row("documents", f"{summary['documents']:,}")
-    table.add_row(
-        "tokens", f"{summary['tokens']:,}", f"{summary['trained_tokens']:,} trained on in {summary['steps']:,} steps"
-    )
+    trained = f"{number('trained_tokens', ',')} trained on in {number('steps', ',')} steps"
+    table.add_row("documents", number("documents", ","))
+    table.add_row("tokens", number("tokens", ","), trained)
     table.add_row(
         "bytes per token", f"{summary['bytes'] / summary['tokens']:.2f}", f"{summary['bytes']:,} bytes of text"
     )
-    table.add_row("training loss", f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "first and last step")
-    table.add_row("held-out loss", f"{summary['heldout_loss']:.4f}", "nats a token")
-    table.add_row("perplexity", f"{summary['perplexity']:.2f}", "a token")
-    table.add_row("bits per byte", f"{summary['bits_per_byte']:.3f}", "this model")
-    table.add_row("", f"{summary['unigram_bits_per_byte']:.3f}", "unigram model of the tokens")
-    table.add_row("", "-" if zstd is None else f"{zstd:.3f}", "zstd -19, documents concatenated")
+    table.add_row(
+        "training loss", f"{number('loss_first', '.3f')} → {number('loss_last', '.3f')}", "first and last step"
+    )
+    table.add_row("held-out loss", number("heldout_loss", ".4f"), "nats a token")
+    table.add_row("perplexity", number("perplexity", ",.2f"), "a token")
+    table.add_row("bits per byte", number("bits_per_byte", ".3f"), "this model")
+    table.add_row("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens")
+    table.add_row("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated")
     for stage, seconds in summary["seconds"].items():
         table.add_row(f"{stage} time", f"{seconds:.1f} s")
     console.print(table)
@@ -93,7 +107,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     data = shlex.quote(str(dataset_folder(config, config.data.sources[0], "train")))
     say(console, "try next:")
     for command in (
-        f"{program} generate {file} --prompt 'class Parser'",
+        f"{program} generate {file} --temperature 0.5 --seed 1",
         f"{program} data inspect {data}",
         f"{program} run {file} train.duration='{2 * summary['steps']} steps'",
     ):

@@ -65,14 +65,17 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
 def _remedy(aspect: str) -> str:
     if aspect == "order":
         return "seed, sequence length, batch size, sources or weights changed: the order of the data would be another"
-    return f"resume.allow=[{aspect}] accepts this"
+    fits = ", if the weights still fit" if aspect == "model" else ""
+    return f"resume.allow=[{aspect}] accepts this{fits}"
 
 
 def _differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
-        rows = []
+        rows: list[tuple[str, Any, Any]] = []
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):
                 rows += _differences(f"{name}.{key}", old.get(key), new.get(key))
         return rows
-    return [(name, old, new)]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [row for i, pair in enumerate(zip(old, new, strict=True)) for row in _differences(f"{name}.{i}", *pair)]
+    return [] if old == new else [(name, old, new)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
+import re
 import secrets
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import orjson
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,13 +17,13 @@ from pipeline.config.train import MetricsConfig
 from pipeline.console import say
 from pipeline.errors import UserError
 
-# Dense bf16 peaks in FLOP/s as the vendor states them. A device that is not here has no MFU.
+# Dense bf16 peaks in FLOP/s as the vendor states them, by the device's full name. A device that is not here (a slice of
+# one, a variant with other clocks) has no MFU rather than a wrong one.
 _PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
+    r"NVIDIA A100[ -](SXM4|PCIE|PCIe)-(40|80)GB|NVIDIA A100 80GB PCIe": 312e12,
+    r"NVIDIA H100 PCIe": 756e12,
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200": 989e12,
+    r"NVIDIA B200": 2250e12,
 }
 
 
@@ -33,7 +32,7 @@ def peak_flops(device: torch.device, compute: str) -> float | None:
     if device.type != "cuda" or compute != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    return next((peak for pattern, peak in _PEAK_FLOPS.items() if re.fullmatch(pattern, name)), None)
 
 
 class Sink(Protocol):
@@ -46,31 +45,14 @@ class Sink(Protocol):
         """Flush."""
 
 
-class JsonLines:
-    """Append a line a row. A line that a crash cut short is closed, so that the next one stands alone."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab+", buffering=0)
-        if self._file.seek(0, os.SEEK_END) > 0:
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
-
-    def write(self, row: dict[str, Any]) -> None:
-        # One write call a line: a kill leaves whole lines, but for the last.
-        self._file.write(orjson.dumps(row) + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class TensorBoard:
     """Scalars of a row under the same names as in metrics.jsonl, nested ones with a slash."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        # What an earlier attempt logged from this step on is not shown.
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         for name, value in flat(row).items():
@@ -117,7 +99,7 @@ def flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
     for name, value in row.items():
         if isinstance(value, dict):
             numbers |= flat(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
+        elif isinstance(value, (int, float)) and name not in ("step", "attempt", "time"):
             numbers[prefix + name] = value
     return numbers
 

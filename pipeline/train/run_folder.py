@@ -5,10 +5,11 @@ One process at a time trains in a run folder. The lock names it; a lock whose pr
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import orjson
 
 from pipeline.data import store
-from pipeline.errors import UserError
+from pipeline.errors import EXIT_OK, MachineError, UserError, exit_code
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunFolder:
-    """Paths in a run folder, and the number of this attempt at the run (from 1)."""
+    """A locked run folder: its paths, the number of this attempt at the run (from 1), and how far it has come."""
 
     path: Path
     attempt: int
+    step: int = 0
+    """Steps trained so far, for `exit.json`."""
 
     @property
     def checkpoints(self) -> Path:
@@ -41,9 +44,10 @@ class RunFolder:
         """Its existence asks the run to save and stop."""
         return self.path / "stop"
 
-    def write_exit(self, code: int, reason: str, step: int) -> None:
-        """Say how this attempt ended, for whoever decides what happens next."""
-        store.put_json(self.path / "exit.json", {"attempt": self.attempt, "code": code, "reason": reason, "step": step})
+    def assert_mine(self) -> None:
+        """A `MachineError` if the lock is no longer this process's: whoever has it now must not be written over."""
+        if _read_lock(self.path / "lock") != _identity():
+            raise MachineError(f"{self.path / 'lock'} was taken over by another process; nothing more is written here")
 
 
 def metrics_path(run: Path) -> Path:
@@ -57,35 +61,32 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     Of a step that was trained more than once the last attempt counts. A line that a crash cut short is passed over.
     """
     steps: dict[int, dict[str, Any]] = {}
-    path = metrics_path(run)
-    if not path.exists():
-        return []
-    for line in path.read_bytes().splitlines():
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        before = steps.get(row["step"], {})
-        steps[row["step"]] = {**before, **row} if before.get("attempt") == row["attempt"] else row
+    for row in store.read_json_lines(metrics_path(run)):
+        step = row.get("step")
+        if isinstance(step, int):
+            before = steps.get(step, {})
+            steps[step] = {**before, **row} if before.get("attempt") == row.get("attempt") else row
     return [steps[step] for step in sorted(steps)]
 
 
 def make_writable(path: Path) -> None:
     """Create the run folder, or say in one sentence why it cannot be used."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run.dir {path} is a file; set run.dir to a folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = store.temporary(path / "probe")
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(
+        raise MachineError(
             f"run.dir {path} cannot be written to ({error.strerror}); make it writable or set run.dir to another folder"
         ) from error
 
 
 @contextmanager
 def open_run(path: Path) -> Iterator[RunFolder]:
-    """Lock a run folder for this process and count the attempt.
+    """Lock a run folder for this process, count the attempt, and write `exit.json` when it ends.
 
     Raises:
         UserError: the folder is not writable, or another process trains in it.
@@ -94,44 +95,67 @@ def open_run(path: Path) -> Iterator[RunFolder]:
     lock = path / "lock"
     _acquire(lock)
     try:
-        counter = path / "attempt"
-        attempt = (int(counter.read_text()) if counter.exists() else 0) + 1
-        store.put(counter, f"{attempt}\n".encode())
-        yield RunFolder(path, attempt)
+        folder = RunFolder(path, _next_attempt(path / "attempt"))
+        exit_file = path / "exit.json"
+        exit_file.unlink(missing_ok=True)
+        code, reason = EXIT_OK, "done"
+        try:
+            yield folder
+        except BaseException as error:
+            code, reason = exit_code(error), str(error) or type(error).__name__
+            raise
+        finally:
+            with suppress(OSError):  # a full disk, of which the exception speaks already
+                exit_state = {"attempt": folder.attempt, "code": code, "reason": reason, "step": folder.step}
+                store.put_json(exit_file, exit_state)
     finally:
-        lock.unlink(missing_ok=True)
+        if _read_lock(lock) == _identity():
+            lock.unlink(missing_ok=True)
+
+
+def _next_attempt(counter: Path) -> int:
+    text = counter.read_text() if counter.exists() else "0"
+    if not text.strip().isdecimal():
+        raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
+    attempt = int(text) + 1
+    store.put(counter, f"{attempt}\n".encode())
+    return attempt
+
+
+def _identity() -> dict[str, Any]:
+    """What tells this process apart from every other one, also from a later one with the same pid."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())}
 
 
 def _acquire(lock: Path) -> None:
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())}
-    # Written in full before it gets its name, so that nobody reads half a lock; link() fails where one exists.
-    tmp = store.temporary(lock)
-    tmp.write_bytes(orjson.dumps(mine))
+    # Looking at a lock and replacing it must be one step: two processes may find the same stale one.
+    with lock.with_name("lock.guard").open("w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        holder = _holder(lock)
+        if holder is not None:
+            raise UserError(
+                f"run folder {lock.parent} is in use by process {holder['pid']} on {holder['host']}; "
+                f"wait for it, or, if you know that it is gone, remove {lock}"
+            )
+        store.put(lock, orjson.dumps(_identity()))
+
+
+def _read_lock(lock: Path) -> dict[str, Any] | None:
     try:
-        for _ in range(2):
-            try:
-                os.link(tmp, lock)
-                return
-            except FileExistsError:
-                holder = _holder(lock)
-                if holder is not None:
-                    raise UserError(
-                        f"run folder {lock.parent} is in use by process {holder['pid']} on {holder['host']}; "
-                        f"wait for it, or, if you know that it is gone, remove {lock}"
-                    ) from None
-                lock.unlink(missing_ok=True)
-        raise UserError(f"run folder {lock.parent} was taken by another process a moment ago")
-    finally:
-        tmp.unlink(missing_ok=True)
+        holder = orjson.loads(lock.read_bytes())
+    except FileNotFoundError:
+        return None
+    except orjson.JSONDecodeError:
+        holder = None
+    if not isinstance(holder, dict) or holder.keys() != _identity().keys():
+        raise UserError(f"{lock} is damaged; if no process trains in {lock.parent}, remove it")
+    return holder
 
 
 def _holder(lock: Path) -> dict[str, Any] | None:
     """Who holds the lock, or None if that process is known to be gone."""
-    try:
-        holder: dict[str, Any] = orjson.loads(lock.read_bytes())
-    except (FileNotFoundError, orjson.JSONDecodeError):
-        return None
-    if holder["host"] == socket.gethostname() and _start_time(holder["pid"]) != holder["started"]:
+    holder = _read_lock(lock)
+    if holder and holder["host"] == socket.gethostname() and _start_time(holder["pid"]) != holder["started"]:
         return None
     return holder
 

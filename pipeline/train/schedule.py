@@ -35,7 +35,7 @@ class Schedule:
         if self._config.type == "constant":
             return 1.0
         start = self._total - self._decay if self._config.type == "wsd" else self._warmup
-        if tokens <= start:
+        if tokens <= start or start >= self._total:
             return 1.0
         done = min(1.0, (tokens - start) / (self._total - start))
         if self._config.type == "cosine":

@@ -22,11 +22,11 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.loader import Loader, StepData, open_loader
 from pipeline.data.preprocess import dataset_folder, run_tokenizer
-from pipeline.errors import EXIT_NUMERICAL, EXIT_OK, EXIT_STOPPED, NumericalError, Stopped, StorageError, UserError
+from pipeline.errors import MachineError, NumericalError, Stopped, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.fingerprint import compare, fingerprints
-from pipeline.train.metrics import JsonLines, Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
+from pipeline.train.metrics import Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.optim import build_optimizer
 from pipeline.train.parallel.parallelize import build_model
@@ -37,6 +37,8 @@ from pipeline.train.step import Stepper, StepResult
 from pipeline.train.stop import StopRequest
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
+_CHECKPOINT_BYTES = 12
+"""Of a parameter in a checkpoint: fp32 weight and two moments."""
 _MAX_NONFINITE = 3
 """So many non-finite steps one after the other end the run: they are no longer an accident."""
 
@@ -79,14 +81,25 @@ def train(config: Config, console: Console | None = None) -> TrainReport:
         checkpoints = Checkpoints(folder.checkpoints)
         checkpoints.clean(lambda line: say(console, line))
         checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
+        folder.step = checkpoint.step if checkpoint else 0
         if checkpoint is not None and checkpoint.step >= total:
-            say(console, f"train: already at step {checkpoint.step} of {total}")
+            say(console, f"train: nothing to do, already at step {checkpoint.step} (train.duration: {total} steps)")
             return TrainReport(checkpoint.step, 0, time.monotonic() - start)
         with StopRequest(folder.stop_file) as stop:
             trainer = Trainer(config, folder, checkpoints, console)
-            first = trainer.restore(checkpoint) if checkpoint else 0
-            last = trainer.run(first, total, stop)
-            return TrainReport(last, last - first, time.monotonic() - start)
+            if checkpoint is not None:
+                trainer.restore(checkpoint)
+            first = folder.step
+            try:
+                trainer.run(total, stop)
+            except torch.OutOfMemoryError as error:
+                raise MachineError(
+                    f"out of memory in step {folder.step + 1}: lower train.micro_batch_size "
+                    f"({config.train.micro_batch_size or config.train.batch_size} now; the result is the same), or "
+                    f"train.sequence_length ({error})"
+                ) from error
+            say(console, f"train: done, {total} steps; checkpoints and metrics are in {folder.path}")
+            return TrainReport(total, total - first, time.monotonic() - start)
 
 
 class Trainer:
@@ -115,7 +128,6 @@ class Trainer:
             self._setup.tokenizer.fingerprint,
             self._loader.journal.fingerprint,
         )
-        store.put(folder.path / "config.yaml", dump(config).encode())
         spec = self._setup.spec
         self._model = build_model(config.model, spec, mesh, train.precision, self._setup.device, config.run.seed)
         self._optimizer = build_optimizer(self._model, spec, config.model.init, train.optimizer)
@@ -130,26 +142,31 @@ class Trainer:
         )
         self._flops = {causal: flops_per_token(spec, train.sequence_length, causal=causal) for causal in (False, True)}
         self._peak = peak_flops(self._setup.device, train.precision.compute)
+        # A device has its queue; without one, waiting for the next step would only delay what is known.
+        self._runs_ahead = self._setup.device.type != "cpu"
         self._nonfinite = 0
         self._since = time.monotonic()  # when the last step, validation or save ended
         self._pending: Callable[[], dict[str, Any]] | None = None
 
-    def restore(self, checkpoint: Checkpoint) -> int:
-        """Load a checkpoint; returns the steps it has behind it."""
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint, after comparing what it depends on with what there is now."""
         state = checkpoint.state()
-        for line in compare(state["fingerprints"], self._fingerprints, self._config.resume.allow):
+        # The journals say what differs in the order; their hashes only that something does.
+        saved = {**state["fingerprints"], "order": state["journal"]}
+        now = {**self._fingerprints, "order": self._loader.journal.to_json()}
+        for line in compare(saved, now, self._config.resume.allow):
             say(self._console, f"warning: allowed difference from the checkpoint: {line}")
         storage.read(checkpoint.path, self._model, self._optimizer)
-        self._nonfinite = state["nonfinite_steps"]
         say(self._console, f"train: going on from {checkpoint.path.name}")
-        return checkpoint.step
 
-    def run(self, first: int, total: int, stop: StopRequest) -> int:
-        """Train steps [first, total); returns the last step reached."""
+    def run(self, total: int, stop: StopRequest) -> None:
+        """Train up to step `total`."""
+        first = self._folder.step
+        store.put(self._folder.path / "config.yaml", dump(self._config).encode())
         self._announce(first, total)
         checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
         terminal = Terminal(self._console, first, total, self._config.train.metrics.log_every_steps)
-        with Metrics(self._sinks(terminal)) as metrics:
+        with Metrics(self._sinks(terminal, first)) as metrics:
             waiting = self._since = time.monotonic()
             for data in self._loader.iterate(first, total):
                 waited = time.monotonic() - waiting
@@ -158,25 +175,21 @@ class Trainer:
                 # The numbers of a step are read when the next one has been issued, so that a device never idles.
                 self._flush(metrics)
                 self._pending = self._row(data, result, lr, waited)
-                if self._setup.device.type == "cpu":
+                if not self._runs_ahead:
                     self._flush(metrics)
-                step = data.step + 1
+                step = self._folder.step = data.step + 1
                 reason = stop.reason()
                 if step % validation.every_steps == 0 or step == total:
                     self._flush(metrics)
                     self._validate(step, metrics)
                 if step % checkpoint.every_steps == 0 or step == total or reason:
                     self._flush(metrics)
-                    self._save(step)
-                if reason and step < total:
+                    self._save(step, last=step == total or reason is not None)
+                if reason:
                     stop.consume()
-                    self._folder.write_exit(EXIT_STOPPED, reason, step)
-                    raise Stopped(
-                        f"stopped by {reason} at step {step} of {total}; saved. Run the same command to go on."
-                    )
+                    if step < total:
+                        raise Stopped(f"{reason} at step {step} of {total}; saved. Run the same command to go on.")
                 waiting = time.monotonic()
-        self._folder.write_exit(EXIT_OK, "done", total)
-        return total
 
     def _announce(self, first: int, total: int) -> None:
         train, spec = self._config.train, self._setup.spec
@@ -187,12 +200,15 @@ class Trainer:
             f"{train.precision.compute} on {self._setup.device.type}, {torch.get_num_threads()} threads, "
             f"{self._flops[True] / 1e6:,.4g} MFLOP a token",
         )
+        if train.validation.samples and not any(len(split) for split in self._heldout.values()):
+            share = self._config.data.heldout
+            say(self._console, f"warning: nothing is held out (data.heldout: {share}), so there is no validation")
 
-    def _sinks(self, terminal: Terminal) -> list[Sink]:
+    def _sinks(self, terminal: Terminal, first: int) -> list[Sink]:
         config = self._config.train.metrics
-        sinks: list[Sink] = [JsonLines(self._folder.metrics)]
+        sinks: list[Sink] = [store.JsonLines(self._folder.metrics)]
         if config.tensorboard:
-            sinks.append(TensorBoard(self._folder.path / "tensorboard"))
+            sinks.append(TensorBoard(self._folder.path / "tensorboard", first))
         if config.wandb is not None:
             sinks.append(Wandb(config, self._folder.path, self._config.model_dump(mode="json")))
         return [*sinks, terminal]
@@ -246,7 +262,7 @@ class Trainer:
             return
         self._nonfinite += 1
         record = {"step": data.step + 1, "attempt": self._folder.attempt, "samples": self._loader.describe(data.step)}
-        lines = JsonLines(self._folder.path / "nonfinite.jsonl")
+        lines = store.JsonLines(self._folder.path / "nonfinite.jsonl")
         lines.write(record)
         lines.close()
         say(
@@ -255,11 +271,10 @@ class Trainer:
             f"(its samples are in {self._folder.path / 'nonfinite.jsonl'})",
         )
         if self._nonfinite >= _MAX_NONFINITE:
-            self._folder.write_exit(EXIT_NUMERICAL, "non-finite", data.step + 1)
             raise NumericalError(
-                f"{self._nonfinite} steps in a row up to step {data.step + 1} were not finite; the last checkpoint is "
-                "good. Lower train.optimizer.lr, lengthen train.schedule.warmup or look at the samples in "
-                f"{self._folder.path / 'nonfinite.jsonl'}"
+                f"{self._nonfinite} steps in a row up to step {data.step + 1} were not finite. {self._last_good()} is "
+                "from before them. Lower train.optimizer.lr, lengthen train.schedule.warmup or look at the samples in "
+                f"{self._folder.path / 'nonfinite.jsonl'}; to go further back, move newer checkpoints away"
             )
 
     def _validate(self, step: int, metrics: Metrics) -> None:
@@ -293,14 +308,19 @@ class Trainer:
         say(self._console, f"step {step}: validation loss {blended.mean:.4f}")
         self._since = time.monotonic()
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, last: bool) -> None:
+        """Save, and remove what is too old.
+
+        While steps are not finite nothing is removed, and nothing saved but at the end.
+        """
+        if self._nonfinite and not last:
+            return
         config = self._config
         state = {
             "fingerprints": self._fingerprints,
             "journal": self._loader.journal.to_json(),
             "config": config.model_dump(mode="json"),
             "tokens": self._loader.tokens(step),
-            "nonfinite_steps": self._nonfinite,
             "layout": {"world_size": self._setup.mesh.devices.size()},
             "versions": {
                 "pipeline": __version__,
@@ -315,18 +335,23 @@ class Trainer:
                 self._folder.attempt,
                 lambda path: storage.write(path, self._model, self._optimizer, self._setup.tokenizer),
                 state,
+                before_commit=self._folder.assert_mine,
             )
         except OSError as error:
-            latest = self._checkpoints.latest()
             free = shutil.disk_usage(self._folder.path).free
-            raise StorageError(
-                f"step {step} could not be saved in {self._folder.checkpoints}: {error.strerror or error} "
-                f"({free / 2**20:,.0f} MiB free). "
-                + (f"{latest.path.name} is still good; " if latest else "There is no checkpoint yet; ")
-                + "free some space and run the same command to go on."
+            size = sum(p.numel() for p in self._model.parameters()) * _CHECKPOINT_BYTES
+            raise MachineError(
+                f"step {step} could not be saved in {self._folder.checkpoints}: {error.strerror or error}. "
+                f"A checkpoint needs about {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free. "
+                f"{self._last_good()} is still good; make room and run the same command to go on"
             ) from error
-        self._checkpoints.prune(config.train.checkpoint.keep)
+        if not self._nonfinite:
+            self._checkpoints.prune(config.train.checkpoint.keep)
         self._since = time.monotonic()
+
+    def _last_good(self) -> str:
+        latest = self._checkpoints.latest()
+        return latest.path.name if latest else "The start"
 
 
 def open_heldout(config: Config) -> dict[str, HeldOut]:

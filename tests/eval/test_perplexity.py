@@ -1,12 +1,11 @@
 """Held-out loss, perplexity, bits per byte and the reference lines, against sums written out by hand."""
 
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
 import zstandard
@@ -99,13 +98,33 @@ def test_batch_size_does_not_change_the_loss(config: Config) -> None:
     assert one.blended.loss == pytest.approx(many.blended.loss, rel=1e-5)
 
 
-def test_a_report_on_other_held_out_data_is_not_reused(config: Config) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["train.sequence_length=16"],
+        ["train.precision.compute=bf16"],
+        ["train.optimizer.lr=1e-5"],  # another checkpoint of the same step
+    ],
+)
+def test_a_report_made_of_something_else_is_not_reused(tmp_path: Path, other: list[str]) -> None:
+    file = tiny.write_run(tmp_path, {"train.duration": "3 steps", "train.precision.compute": "fp32"})
+    config = load(file)
+    preprocess(config)
+    train(config)
+    report = evaluate(config)
+    assert read_report(config, 3) == report
+    if "optimizer" in other[0]:
+        shutil.rmtree(config.run.dir / "checkpoints")
+        train(load(file, other))
+    assert read_report(load(file, other), 3) is None
+
+
+def test_a_damaged_report_is_made_again(config: Config) -> None:
     evaluate(config)
     path = config.run.dir / "eval" / "step-00000003.json"
-    value: dict[str, Any] = orjson.loads(path.read_bytes())
-    value["data"]["sea"] = "other"
-    path.write_bytes(orjson.dumps(value))
-    assert read_report(config, 3) is None
+    for content in (b"", b"{}", b"[1]"):
+        path.write_bytes(content)
+        assert read_report(config, 3) is None
 
 
 def test_windows_spread_over_the_split_and_are_always_the_same(config: Config) -> None:

@@ -28,3 +28,6 @@ def test_a_line_cut_by_a_crash_is_passed_over(tmp_path: Path) -> None:
     with (tmp_path / "ledger.jsonl").open("ab") as file:
         file.write(b'{"stage": "tr')
     assert len(ledger.entries()) == 2
+    with ledger.stage("eval"):
+        pass
+    assert [entry["stage"] for entry in ledger.entries()] == ["train", "train", "eval", "eval"]

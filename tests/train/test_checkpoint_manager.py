@@ -56,7 +56,10 @@ def test_a_failed_write_leaves_nothing_and_does_not_move_latest(checkpoints: Che
     [
         (lambda path: (path / "weights").unlink(), "weights is missing"),
         (lambda path: (path / "weights").write_bytes(b"x"), "1 bytes instead of"),
-        (lambda path: (path / "COMMIT").unlink(), "COMMIT"),
+        (lambda path: (path / "COMMIT").unlink(), "COMMIT is missing"),
+        (lambda path: (path / "COMMIT").write_bytes(b'{"files": 3}'), "COMMIT is damaged"),
+        (lambda path: (path / "COMMIT").write_bytes(b'{"files": {"weights": 1}}'), "COMMIT is damaged"),
+        (lambda path: (path / "COMMIT").write_bytes(b"[]"), "COMMIT is damaged"),
         (lambda path: (path / "COMMIT").write_bytes(b"{"), "not readable JSON"),
         (lambda path: (path / "state.json").write_bytes(b"{}"), "state.json has 2 bytes"),
     ],
@@ -110,6 +113,23 @@ def test_without_latest_the_newest_commit_counts(checkpoints: Checkpoints) -> No
     found = checkpoints.resumable(silent)
     assert found is not None
     assert found.step == 20
+
+
+def test_a_latest_that_is_no_text_is_passed_over(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, 20)
+    (checkpoints.folder / "latest").write_bytes(b"\xff\xfe")
+    found = checkpoints.resumable(silent)
+    assert found is not None
+    assert found.step == 20
+
+
+def test_a_refusal_before_the_commit_leaves_nothing(checkpoints: Checkpoints) -> None:
+    def refuse() -> None:
+        raise UserError("not yours")
+
+    with pytest.raises(UserError, match="not yours"):
+        checkpoints.save(10, 1, write, {}, before_commit=refuse)
+    assert list(checkpoints.folder.iterdir()) == []
 
 
 def test_prune_keeps_the_newest_and_what_latest_names(checkpoints: Checkpoints) -> None:

@@ -53,6 +53,11 @@ def test_warmup_then_shape_meet_at_the_peak() -> None:
     assert values[-1] == pytest.approx(0.0)
 
 
+def test_nothing_left_after_the_warmup_stays_at_the_peak() -> None:
+    assert Schedule(ScheduleConfig(warmup=duration("10 steps")), 1000, 100).factor(1024) == 1.0
+    assert Schedule(ScheduleConfig(type="wsd", decay=duration("0 steps")), 1000, 128).factor(1024) == 1.0
+
+
 def test_a_run_shorter_than_its_warmup_is_refused() -> None:
     with pytest.raises(UserError, match="lasts 1,000 tokens, but train.duration has 500"):
         Schedule(ScheduleConfig(warmup=duration("10 steps")), 500, 100)

@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 from pipeline.config.load import load
 from pipeline.errors import UserError
 from pipeline.train import trainer
+from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run_folder import read_metrics
 from tests import tiny
 
@@ -101,7 +103,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(root: Path, straight: l
     run = train(root, "longer", "train.duration=4 steps", "train.schedule.type=constant")
     code, out = start(root, "longer", "train.duration=4 steps")
     assert code == 0
-    assert "already at step 4 of 4" in out
+    assert "already at step 4" in out
     train(root, "longer", "train.schedule.type=constant")
     whole = train(root, "whole", "train.schedule.type=constant")
     longer = [{**row, "validation_loss": None} for row in exact(run)]
@@ -136,6 +138,64 @@ def test_sigkill_at_any_instant_then_the_same_bits(root: Path, straight: list[di
     assert weights_hash(run) == weights_hash(root / "straight")
     assert not list((run / "checkpoints").glob("*.tmp"))
     shutil.rmtree(run)
+
+
+@pytest.mark.parametrize(
+    ("when", "target"),
+    [("before", "COMMIT"), ("before", "step-00000006"), ("after", "step-00000006"), ("after", "latest"),
+     ("after", "step-00000003.pruned.tmp")],
+)  # fmt: skip
+def test_sigkill_between_the_renames_of_a_save(
+    root: Path, straight: list[dict[str, Any]], when: str, target: str
+) -> None:
+    """Killed right before or after the rename that gives a file of the second save its name."""
+    run = root / f"renamed-{when}-{target}"
+    saved = "step-00000006" if target == "latest" else "step-00000003"
+    script = f"""
+import os, signal, sys
+rename = os.replace
+def replace(source, final):
+    hit = os.fspath(final).endswith({target!r}) and os.path.exists({str(run / "checkpoints" / saved)!r})
+    if hit and {when!r} == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, final)
+    if hit:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace = replace
+sys.argv = ["pipeline", "train", {str(root / "run.yaml")!r}, "run.dir={run}", "train.checkpoint.keep=1"]
+from pipeline.cli import main
+main()
+"""
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    code, out = start(root, run.name)
+    assert code == 0, out
+    # latest names step 3 until the last but one rename; from then on step 6.
+    moved = (when, target) in (("after", "latest"), ("after", "step-00000003.pruned.tmp"))
+    assert f"going on from step-0000000{6 if moved else 3}" in out
+    assert exact(run) == straight
+    assert weights_hash(run) == weights_hash(root / "straight")
+    assert not list((run / "checkpoints").glob("*.tmp"))
+
+
+def test_metrics_of_a_device_that_runs_ahead_are_the_same(
+    root: Path, straight: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host does not wait for a step, its numbers are read a step later."""
+    original = trainer.Trainer.run
+
+    def run(self: trainer.Trainer, total: int, stop: Any) -> None:
+        self._runs_ahead = True
+        original(self, total, stop)
+
+    monkeypatch.setattr(trainer.Trainer, "run", run)
+    assert exact(train(root, "ahead")) == straight
+
+
+def test_precision_may_change_on_resume(root: Path) -> None:
+    run = train(root, "precise", "train.duration=3 steps", "train.schedule.type=constant")
+    train(root, "precise", "train.duration=5 steps", "train.schedule.type=constant", "train.precision.compute=fp32")
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGUSR2", "file"])
@@ -189,9 +249,10 @@ def test_no_trusted_checkpoint_is_refused(root: Path) -> None:
     ("change", "shown"),
     [
         ("model.sliding_window=8", "model.sliding_window: None -> 8"),
-        ("train.batch_size=8", "seed, sequence length, batch size"),
-        ("run.seed=5", "seed, sequence length, batch size"),
-        ("data.sources.0.weight=1", "seed, sequence length, batch size"),
+        ("train.batch_size=8", "order.segments.0.batch_size: 4 -> 8"),
+        ("train.sequence_length=16", "order.segments.0.sequence_length: 32 -> 16"),
+        ("run.seed=5", "order.seed: 1234 -> 5"),
+        ("data.sources.0.weight=1", "order.segments.0.sources.sea.weight"),
     ],
 )
 def test_what_a_resume_depends_on_is_compared(
@@ -200,6 +261,8 @@ def test_what_a_resume_depends_on_is_compared(
     code, out = start(root, "straight", "train.duration=9 steps", change)
     assert code == 2, out
     assert shown in out
+    # The refused values are not written down as the run's.
+    assert load(root / "straight" / "config.yaml") == load(root / "run.yaml", [f"run.dir={root / 'straight'}"])
 
 
 def test_an_allowed_difference_is_shown_and_accepted(root: Path) -> None:
@@ -222,7 +285,8 @@ def test_three_non_finite_steps_end_the_run_and_are_recorded(root: Path) -> None
     run = root / "infinite"
     code, out = start(root, "infinite", "train.optimizer.lr=1e30", "train.schedule.warmup=0 steps")
     assert code == 77, out
-    assert "3 steps in a row" in out
+    assert "3 steps in a row" in out and "The start is from before them" in out
+    assert Checkpoints(run / "checkpoints").all() == []
     records = [orjson.loads(line) for line in (run / "nonfinite.jsonl").read_bytes().splitlines()]
     assert len(records) == 3
     assert len(records[0]["samples"]) == 4

@@ -36,6 +36,14 @@ class Checkpoint:
         """Step, journal, fingerprints, config, versions, layout, parent and attempt."""
         return dict(store.get_json(self.path / _STATE))
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of `COMMIT`, and so of everything in the checkpoint."""
+        return f"{file_hash(self.path / _COMMIT):016x}"
+
+    def _commit(self) -> Any:
+        return store.get_json(self.path / _COMMIT)
+
     def problems(self, *, full: bool = True) -> list[str]:
         """What is wrong with it, each with the file's name; empty if it can be trusted.
 
@@ -43,9 +51,11 @@ class Checkpoint:
             full: read every file and compare its hash; otherwise only existence and size.
         """
         try:
-            files = store.get_json(self.path / _COMMIT)["files"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return [f"{self.path / _COMMIT}: {error}"]
+            files = {name: (int(size), str(digest)) for name, (size, digest) in self._commit()["files"].items()}
+        except FileNotFoundError:
+            return [f"{self.path / _COMMIT} is missing"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return [f"{self.path / _COMMIT} is damaged: {error}"]
         found = []
         for name, (size, digest) in files.items():
             path = self.path / name
@@ -84,7 +94,7 @@ class Checkpoints:
         """The one `latest` names; without a readable `latest`, the newest committed one."""
         everything = self.all()
         pointer = self.folder / "latest"
-        name = pointer.read_text().strip() if pointer.exists() else ""
+        name = pointer.read_text(errors="replace").strip() if pointer.exists() else ""
         named = [checkpoint for checkpoint in everything if checkpoint.path.name == name]
         return named[0] if named else (everything[-1] if everything else None)
 
@@ -99,9 +109,14 @@ class Checkpoints:
         if found is None:
             have = ", ".join(str(c.step) for c in everything) or "none"
             wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-            raise UserError(f"{self.folder} does not have {wanted} (steps there: {have}); train first")
+            todo = "choose one of them" if everything else "train first"
+            raise UserError(f"{self.folder} does not have {wanted} (steps there: {have}); {todo}")
         if problems := found.problems():
-            raise UserError(f"checkpoint {found.path.name} is damaged:\n  " + "\n  ".join(problems))
+            raise UserError(
+                f"checkpoint {found.path.name} is damaged:\n  "
+                + "\n  ".join(problems)
+                + "\nname another one with --step; `pipeline train` goes on from the newest one that can be trusted"
+            )
         return found
 
     def resumable(self, report: Callable[[str], None]) -> Checkpoint | None:
@@ -131,7 +146,14 @@ class Checkpoints:
             + f"\nrestore the files, or move {self.folder} away to train from the start"
         )
 
-    def save(self, step: int, attempt: int, write: Callable[[Path], Files], state: dict[str, Any]) -> Checkpoint:
+    def save(
+        self,
+        step: int,
+        attempt: int,
+        write: Callable[[Path], Files],
+        state: dict[str, Any],
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> Checkpoint:
         """Commit a checkpoint and point `latest` to it.
 
         Args:
@@ -139,6 +161,7 @@ class Checkpoints:
             attempt: number of the attempt, part of the temporary name.
             write: writes the tensors (and other files) into a folder and says what it wrote.
             state: goes to state.json, with the step, the attempt and the parent.
+            before_commit: may refuse by raising; called when all is written and nothing is visible yet.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         parent = self.latest()
@@ -151,6 +174,7 @@ class Checkpoints:
             store.put_json(tmp / _STATE, full_state)
             files[_STATE] = record_of(tmp / _STATE)
             store.put_json(tmp / _COMMIT, {"step": step, "files": files})
+            before_commit()
             store.commit(tmp, final)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)

@@ -59,7 +59,7 @@ def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     try:
         load(state, storage_reader=FileSystemReader(folder))
     except CheckpointException as failure:
-        raise UserError(f"checkpoint {folder} does not fit this model: {_cause(failure)}") from failure
+        raise UserError(f"checkpoint {folder} cannot be loaded into this model: {_cause(failure)}") from failure
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         # The checkpoint knows the moments; the hyper-parameters are the config's.

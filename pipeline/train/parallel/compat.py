@@ -21,13 +21,18 @@ class _HashingStream(io.RawIOBase):
         self._file = path.open("wb")
         self._hash = xxhash.xxh3_64()
         self._size = 0
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         self._hash.update(view)
         self._size += len(view)
         return len(view)
@@ -64,6 +69,9 @@ class _HashingFileSystem(FileSystem):
         stream = _HashingStream(Path(path))
         try:
             yield stream
+        except Exception as error:
+            # torch's writer turns what goes wrong in a write into a RuntimeError of its own about positions.
+            raise stream.failure or error from None
         finally:
             stream.close()
         self.files[Path(path).name] = stream.written()
