@@ -165,8 +165,7 @@ class Trainer:
         store.put(self._folder.path / "config.yaml", dump(self._config).encode())
         self._announce(first, total)
         checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
-        terminal = Terminal(self._console, first, total, self._config.train.metrics.log_every_steps)
-        with Metrics(self._sinks(terminal, first)) as metrics:
+        with Metrics(self._sinks(first, total)) as metrics:
             waiting = self._since = time.monotonic()
             for data in self._loader.iterate(first, total):
                 waited = time.monotonic() - waiting
@@ -204,14 +203,14 @@ class Trainer:
             share = self._config.data.heldout
             say(self._console, f"warning: nothing is held out (data.heldout: {share}), so there is no validation")
 
-    def _sinks(self, terminal: Terminal, first: int) -> list[Sink]:
+    def _sinks(self, first: int, total: int) -> list[Sink]:
         config = self._config.train.metrics
         sinks: list[Sink] = [store.JsonLines(self._folder.metrics)]
         if config.tensorboard:
             sinks.append(TensorBoard(self._folder.path / "tensorboard", first))
         if config.wandb is not None:
             sinks.append(Wandb(config, self._folder.path, self._config.model_dump(mode="json")))
-        return [*sinks, terminal]
+        return [*sinks, Terminal(self._console, first, total, config.log_every_steps)]
 
     def _row(self, data: StepData, result: StepResult, lr: float, waited: float) -> Callable[[], dict[str, Any]]:
         """The metrics of a step, as a function that reads the device and is called a step later."""
@@ -219,7 +218,6 @@ class Trainer:
 
         def row() -> dict[str, Any]:
             nats, targets = result.nats.tolist(), result.targets.tolist()
-            self._check_finite(data, bool(result.finite.item()))
             # The device has done the step by now: a step lasts from the end of the one before to its own.
             now = time.monotonic()
             rate, self._since = tokens / (now - self._since), now
@@ -252,27 +250,28 @@ class Trainer:
 
     def _flush(self, metrics: Metrics) -> None:
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            metrics.write(pending())
+            row, self._pending = self._pending(), None
+            metrics.write(row)
+            self._check_finite(row["step"], finite=not row["skipped"])
 
-    def _check_finite(self, data: StepData, finite: bool) -> None:
+    def _check_finite(self, step: int, *, finite: bool) -> None:
         """Record a step whose update was withheld; end the run after several in a row."""
         if finite:
             self._nonfinite = 0
             return
         self._nonfinite += 1
-        record = {"step": data.step + 1, "attempt": self._folder.attempt, "samples": self._loader.describe(data.step)}
+        record = {"step": step, "attempt": self._folder.attempt, "samples": self._loader.describe(step - 1)}
         lines = store.JsonLines(self._folder.path / "nonfinite.jsonl")
         lines.write(record)
         lines.close()
         say(
             self._console,
-            f"warning: step {data.step + 1}: loss or gradient is not finite; the weights were not updated "
+            f"warning: step {step}: loss or gradient is not finite; the weights were not updated "
             f"(its samples are in {self._folder.path / 'nonfinite.jsonl'})",
         )
         if self._nonfinite >= _MAX_NONFINITE:
             raise NumericalError(
-                f"{self._nonfinite} steps in a row up to step {data.step + 1} were not finite. {self._last_good()} is "
+                f"{self._nonfinite} steps in a row up to step {step} were not finite. {self._last_good()} is "
                 "from before them. Lower train.optimizer.lr, lengthen train.schedule.warmup or look at the samples in "
                 f"{self._folder.path / 'nonfinite.jsonl'}; to go further back, move newer checkpoints away"
             )

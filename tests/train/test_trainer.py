@@ -287,6 +287,7 @@ def test_three_non_finite_steps_end_the_run_and_are_recorded(root: Path) -> None
     assert code == 77, out
     assert "3 steps in a row" in out and "The start is from before them" in out
     assert Checkpoints(run / "checkpoints").all() == []
+    assert [row["skipped"] for row in read_metrics(run)][-3:] == [True, True, True]
     records = [orjson.loads(line) for line in (run / "nonfinite.jsonl").read_bytes().splitlines()]
     assert len(records) == 3
     assert len(records[0]["samples"]) == 4
