@@ -16,7 +16,7 @@ from pipeline.data import store
 from pipeline.data.heldout import HeldOut
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.setup import check_tokenizer, load_for_inference
+from pipeline.train.setup import check_tokenizer, load_for_inference, out_of_memory_means
 from pipeline.train.trainer import open_heldout
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
@@ -80,7 +80,10 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
     check_tokenizer({name: split.dataset for name, split in splits.items()}, setup.tokenizer)
     losses: dict[str, HeldOutLoss] = {}
     for name, split in splits.items():
-        with progress(console, f"eval {name}", len(split)) as advance:
+        with (
+            progress(console, f"eval {name}", len(split)) as advance,
+            out_of_memory_means(f"lower eval.batch_size ({config.eval.batch_size} now)"),
+        ):
             losses[name] = heldout_loss(
                 model,
                 split,

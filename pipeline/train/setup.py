@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from pipeline.config import Config
 from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.fingerprint import compare, model_fingerprint
@@ -66,3 +67,12 @@ def check_tokenizer(datasets: Mapping[str, Dataset], tokenizer: Tokenizer) -> No
                 f"fingerprint {info.fingerprint}) than the model's ({tokenizer.vocab_size} entries, "
                 f"{tokenizer.fingerprint}); preprocess it with the model's tokenizer"
             )
+
+
+@contextmanager
+def out_of_memory_means(advice: str) -> Iterator[None]:
+    """A device that runs out of memory inside is a `MachineError` with `advice`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MachineError(f"out of memory: {advice} ({str(error).partition('. ')[0]})") from error

@@ -32,7 +32,7 @@ from pipeline.train.optim import build_optimizer
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.run_folder import RunFolder, open_run
 from pipeline.train.schedule import Schedule
-from pipeline.train.setup import Setup, check_tokenizer, set_up
+from pipeline.train.setup import Setup, check_tokenizer, out_of_memory_means, set_up
 from pipeline.train.step import Stepper, StepResult
 from pipeline.train.stop import StopRequest
 from pipeline.train.validation import HeldOutLoss, heldout_loss
@@ -90,14 +90,9 @@ def train(config: Config, console: Console | None = None) -> TrainReport:
             if checkpoint is not None:
                 trainer.restore(checkpoint)
             first = folder.step
-            try:
+            micro = config.train.micro_batch_size or config.train.batch_size
+            with out_of_memory_means(f"lower train.micro_batch_size ({micro} now); the result is the same"):
                 trainer.run(total, stop)
-            except torch.OutOfMemoryError as error:
-                raise MachineError(
-                    f"out of memory in step {folder.step + 1}: lower train.micro_batch_size "
-                    f"({config.train.micro_batch_size or config.train.batch_size} now; the result is the same), or "
-                    f"train.sequence_length ({error})"
-                ) from error
             say(console, f"train: done, {total} steps; checkpoints and metrics are in {folder.path}")
             return TrainReport(total, total - first, time.monotonic() - start)
 

@@ -15,7 +15,7 @@ from pipeline.config.load import load
 from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.preprocess import dataset_folder, preprocess
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.train.model.decoder import Context
@@ -117,6 +117,15 @@ def test_a_report_made_of_something_else_is_not_reused(tmp_path: Path, other: li
         shutil.rmtree(config.run.dir / "checkpoints")
         train(load(file, other))
     assert read_report(load(file, other), 3) is None
+
+
+def test_out_of_memory_says_what_to_lower(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr("pipeline.eval.perplexity.heldout_loss", no_room)
+    with pytest.raises(MachineError, match=r"out of memory: lower eval.batch_size \(8 now\) \(CUDA out of memory\)"):
+        evaluate(config)
 
 
 def test_a_damaged_report_is_made_again(config: Config) -> None:
