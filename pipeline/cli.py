@@ -196,14 +196,15 @@ def data_verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
-    from pipeline.data.manifest import verify
+    from pipeline.data.manifest import REPAIR_DAMAGED, verify
 
-    problems = verify(folder)
-    for problem in problems:
+    found = verify(folder)
+    for problem in found.problems:
         _say("bad:", problem)
-    if problems:
+    if found.problems:
+        _say("to repair:", REPAIR_DAMAGED)
         raise typer.Exit(EXIT_OTHER)
-    print(f"{folder}: everything is as it was written")
+    print(f"{folder}: {found}: everything is as it was written")
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -16,11 +16,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticKnownError
 
 
 class Section(BaseModel):
@@ -39,6 +41,25 @@ class Section(BaseModel):
     def _empty(cls, value: Any) -> Any:
         # `eval:` with all its keys commented out is null in YAML and means the defaults to whoever wrote it.
         return {} if value is None else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python counts True as 1, and so does pydantic; whoever writes `batch_size: true` means something else.
+        if any(isinstance(entry, bool) for entry in (value if isinstance(value, list) else [value])):
+            types = set(_scalar_types(cls.model_fields[str(info.field_name)].annotation))
+            if bool not in types and types & {int, float}:
+                raise PydanticKnownError("int_type" if int in types else "float_type")
+        return value
+
+
+def _scalar_types(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of, like int and NoneType of `int | None`."""
+    below = get_args(annotation)
+    if not below:
+        yield annotation
+    for part in below:
+        yield from _scalar_types(part)
 
 
 @contextmanager
@@ -73,10 +94,10 @@ def parse_count(value: Any) -> Any:
         return int(value)
     if isinstance(value, str):
         found = _COUNT.match(value.strip())
-        number = Decimal(found[1].replace("_", "")) * _COUNT_SCALE[found[2]] if found else Decimal("0.5")
-        if number % 1:
+        number = _whole(found[1], _COUNT_SCALE[found[2]]) if found else None
+        if number is None:
             raise ValueError("must be a whole number, like 300, 2_000_000, 1e9 or 1.5B (K, M, B, T)")
-        return int(number)
+        return number
     return value
 
 
@@ -86,14 +107,21 @@ def parse_bytes(value: Any) -> Any:
         return int(value)
     if isinstance(value, str):
         found = _BYTES.match(value.strip())
-        number = Decimal("0.5")
-        if found:
-            unit = found[2] or ""
-            number = Decimal(found[1].replace("_", "")) * (1024 if "i" in unit else 1000) ** _BYTES_POWER[unit[:1]]
-        if number % 1:
+        unit = (found[2] or "") if found else ""
+        number = _whole(found[1], (1024 if "i" in unit else 1000) ** _BYTES_POWER[unit[:1]]) if found else None
+        if number is None:
             raise ValueError("must be a size in bytes, like 4096, 64MiB or 1.5GB (KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
-        return int(number)
+        return number
     return value
+
+
+def _whole(number: str, scale: int) -> int | None:
+    """The product, exactly; None if it is no whole number or needs more than 63 bits."""
+    try:
+        product = Decimal(number.replace("_", "")) * scale
+        return int(product) if product < 2**63 and product % 1 == 0 else None
+    except ArithmeticError:  # an exponent of astronomical size
+        return None
 
 
 def absolute(path: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section
 
@@ -29,6 +29,13 @@ class SourceConfig(Section):
     weight: float | None = Field(default=None, gt=0)
     """Share of the blend, relative to the other sources. Without any weight, shares are proportional to tokens."""
 
+    @field_validator("name")
+    @classmethod
+    def _free(cls, name: str) -> str:
+        if name.lower() == "tokenizer":
+            raise ValueError("that folder of data.dir is the tokenizer's; choose another name")
+        return name
+
     @model_validator(mode="after")
     def _one_way(self) -> SourceConfig:
         if bool(self.paths) == (self.dataset is not None):
@@ -39,6 +46,9 @@ class SourceConfig(Section):
 class PreprocessConfig(Section):
     """How documents become tokens."""
 
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the order of documents on disk and of the tokenizer's sample; runs with different `run.seed` can share a
+    data folder."""
     workers: int | None = Field(default=None, ge=1)
     """Worker processes; by default one a core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)

@@ -16,6 +16,10 @@ from pipeline.errors import UserError
 
 PLACEHOLDER = "???"
 """Stands, unquoted, for a value that whoever uses the file has to fill in."""
+MAX_VALUES = 250_000
+"""Values in a file; aliases of aliases can make billions out of a few lines."""
+MAX_DEPTH = 50
+"""Levels of sections and lists inside each other; the schema has 4."""
 
 _CORE: list[tuple[str, str, list[str]]] = [
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -45,11 +49,13 @@ for _name, _pattern, _first in _CORE:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 
 
-def _quote_placeholder(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text == PLACEHOLDER else None)
+def _quote_where_needed(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # The line ends of Unicode are read back as they were only from escapes.
+    escape = text == PLACEHOLDER or any(end in text for end in "\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if escape else None)
 
 
-_Dumper.add_representer(str, _quote_placeholder)
+_Dumper.add_representer(str, _quote_where_needed)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ def parse(text: str, source: str, *, lines: bool = True) -> Document:
         raise UserError(f"{place}: not readable as YAML: {reason}{hint}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"{source}: not readable as YAML: more than {MAX_DEPTH} levels inside each other") from None
     document = Document(source)
     document.value = None if node is None else _construct(node, (), source, lines, document, [])
     document.places.setdefault((), Place(source, 1 if lines else None))
@@ -139,6 +147,10 @@ def _construct(
 
     if any(node is ancestor for ancestor in above):
         raise UserError(f"{place_of(node)}: {dotted(path)}: the alias contains itself")
+    if len(path) > MAX_DEPTH:
+        raise UserError(f"{place_of(node)}: not readable as YAML: more than {MAX_DEPTH} levels inside each other")
+    if len(document.places) > MAX_VALUES:
+        raise UserError(f"{place_of(node)}: not readable as YAML: more than {MAX_VALUES:,} values, aliases included")
     # A value on the lines below its key already has the key's place, which is where a reader would look.
     if isinstance(node, yaml.ScalarNode) or path not in document.places:
         placeholder = isinstance(node, yaml.ScalarNode) and node.value == PLACEHOLDER and not node.style

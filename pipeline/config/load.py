@@ -49,8 +49,7 @@ def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | 
     places: dict[KeyPath, Place] = {(): Place(_shown(path), 1)}
     for document in documents:
         problems += _unparsable_interpolations(document.value, document.places, failed)
-        merged = OmegaConf.merge(OmegaConf.create(plain), OmegaConf.create(document.value))
-        plain = OmegaConf.to_container(merged, resolve=False)
+        plain = _merged(plain, document.value)
         _overlay(places, document)
     for override in overrides:
         problems += _override(plain, places, override, failed)
@@ -169,6 +168,13 @@ def _overlay(places: dict[KeyPath, Place], document: Document) -> None:
     root = places[()]
     places.update(document.places)
     places[()] = root if root.source != document.places[()].source else document.places[()]
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Sections key by key; any other value of `above` replaces the one of `below`."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
 
 
 def _unparsable_interpolations(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.indexed import IndexedPart, part_prefix, read_provenance
-from pipeline.data.manifest import PARTS_FILE, Manifest, read_manifest, read_parts
+from pipeline.data.indexed import IndexedPart, part_files, part_prefix, read_provenance
+from pipeline.data.manifest import PARTS_FILE, REPAIR, REPAIR_DAMAGED, Manifest, read_manifest, read_parts
 from pipeline.errors import UserError
 
 # An open part holds two file descriptors; half of what the process may have is left to others.
@@ -23,7 +23,11 @@ _serial = itertools.count()
 @lru_cache(maxsize=_OPEN_AT_ONCE)
 def _open_part(serial: int, prefix: Path) -> IndexedPart:
     """Parts open in this process, over all datasets; `serial` is the `Dataset` object that opened it."""
-    return IndexedPart(prefix)
+    try:
+        return IndexedPart(prefix)
+    except UserError as error:
+        repair = REPAIR_DAMAGED if all(path.exists() for path in part_files(prefix)) else REPAIR
+        raise UserError(f"{error}; {repair}") from None
 
 
 class Dataset:
@@ -45,9 +49,7 @@ class Dataset:
         self._token_starts = np.concatenate([[0], np.cumsum(parts["tokens"], dtype=np.int64)])
         self._document_starts = np.concatenate([[0], np.cumsum(parts["documents"], dtype=np.int64)])
         if (self._token_starts[-1], self._document_starts[-1]) != (self.tokens, self.documents):
-            raise UserError(
-                f"{folder}: {PARTS_FILE} and manifest.json have different totals; run `pipeline data verify`"
-            )
+            raise UserError(f"{folder}: {PARTS_FILE} and manifest.json have different totals; {REPAIR}")
 
     @classmethod
     def open(cls, folder: Path) -> Dataset:
@@ -110,7 +112,10 @@ class Dataset:
         if not 0 <= document < self.documents:
             raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
         index = self._index_of_document(document)
-        return read_provenance(part_prefix(self.folder, index), document - int(self._document_starts[index]))
+        try:
+            return read_provenance(part_prefix(self.folder, index), document - int(self._document_starts[index]))
+        except UserError as error:
+            raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
 
     def _check_tokens(self, start: int, count: int) -> None:
         if start < 0 or count < 0 or start + count > self.tokens:
@@ -134,6 +139,6 @@ class Dataset:
         if (part.tokens, part.documents, part.dtype) != (tokens, documents, self.dtype):
             raise UserError(
                 f"{part.idx_path} has {part.tokens} tokens in {part.documents} documents ({part.dtype}), but "
-                f"{PARTS_FILE} says {tokens} in {documents} ({self.dtype}); run `pipeline data verify`"
+                f"{PARTS_FILE} says {tokens} in {documents} ({self.dtype}); {REPAIR_DAMAGED}"
             )
         return part

@@ -269,9 +269,12 @@ class IndexedPart:
 def read_provenance(prefix: Path, document: int) -> tuple[int, int, int, int]:
     """(unit, row in the unit, flags, xxh3-64 of the id) of a document of a part, from its `.prov` file."""
     path = part_files(prefix)[2]
-    with path.open("rb") as file:
-        file.seek(document * PROVENANCE.itemsize)
-        data = file.read(PROVENANCE.itemsize)
+    try:
+        with path.open("rb") as file:
+            file.seek(document * PROVENANCE.itemsize)
+            data = file.read(PROVENANCE.itemsize)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
     if len(data) < PROVENANCE.itemsize:
         raise UserError(f"{path} is cut: it has no record of document {document}")
     record = np.frombuffer(data, PROVENANCE)[0]

@@ -10,9 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.console import say
 from pipeline.data.dataset import Dataset
-from pipeline.data.manifest import datasets_below
+from pipeline.data.manifest import REPAIR, datasets_below
+from pipeline.data.sources import printable
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
 
 SHOWN_CHARACTERS = 300
 HISTOGRAM_DOCUMENTS = 20_000
@@ -62,20 +65,21 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
 
 
 def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
-    tokenizer = Tokenizer.open(dataset.folder)
+    try:
+        tokenizer = Tokenizer.open(dataset.folder)
+    except UserError as error:
+        raise UserError(f"{error}; {REPAIR}") from None
     for document in range(count):
         start, end = dataset.document_start(document), dataset.document_start(document + 1)
         unit, row, _, _ = dataset.provenance(document)
         # Four tokens a character is the most (one for each byte of it); the end of the document is not shown.
         text = tokenizer.decode(dataset.read(start, min(end - start - 1, SHOWN_CHARACTERS * 4)))
         shown = text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
-        console.print(Text(f"document {document}: {end - start:,} tokens, unit {unit}, row {row}", style="dim"))
-        console.print(Text(_printable(shown)))
-
-
-def _printable(text: str) -> str:
-    """Control characters as escapes: a document must not command the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+        console.print()
+        about = f"document {document}: {end - start:,} tokens, unit {unit}, row {row}"
+        console.print(Text(about, style="dim"), soft_wrap=True)
+        say(console, printable(shown, keep="\n\t"))
+    console.print()
 
 
 def document_lengths(dataset: Dataset, limit: int) -> npt.NDArray[np.int64]:

@@ -24,7 +24,9 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.instances import Instances, Windows
 from pipeline.data.journal import Draws, Journal, Sampler
 from pipeline.data.objectives import Causal, Objective, sample_key
+from pipeline.data.plan import check_settings
 from pipeline.data.preprocess import dataset_folder
+from pipeline.data.tokenizer_stage import check_tokenizer_settings
 from pipeline.errors import UserError
 
 PREFETCH = 2
@@ -255,10 +257,13 @@ def open_loader(config: Config, *, dp_rank: int = 0, dp_size: int = 1) -> Loader
     """The loader of a run that starts now, over the training splits of the config's sources.
 
     Raises:
-        UserError: A source is too short for a window or too small for the blend, or sources have different tokenizers.
+        UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, or
+            the run file has other settings than the datasets were made with.
     """
     datasets = {source.name: Dataset.open(dataset_folder(config, source, "train")) for source in config.data.sources}
     _check_tokenizers(datasets)
+    check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
+    check_tokenizer_settings(config)
     instances = {
         name: Windows(dataset, config.train.sequence_length, config.run.seed, name)
         for name, dataset in datasets.items()

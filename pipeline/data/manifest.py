@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,20 @@ from pipeline.data import store
 from pipeline.data.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.data.indexed import PROVENANCE, IndexedPart, part_files, part_prefix
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.unit import SPLITS
+from pipeline.data.unit import RECEIPT_KEYS, SPLITS, receipt_path
 from pipeline.errors import UserError
 
 PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
 PARTS_FILE = "parts.bin"
+PLAN_KEYS = ("config_hash", "settings", "files", "units")
 FORMAT_VERSION = 1
+REPAIR = (
+    "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes again what is missing or cut"
+)
+"""What to do about a file that is missing or has another size than it should."""
+REPAIR_DAMAGED = f"remove what is damaged, if it is there, and {REPAIR}"
+"""What to do about any file of a dataset. The stage looks at sizes, so it passes over damage that keeps them."""
 PART = np.dtype([("tokens", "<u8"), ("documents", "<u8"), ("bin", "<u8"), ("idx", "<u8"), ("prov", "<u8")])
 """One record of `parts.bin`: counts, and the xxh3-64 of each file of the part. 40 bytes."""
 
@@ -46,6 +54,7 @@ class Manifest(_Entry):
     Attributes:
         text_bytes: UTF-8 bytes of the documents' texts.
         dtype: of the token ids, `uint16` or `int32`.
+        settings: of the run file that decided the content, by key, as in the plan.
         config_hash: of everything that decided the content: settings, tokenizer, names and sizes of the files.
         code_version: of the stage that wrote it.
         parts: number of parts.
@@ -60,6 +69,7 @@ class Manifest(_Entry):
     text_bytes: int
     dtype: str
     tokenizer: TokenizerInfo
+    settings: dict[str, Any] = {}
     config_hash: str
     code_version: str
     parts: int
@@ -71,14 +81,19 @@ class Manifest(_Entry):
         return value_hash([self.documents, self.tokens, self.dtype, self.tokenizer.fingerprint, self.parts_hash])
 
 
-def write_dataset(folder: Path, parts: npt.NDArray[Any], tokenizer: Tokenizer, manifest: dict[str, Any]) -> Manifest:
+def write_dataset(
+    folder: Path, parts: npt.NDArray[Any], tokenizer: Tokenizer, manifest: dict[str, Any]
+) -> tuple[Manifest, bool]:
     """Write tokenizer, `parts.bin` and, last, the manifest of a dataset whose parts are there already.
 
     Args:
         folder: the dataset.
         parts: `PART` records in the order of the parts.
         tokenizer: of the token ids.
-        manifest: source, split, text_bytes, config_hash, code_version.
+        manifest: source, split, text_bytes, settings, config_hash, code_version.
+
+    Returns:
+        The manifest, and whether anything was written; a dataset that has all of it already is left alone.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = parts.astype(PART).tobytes()
@@ -99,11 +114,12 @@ def write_dataset(folder: Path, parts: npt.NDArray[Any], tokenizer: Tokenizer, m
         parts_hash=xxhash.xxh3_128_hexdigest(data),
         **manifest,
     )
-    if not _is_written(folder, result, data):
-        tokenizer.save(folder)
-        store.put(folder / PARTS_FILE, data)
-        store.put_json(folder / MANIFEST_FILE, result.model_dump())
-    return result
+    if _is_written(folder, result, data):
+        return result, False
+    tokenizer.save(folder)
+    store.put(folder / PARTS_FILE, data)
+    store.put_json(folder / MANIFEST_FILE, result.model_dump())
+    return result, True
 
 
 def _is_written(folder: Path, manifest: Manifest, parts: bytes) -> bool:
@@ -128,7 +144,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is no finished dataset: it has no {MANIFEST_FILE}; run `pipeline preprocess`"
         ) from None
     except ValueError as error:
-        raise UserError(f"{error}; remove it and run `pipeline preprocess` again") from None
+        raise UserError(f"{error}; {REPAIR}") from None
     version = value.get("format_version") if isinstance(value, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format_version {version!r}; this program reads {FORMAT_VERSION}")
@@ -136,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.model_validate(value)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"{path} is damaged: {problems}") from None
+        raise UserError(f"{path} is damaged: {problems}; {REPAIR}") from None
 
 
 def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
@@ -149,14 +165,14 @@ def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; run `pipeline preprocess` again, it only redoes what is missing") from None
+        raise UserError(f"{path} is missing; {REPAIR}") from None
     if len(data) != manifest.parts * PART.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
-        raise UserError(f"{path} is not the file that {MANIFEST_FILE} was written with; it is cut or damaged")
+        raise UserError(f"{path} is not the file that {MANIFEST_FILE} was written with: cut or damaged; {REPAIR}")
     return np.frombuffer(data, PART)
 
 
 def datasets_below(folder: Path) -> list[Path]:
-    """A dataset itself, or the finished datasets of a source's folder or of a data folder, sorted.
+    """A dataset itself, or the finished datasets of a source's folder or of a data folder, sorted, training first.
 
     Raises:
         UserError: there is none.
@@ -172,37 +188,80 @@ def datasets_below(folder: Path) -> list[Path]:
 
 def _datasets(folder: Path) -> list[Path]:
     for pattern in (MANIFEST_FILE, f"*/{MANIFEST_FILE}", f"*/*/{MANIFEST_FILE}"):
-        if found := sorted(path.parent for path in folder.glob(pattern)):
-            return found
+        if found := [path.parent for path in folder.glob(pattern)]:
+            return sorted(found, key=lambda path: (path.parent, path.name != SPLITS[0], path.name))
     return []
 
 
-def verify(folder: Path) -> list[str]:
-    """Check all hashes and bounds of the datasets in a folder. Memory does not depend on their size.
+@dataclass
+class Verification:
+    """What `verify` looked at, and what it found.
 
-    Returns:
-        What is wrong, each naming the file; empty if everything is as it was written.
+    Attributes:
+        problems: each naming the file; empty if everything is as it was written.
+    """
+
+    datasets: int = 0
+    parts: int = 0
+    plans: int = 0
+    receipts: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = {"dataset": self.datasets, "part": self.parts, "plan": self.plans, "receipt": self.receipts}
+        return ", ".join(f"{n:,} {name}{'' if n == 1 else 's'}" for name, n in counts.items() if n)
+
+
+def verify(folder: Path) -> Verification:
+    """Check the datasets in a folder, all hashes and bounds, and the plans and receipts beside them.
+
+    Of plans and receipts, which nobody needs to read a dataset, it is checked that they are there and can be read.
+    Memory does not depend on the size of the datasets.
 
     Raises:
         UserError: there is no dataset in the folder.
     """
-    unfinished = [
-        f"{plan.parent / split} is not finished: it has no {MANIFEST_FILE}; run `pipeline preprocess`"
-        for plan in sorted([*folder.glob(PLAN_FILE), *folder.glob(f"*/{PLAN_FILE}")])
-        for split in SPLITS
-        if not (plan.parent / split / MANIFEST_FILE).is_file()
-    ]
-    found = [] if unfinished and not _datasets(folder) else datasets_below(folder)
-    return unfinished + [problem for dataset in found for problem in verify_dataset(dataset)]
+    result = Verification()
+    plans = sorted([*folder.glob(PLAN_FILE), *folder.glob(f"*/{PLAN_FILE}")])
+    unfinished = {plan: [s for s in SPLITS if not (plan.parent / s / MANIFEST_FILE).is_file()] for plan in plans}
+    for plan, splits in unfinished.items():
+        for split in splits:
+            result.problems.append(f"{plan.parent / split} is not finished: it has no {MANIFEST_FILE}")
+    for dataset in datasets_below(folder) if not any(unfinished.values()) else _datasets(folder):
+        result.datasets += 1
+        result.problems.extend(_verify_dataset(dataset, result))
+    for plan, splits in unfinished.items():
+        result.plans += 1
+        result.problems.extend(_verify_records(plan, result, finished=not splits))
+    return result
 
 
-def verify_dataset(folder: Path) -> Iterator[str]:
+def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterator[str]:
+    """The problems of a plan and its receipts."""
+    try:
+        units = len(store.get_json(plan, *PLAN_KEYS)["units"])
+    except UserError as error:
+        yield str(error)
+        return
+    for unit in range(units):
+        path = receipt_path(plan.parent, unit)
+        try:
+            store.get_json(path, *RECEIPT_KEYS)
+            result.receipts += 1
+        except UserError as error:
+            yield str(error)
+        except FileNotFoundError:
+            if finished:
+                yield f"{path} is missing"
+
+
+def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
     """The problems of one dataset."""
     try:
         manifest = read_manifest(folder)
         parts = read_parts(folder, manifest)
     except UserError as error:
-        yield str(error)
+        yield str(error).removesuffix(f"; {REPAIR}")
         return
     for total in ("documents", "tokens"):
         if int(parts[total].sum()) != getattr(manifest, total):
@@ -214,6 +273,7 @@ def verify_dataset(folder: Path) -> Iterator[str]:
     except Exception as error:  # whatever the library cannot read
         yield f"{folder / 'tokenizer.json'}: {error}"
     for index in range(manifest.parts):
+        result.parts += 1
         yield from _verify_part(part_prefix(folder, index), parts[index], manifest)
 
 

@@ -6,6 +6,7 @@ mix two kinds of output in one dataset is explained and refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data import store
+from pipeline.data.files import File, find_files
 from pipeline.data.hashing import key, value_hash
-from pipeline.data.manifest import PLAN_FILE
-from pipeline.data.sources import File, Reader, Unit, cut, find_files, unit_size
+from pipeline.data.manifest import MANIFEST_FILE, PLAN_FILE, PLAN_KEYS, Manifest
+from pipeline.data.sources import Reader, Unit, cut, unit_size
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.unit import identity
+from pipeline.data.unit import SPLITS, identity
 from pipeline.errors import UserError
 
 CODE_VERSION = "1"
@@ -62,16 +64,21 @@ class Plan:
             folder.mkdir(parents=True, exist_ok=True)
             store.put_json(path, self._as_json())
             return
-        old = store.get_json(path)
+        try:
+            old = store.get_json(path, *PLAN_KEYS)
+        except UserError as error:
+            raise UserError(f"{error}; restore it, or remove {folder} to make the dataset again") from None
         if old["config_hash"] == self.config_hash:
             return
         differences = _setting_differences(old["settings"], self.settings)
         differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
+        finished = all((folder / split / MANIFEST_FILE).is_file() for split in SPLITS)
+        as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
         raise UserError(
             f"{folder} was made from something else than source {self.found.source.name!r} is now:\n"
             + "\n".join(f"  {difference}" for difference in differences)
             + f"\nTokens of both must not be mixed. Restore what differs; or remove {folder} to make it again; or set "
-            f"data.dir to another folder; or use the dataset as it is with `dataset: {folder}` in place of `paths`."
+            f"data.dir to another folder{as_it_is}."
         )
 
     def _as_json(self) -> dict[str, Any]:
@@ -108,19 +115,44 @@ def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
 
 def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config) -> Plan:
     """Plan a source."""
-    source = found.source
+    settings = _settings(found.source, config) | {"code_version": CODE_VERSION, "tokenizer": tokenizer.fingerprint}
+    return Plan(found, cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes), settings)
+
+
+def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
+    """What the run file alone says about the content of a source's dataset."""
     settings: dict[str, Any] = {
-        "code_version": CODE_VERSION,
         "data.heldout": config.data.heldout,
+        "data.preprocess.seed": config.data.preprocess.seed,
         "data.preprocess.unit_bytes": config.data.preprocess.unit_bytes,
         "name": source.name,
-        "run.seed": config.run.seed,
-        "tokenizer": tokenizer.fingerprint,
         "type": source.type,
     }
     if source.type == "jsonl":
         settings |= {"id_key": source.id_key, "text_key": source.text_key}
-    return Plan(found, cut_units(found, config.run.seed, config.data.preprocess.unit_bytes), settings)
+    return settings
+
+
+def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
+    """Compare the datasets of a run's sources with what the run file asks for by now. Reads no files.
+
+    Datasets made for another run (`dataset`) are what they are.
+
+    Raises:
+        UserError: a setting differs.
+    """
+    for source in config.data.sources:
+        made = manifests[source.name].settings
+        if source.dataset is not None or not made:
+            continue
+        asked = _settings(source, config)
+        known = {name: value for name, value in made.items() if name not in ("code_version", "tokenizer")}
+        if differences := _setting_differences(known, asked):
+            raise UserError(
+                f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
+                + "\n".join(f"  {difference}" for difference in differences)
+                + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
+            )
 
 
 def _setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

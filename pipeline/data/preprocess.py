@@ -22,16 +22,18 @@ from rich.console import Console
 
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
+from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.dataset import Dataset
 from pipeline.data.indexed import part_files, part_prefix
 from pipeline.data.manifest import PART, write_dataset
 from pipeline.data.plan import CODE_VERSION, Plan, cut_units, find_source_files, make_plan
-from pipeline.data.progress import ProgressLine, print_dry_run, print_report
+from pipeline.data.progress import ProgressLine, counted, print_dry_run, print_report
 from pipeline.data.sources import EMPTY, Piece, Unit, UnitReader, where
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.tokenizer_stage import prepare_tokenizer, run_tokenizer, tokenizer_folder
 from pipeline.data.unit import (
+    RECEIPT_KEYS,
     SPLITS,
     SourceJob,
     UnitJob,
@@ -70,6 +72,10 @@ class SourceReport:
     splits: dict[str, SplitReport]
     rejected: dict[str, int]
     """Rejected records by reason."""
+    first_rejected: dict[str, str] = field(default_factory=dict)
+    """By reason, file and line of the first."""
+    written: list[Path] = field(default_factory=list)
+    """Datasets and files that this run finished or mended."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +134,12 @@ def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:
     """
     started = time.monotonic()
     console = Console()
+    _check_data_dir(config)
     sources = find_source_files(config)
     if dry_run:
-        units = [cut_units(found, config.run.seed, config.data.preprocess.unit_bytes) for found in sources]
-        print_dry_run(console, [(found, len(cut)) for found, cut in zip(sources, units, strict=True)])
+        settings = config.data.preprocess
+        units = [len(cut_units(found, settings.seed, settings.unit_bytes)) for found in sources]
+        print_dry_run(console, config, list(zip(sources, units, strict=True)))
         return PreprocessReport()
     tokenizer = _tokenizer(config, console, sources)
     for number, source in enumerate(config.data.sources):
@@ -141,25 +149,33 @@ def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:
     for plan in plans:
         plan.freeze(config.data_dir / plan.found.source.name)
     missing = [job for plan in plans for job in _missing(plan, config)]
+    _remove_stale(config, plans)
     if missing:
         _tokenize(config, console, plans, missing)
     reports = [_finish(plan, config, tokenizer) for plan in plans]
     report = PreprocessReport(reports, len(missing), time.monotonic() - started)
-    print_report(console, report)
+    print_report(console, report, config.data.heldout)
     return report
+
+
+def _check_data_dir(config: Config) -> None:
+    for path in (config.data_dir, *config.data_dir.parents):
+        if path.exists() and not path.is_dir():
+            within = "" if path == config.data_dir else f"{config.data_dir}: "
+            raise UserError(f"data.dir {within}{path} is a file; set data.dir to a folder")
 
 
 def _tokenizer(config: Config, console: Console, sources: list[Any]) -> Tokenizer:
     trains = config.tokenizer.train is not None and not (tokenizer_folder(config) / "origin.json").exists()
     if trains:
-        console.print("training the tokenizer", highlight=False)
+        say(console, "training the tokenizer")
     tokenizer = prepare_tokenizer(config, sources)
     wanted = config.tokenizer.train.vocab_size if config.tokenizer.train else 0
     if trains and tokenizer.vocab_size < wanted:
-        console.print(
+        say(
+            console,
             f"the tokenizer has {tokenizer.vocab_size:,} entries instead of {wanted:,} (tokenizer.train.vocab_size): "
             "the text has no more pairs that occur tokenizer.train.min_frequency times",
-            highlight=False,
         )
     return tokenizer
 
@@ -185,10 +201,11 @@ def _missing(plan: Plan, config: Config) -> Iterator[UnitJob]:
     source = SourceJob(
         folder=folder,
         reader=plan.found.reader,
-        seed=config.run.seed,
+        seed=config.data.preprocess.seed,
         heldout=config.data.heldout,
         config_hash=plan.config_hash,
         fail_on_error=config.data.preprocess.on_error == "fail",
+        start_over=_start_over(config, folder),
     )
     for unit in plan.units:
         receipt = read_receipt(folder, unit.index)
@@ -196,6 +213,19 @@ def _missing(plan: Plan, config: Config) -> Iterator[UnitJob]:
             yield UnitJob(source, unit)
         elif receipt["input"]["stat"] != input_stat(unit):
             _check_same_input(folder, plan, unit, receipt)
+
+
+def _start_over(config: Config, folder: Path) -> str:
+    """How to begin a source again whose files have changed: its plan and a trained tokenizer are of the old ones."""
+    if config.tokenizer.path is not None:
+        return f"remove {folder}, which was begun with the files as they are now"
+    if any(config.data_dir.glob("*/*/manifest.json")):
+        kept = tokenizer_folder(config) / TOKENIZER_FILE
+        return (
+            f"remove {folder}, which was begun with the files as they are now, and keep the tokenizer that other "
+            f"sources are finished with by tokenizer.path: {kept} in place of tokenizer.train"
+        )
+    return f"remove {config.data_dir}, which was begun with the files as they are now"
 
 
 def _files_are_there(folder: Path, receipt: dict[str, Any]) -> bool:
@@ -230,7 +260,6 @@ def _check_same_input(folder: Path, plan: Plan, unit: Unit, receipt: dict[str, A
 
 
 def _tokenize(config: Config, console: Console, plans: list[Plan], missing: list[UnitJob]) -> None:
-    _remove_stale(config.data_dir, plans)
     count = min(config.data.preprocess.workers or len(os.sched_getaffinity(0)), len(missing))
     done = sum(len(plan.units) for plan in plans) - len(missing)
     total_bytes = sum(job.unit.bytes for job in missing)
@@ -245,13 +274,13 @@ def _tokenize(config: Config, console: Console, plans: list[Plan], missing: list
                 if receipt is not None:
                     line.unit_done(receipt)
     finally:
-        _remove_stale(config.data_dir, plans)
+        _remove_stale(config, plans)
 
 
-def _remove_stale(data_dir: Path, plans: list[Plan]) -> None:
-    """Remove what processes that were killed left half-written."""
-    for plan in plans:
-        for path in (data_dir / plan.found.source.name).rglob(f"*{store.TEMPORARY_SUFFIX}"):
+def _remove_stale(config: Config, plans: list[Plan]) -> None:
+    """Remove what processes of this host that were killed left half-written."""
+    for folder in (tokenizer_folder(config), *(config.data_dir / plan.found.source.name for plan in plans)):
+        for path in folder.rglob(f"*{store.TEMPORARY_SUFFIX}"):
             store.remove_if_stale(path)
 
 
@@ -259,14 +288,15 @@ def _finish(plan: Plan, config: Config, tokenizer: Tokenizer) -> SourceReport:
     """Write the datasets of a source whose units are all done, and what is to be said about it."""
     name = plan.found.source.name
     folder = config.data_dir / name
-    receipts = [store.get_json(receipt_path(folder, unit.index)) for unit in plan.units]
+    receipts = [store.get_json(receipt_path(folder, unit.index), *RECEIPT_KEYS) for unit in plan.units]
     rejected: Counter[str] = Counter()
     for receipt in receipts:
         rejected.update(receipt["rejected"])
     records = sum(receipt["records"] for receipt in receipts)
-    _write_rejected(folder, plan, receipts)
+    first_rejected = _write_rejected(folder, plan, receipts)
     _check_rejected(config, folder, name, records, rejected)
     splits = {}
+    written = []
     for split in SPLITS:
         parts = [receipt["splits"][split] for receipt in receipts]
         text_bytes = sum(part["text_bytes"] for part in parts)
@@ -278,23 +308,25 @@ def _finish(plan: Plan, config: Config, tokenizer: Tokenizer) -> SourceReport:
             dtype=PART,
         )
         if split == "train" and not table["documents"].sum():
-            raise UserError(
-                f"source {name!r} has no document to train on: of {records} records {rejected.total()} were rejected "
-                f"({_reasons(rejected)}) and the others are held out; add documents or lower data.heldout "
-                f"({config.data.heldout})"
-            )
+            raise _nothing_to_train_on(config, name, records, rejected)
         about = {
             "source": name,
             "split": split,
             "text_bytes": text_bytes,
+            "settings": plan.settings,
             "config_hash": plan.config_hash,
             "code_version": CODE_VERSION,
         }
-        manifest = write_dataset(folder / split, table, tokenizer, about)
+        manifest, is_new = write_dataset(folder / split, table, tokenizer, about)
+        if is_new:
+            written.append(folder / split)
         splits[split] = SplitReport(manifest.documents, manifest.tokens, text_bytes)
-    report = SourceReport(name, folder, len(plan.units), records, splits, dict(sorted(rejected.items())))
+    report = SourceReport(
+        name, folder, len(plan.units), records, splits, dict(sorted(rejected.items())), first_rejected, written
+    )
     text = orjson.dumps(_report_json(report), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    _put_if_other(folder / REPORT_FILE, text)
+    if _put_if_other(folder / REPORT_FILE, text):
+        written.append(folder / REPORT_FILE)
     return report
 
 
@@ -308,23 +340,39 @@ def _report_json(report: SourceReport) -> dict[str, Any]:
 
 
 def _reasons(rejected: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in rejected.most_common()) or "none"
+    return ", ".join(f"{count} {reason}" for reason, count in rejected.most_common() if reason != EMPTY)
+
+
+def _nothing_to_train_on(config: Config, name: str, records: int, rejected: Counter[str]) -> UserError:
+    empty, heldout = rejected[EMPTY], records - rejected.total()
+    bad = rejected.total() - empty
+    kinds = [(bad, f"bad ({_reasons(rejected)})"), (empty, "empty"), (heldout, "held out")]
+    what = " and ".join(f"{count} {'is' if count == 1 else 'are'} {kind}" for count, kind in kinds if count)
+    found = f"of {counted(records, 'record')} {what}" if records else "its files hold no records"
+    lower = f", or lower data.heldout ({config.data.heldout})" if heldout else ""
+    return UserError(f"source {name!r} has no document to train on: {found}; add documents{lower}")
 
 
 def _check_rejected(config: Config, folder: Path, name: str, records: int, rejected: Counter[str]) -> None:
     bad = rejected.total() - rejected[EMPTY]
     limit = config.data.preprocess.max_error_rate
     if bad > limit * records:
-        first = orjson.loads((folder / REJECTED_FILE).read_bytes().split(b"\n", 1)[0])
+        lines = (folder / REJECTED_FILE).read_bytes().splitlines()
+        first = next(record for record in map(orjson.loads, lines) if record["reason"] != EMPTY)
         raise UserError(
-            f"source {name!r}: {bad} of {records} records are bad, more than data.preprocess.max_error_rate {limit} "
-            f"allows: {_reasons(rejected)}. The first is {first['where']} ({first['reason']}); all are in "
-            f"{folder / REJECTED_FILE}. Mend the data or the source's settings, or raise the limit"
+            f"source {name!r}: {bad} of {counted(records, 'record')} {'is' if bad == 1 else 'are'} bad, more than "
+            f"data.preprocess.max_error_rate {limit} allows: {_reasons(rejected)}. The first is {first['where']} "
+            f"({first['reason']}); all are in {folder / REJECTED_FILE}. Either mend the data or the source's settings "
+            f"and {_start_over(config, folder)}; or raise the limit"
         )
 
 
-def _write_rejected(folder: Path, plan: Plan, receipts: list[dict[str, Any]]) -> None:
-    """Collect the units' rejected records in the order of the files, with lines counted from each file's start."""
+def _write_rejected(folder: Path, plan: Plan, receipts: list[dict[str, Any]]) -> dict[str, str]:
+    """Collect the units' rejected records in the order of the files, with lines counted from each file's start.
+
+    Returns:
+        By reason, file name and line of the first.
+    """
     lines_before = _lines_before(plan.units, receipts)
     found: list[tuple[str, int, dict[str, Any]]] = []
     for unit, receipt in zip(plan.units, receipts, strict=True):
@@ -351,12 +399,20 @@ def _write_rejected(folder: Path, plan: Plan, receipts: list[dict[str, Any]]) ->
     if found:
         lines = [orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for *_, entry in found]
         _put_if_other(folder / REJECTED_FILE, b"".join(lines))
+    elif (folder / REJECTED_FILE).exists():
+        (folder / REJECTED_FILE).unlink()
+    first: dict[str, str] = {}
+    for *_, entry in found:
+        first.setdefault(entry["reason"], Path(entry["where"]).name)
+    return first
 
 
-def _put_if_other(path: Path, data: bytes) -> None:
+def _put_if_other(path: Path, data: bytes) -> bool:
     """Write a file unless it has these bytes already: a finished source may lie on a disk that cannot be written."""
-    if not path.exists() or path.read_bytes() != data:
-        store.put(path, data)
+    if path.exists() and path.read_bytes() == data:
+        return False
+    store.put(path, data)
+    return True
 
 
 def _lines_before(units: list[Unit], receipts: list[dict[str, Any]]) -> dict[tuple[str, int], int]:

@@ -7,11 +7,9 @@ unit in bounded memory and yields a `Document` for every record, good or bad.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import BinaryIO
 import orjson
 import xxhash
 
+from pipeline.data.files import File
 from pipeline.errors import UserError
 
 MAX_RECORD_BYTES = 16 * 2**20
@@ -38,16 +37,6 @@ class Reader:
     type: str
     text_key: str
     id_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """A file of a source. `name` is its path below the fixed part of the glob: equal wherever the corpus lies."""
-
-    name: str
-    path: str
-    size: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,91 +101,6 @@ class Document:
     detail: str = ""
 
 
-def find_files(paths: list[str], exclude: list[str], key: str) -> list[File]:
-    """The files that globs match, without those excluded, each once, sorted by name.
-
-    Args:
-        paths: globs; `**` matches any folders. `~` and relative paths are understood.
-        exclude: globs. One without a slash is compared with the file's name alone; others with its path, and with
-            its path below the fixed part of the glob that found it.
-        key: config key of the source, for messages (`data.sources.0`).
-
-    Raises:
-        UserError: a pattern matches no file.
-    """
-    unwanted = [_Exclude(pattern) for pattern in exclude]
-    found: dict[str, str] = {}
-    for pattern in paths:
-        full = os.path.abspath(os.path.expanduser(pattern))
-        # A file whose own name has a bracket in it is that file.
-        literal = os.path.isfile(full)
-        matches = [full] if literal else [path for path in glob.iglob(full, recursive=True) if os.path.isfile(path)]
-        if not matches:
-            raise UserError(f"{key}.paths: {pattern!r} matches no file{_why_nothing(full)}")
-        base = os.path.dirname(full) if literal else full[: glob_start(full)].rpartition("/")[0] or "/"
-        for path in matches:
-            name = os.path.relpath(path, base)
-            if not any(excluded(path, name) for excluded in unwanted):
-                found.setdefault(path, name)
-    if not found:
-        raise UserError(f"{key}.exclude: {exclude} leaves no file of {paths}")
-    # Two globs may find different files under one name; their paths tell them apart.
-    times = Counter(found.values())
-    files = []
-    for path, name in found.items():
-        stat = os.stat(path)
-        files.append(File(path if times[name] > 1 else name, path, stat.st_size, stat.st_mtime_ns))
-    return sorted(files, key=lambda file: file.name)
-
-
-def glob_start(pattern: str) -> int:
-    """Index of the first glob character of a pattern; its length if there is none."""
-    found = re.search(r"[*?\[]", pattern)
-    return found.start() if found else len(pattern)
-
-
-def _why_nothing(full: str) -> str:
-    """What a user may have meant by a pattern that matches no file."""
-    if os.path.isdir(full):
-        return f"; it is a folder: write {os.path.join(full, '**', '*.txt')!r} for the .txt files in it"
-    base = full[: glob_start(full)].rpartition("/")[0] or "/"
-    if not os.path.isdir(base):
-        return f"; there is no folder {base}"
-    with os.scandir(base) as entries:
-        empty = next(entries, None) is None
-    return f"; the folder {base} is empty" if empty else f"; the folder {base} exists, but nothing in it fits"
-
-
-class _Exclude:
-    """A glob to leave files out by."""
-
-    def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(_glob_regex(pattern))
-        self._full = re.compile(_glob_regex(os.path.abspath(os.path.expanduser(pattern))))
-        self._bare = "/" not in pattern
-
-    def __call__(self, path: str, name: str) -> bool:
-        if self._full.fullmatch(path) or self._pattern.fullmatch(name):
-            return True
-        return self._bare and bool(self._pattern.fullmatch(os.path.basename(path)))
-
-
-def _glob_regex(pattern: str) -> str:
-    """A regular expression for a glob with `**` (`glob.translate` came with Python 3.13)."""
-    tokens = {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-
-    def one(found: re.Match[str]) -> str:
-        token = found[0]
-        if token in tokens:
-            return tokens[token]
-        if len(token) > 1:  # a character class
-            inside = token[1:-1].replace("\\", "\\\\")
-            return f"[^{inside[1:]}]" if inside[0] == "!" else f"[{inside}]"
-        return re.escape(token)
-
-    return "(?s:" + re.sub(r"\*\*/|/\*\*$|\*\*|\*|\?|\[!?[^\]]+\]|.", one, pattern, flags=re.DOTALL) + ")"
-
-
 def unit_size(total_bytes: int, unit_bytes: int) -> int:
     """Size of a source's units: `unit_bytes`, but a small source is cut finer, so that it keeps all workers busy."""
     return min(unit_bytes, max(SMALLEST_UNIT, -(-total_bytes // UNITS_AT_LEAST)))
@@ -258,7 +162,7 @@ class UnitReader:
         return Document(text, id, self.unit.index, self.records, piece, line, byte, None if text else EMPTY)
 
     def _rejected(self, piece: int, line: int | None, byte: int, reason: str, detail: str, raw: bytes) -> Document:
-        start = raw[:200].decode("utf-8", "backslashreplace")
+        start = printable(raw[:200].rstrip(b"\r\n").decode("utf-8", "backslashreplace"))
         detail = f"{detail}: {start}" if detail and start else detail or start
         return Document("", "", self.unit.index, self.records, piece, line, byte, reason, detail)
 
@@ -311,7 +215,7 @@ class UnitReader:
                 yield self._rejected(number, line, byte, _TOO_LONG, f"{position - byte} bytes", raw)
                 continue
             record = raw[len(_BOM) :] if byte == 0 and raw.startswith(_BOM) else raw
-            if record.isspace():
+            if not record.strip():
                 continue
             yield self._parse(record, number, line, byte, piece)
 
@@ -346,12 +250,19 @@ def _json_reason(raw: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
         return _NOT_UTF8, f"byte 0x{raw[bad.start]:02x} at column {bad.start + 1}"
     if not raw.endswith(b"\n"):
         return "cut line", "the file ends inside of it"
+    if error.pos >= len(raw.decode().rstrip("\r\n")):
+        return "cut line", f"the line ends inside {'a string' if 'in string' in error.msg else 'the record'}"
     try:
         if re.search(r"[\ud800-\udfff]", json.dumps(json.loads(raw), ensure_ascii=False)):
             return "lone surrogate", str(error)
     except (ValueError, RecursionError):
         pass
     return "invalid JSON", str(error)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Control characters as escapes, but for those to keep: a document must not command a terminal or break a line."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def line_of(path: str, byte: int) -> int:

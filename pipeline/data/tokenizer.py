@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,9 +78,9 @@ class Tokenizer:
         if not file.is_file():
             raise UserError(f"tokenizer.path: {file} does not exist; give a tokenizer.json or a folder that has one")
         try:
-            engine = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception for whatever it cannot read
-            raise UserError(f"tokenizer.path: {file} is no tokenizer.json of the tokenizers library: {error}") from None
+            engine = _read(file)
+        except UserError as error:
+            raise UserError(f"tokenizer.path: {error}") from None
         if getattr(engine.model, "dropout", None):
             raise UserError(
                 f"tokenizer.path: {file} has dropout, so a text has no fixed ids; set model.dropout to null in it"
@@ -134,8 +135,8 @@ class Tokenizer:
         file = folder / TOKENIZER_FILE
         if not file.is_file() or not (folder / SPECIAL_FILE).is_file():
             raise UserError(f"{folder} has no tokenizer ({TOKENIZER_FILE} and {SPECIAL_FILE})")
-        special = store.get_json(folder / SPECIAL_FILE)
-        return cls(tokenizers.Tokenizer.from_file(str(file)), special["end_of_document"], special["special_tokens"])
+        special = store.get_json(folder / SPECIAL_FILE, "end_of_document", "special_tokens")
+        return cls(_read(file), special["end_of_document"], special["special_tokens"])
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
@@ -161,12 +162,14 @@ class Tokenizer:
 
         Special-token text is ordinary text; nothing is added before or after.
         """
-        encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
+        with _readable_errors():
+            encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text, without end of document."""
-        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        with _readable_errors():
+            ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Any) -> str:
@@ -174,13 +177,41 @@ class Tokenizer:
         return self._engine.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+def _read(file: Path) -> tokenizers.Tokenizer:
+    data = file.read_bytes()
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"{file} is not JSON ({error})") from None
+    if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
+        raise UserError(f"{file} has no model: it is no tokenizer.json of the tokenizers library")
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        raise UserError(f"{file} is no tokenizer.json of the tokenizers library: {error}") from None
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """The library raises plain Exception for text that a model has no ids for, like a WordLevel without [UNK]."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"tokenizer: it cannot encode every text: {error}; use one with byte fallback or an unknown token"
+        ) from None
+
+
 def _candidates(engine: tokenizers.Tokenizer, token: str) -> str:
     """What to use instead of a special token that a tokenizer does not have."""
     added = [entry.content for entry in engine.get_added_tokens_decoder().values()]
     marked = [name for name in engine.get_vocab() if name[:1] in "<[" and name[-1:] in ">]" and len(name) > 2]
-    near = difflib.get_close_matches(token, {*added, *marked}, n=5, cutoff=0.5)
-    known = near or added[:10] or sorted(marked)[:10]
-    return f"did you mean one of {known}?" if known else "it has no special tokens at all; add the token to the file"
+    if near := difflib.get_close_matches(token, {*added, *marked}, n=3, cutoff=0.6):
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    if known := added or sorted(marked):
+        more = f" and {len(known) - 10} more" if len(known) > 10 else ""
+        return f"it has the special tokens {', '.join(map(repr, known[:10]))}{more}"
+    return "it has no special tokens at all; add the token to the file"
 
 
 def _without_defaults(value: Any) -> Any:

@@ -11,7 +11,7 @@ from pipeline.data import store
 from pipeline.data.hashing import key, value_hash
 from pipeline.data.plan import SourceFiles
 from pipeline.data.sources import Piece, Unit, UnitReader, cut
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.unit import is_heldout
 from pipeline.errors import UserError
 
@@ -36,7 +36,27 @@ def run_tokenizer(config: Config) -> Tokenizer:
     folder = tokenizer_folder(config)
     if not (folder / ORIGIN_FILE).is_file():
         raise UserError(f"{folder} has no tokenizer yet; run `pipeline preprocess` first")
-    return Tokenizer.open(folder)
+    return _open(folder)
+
+
+def check_tokenizer_settings(config: Config) -> None:
+    """Compare the kept tokenizer with what the run file asks for by now. Looks at no documents.
+
+    Raises:
+        UserError: another file, or other settings of the training.
+    """
+    folder = tokenizer_folder(config)
+    saved = _origin(folder)
+    if saved is None:
+        return
+    path = config.tokenizer.path
+    if path is None:
+        asked = _run_file_settings(config)
+        known = {"train": {name: saved["train"].get(name) for name in asked}} if "train" in saved else saved
+        if known.get("train") != asked:
+            raise _other_tokenizer(config, _what_differs(known, asked))
+    elif path.exists() or str(path) != saved.get("path"):  # the file it was loaded from need not be there any more
+        _check_same(config, Tokenizer.load(path, config.tokenizer), saved)
 
 
 def prepare_tokenizer(config: Config, sources: list[SourceFiles]) -> Tokenizer:
@@ -46,20 +66,19 @@ def prepare_tokenizer(config: Config, sources: list[SourceFiles]) -> Tokenizer:
         UserError: the saved one is another; or there is nothing to train on.
     """
     folder = tokenizer_folder(config)
-    saved = store.get_json(folder / ORIGIN_FILE) if (folder / ORIGIN_FILE).is_file() else None
+    saved = _origin(folder)
     if config.tokenizer.path is not None:
         tokenizer = Tokenizer.load(config.tokenizer.path, config.tokenizer)
         origin: dict[str, Any] = {"path": str(config.tokenizer.path), "fingerprint": tokenizer.fingerprint}
         if saved is not None:
-            if saved["fingerprint"] != tokenizer.fingerprint:
-                raise _other_tokenizer(config, f"{config.tokenizer.path} has other ids than the tokenizer kept there")
-            return tokenizer
+            _check_same(config, tokenizer, saved)
+            return _open(folder)
     else:
         settings = _training_settings(config, sources)
         if saved is not None:
             if saved.get("train") != settings:
                 raise _other_tokenizer(config, _what_differs(saved, settings))
-            return Tokenizer.open(folder)
+            return _open(folder)
         tokenizer = Tokenizer.train(sample_texts(config, sources), config.tokenizer)
         origin = {"train": settings, "fingerprint": tokenizer.fingerprint}
     tokenizer.save(folder)
@@ -67,8 +86,38 @@ def prepare_tokenizer(config: Config, sources: list[SourceFiles]) -> Tokenizer:
     return tokenizer
 
 
+def _origin(folder: Path) -> Any:
+    """What the saved tokenizer was made from; None if there is none."""
+    if not (folder / ORIGIN_FILE).is_file():
+        return None
+    try:
+        return store.get_json(folder / ORIGIN_FILE, "fingerprint")
+    except UserError as error:
+        raise UserError(f"{error}; restore it, or remove {folder} to make the tokenizer again") from None
+
+
+def _open(folder: Path) -> Tokenizer:
+    """The kept tokenizer."""
+    try:
+        tokenizer = Tokenizer.open(folder)
+    except UserError as error:
+        problem = str(error)
+    else:
+        if tokenizer.fingerprint == store.get_json(folder / ORIGIN_FILE, "fingerprint")["fingerprint"]:
+            return tokenizer
+        problem = f"{folder / TOKENIZER_FILE} is damaged: it has other ids than when it was written"
+    raise UserError(
+        f"{problem}; remove {folder}, then run `pipeline preprocess RUN.yaml`: from the same files it makes the same "
+        "tokenizer again"
+    )
+
+
+def _check_same(config: Config, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
+    if saved["fingerprint"] != tokenizer.fingerprint:
+        raise _other_tokenizer(config, f"{config.tokenizer.path} has other ids than the tokenizer kept there")
+
+
 def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, Any]:
-    assert config.tokenizer.train is not None
     if not sources:
         raise UserError(
             "tokenizer.train: no source has paths, so there is no text to train on; set tokenizer.path to the "
@@ -84,13 +133,18 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
         )
         for found in sources
     }
+    return _run_file_settings(config) | {"the files of data.sources": files}
+
+
+def _run_file_settings(config: Config) -> dict[str, Any]:
+    """What the run file alone says about the training of the tokenizer."""
+    assert config.tokenizer.train is not None
     return {
         "tokenizer.train": config.tokenizer.train.model_dump(),
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         "tokenizer.special_tokens": list(config.tokenizer.special_tokens),
-        "run.seed": config.run.seed,
+        "data.preprocess.seed": config.data.preprocess.seed,
         "data.heldout": config.data.heldout,
-        "the files of data.sources": files,
     }
 
 
@@ -126,7 +180,7 @@ def sample_texts(config: Config, sources: list[SourceFiles]) -> Iterator[str]:
     for number, found in enumerate(sources):
         for file in found.files:
             for pieces in cut([file], found.reader, SAMPLE_BYTES):
-                draw = key(config.run.seed, "tokenizer", found.source.name, file.name, pieces[0].start)
+                draw = key(config.data.preprocess.seed, "tokenizer", found.source.name, file.name, pieces[0].start)
                 if draw < limit:
                     candidates.append((draw, number, pieces))
     candidates.sort(key=lambda candidate: candidate[:2])

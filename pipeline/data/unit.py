@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,8 +26,11 @@ from pipeline.data.workers import Progress
 from pipeline.errors import UserError
 
 SPLITS = ("train", "heldout")
+ENGINE = f"tokenizers {tokenizers.__version__}"
+"""What makes the ids."""
 BATCH_BYTES = 2**19
 """Text that is encoded at a time: enough to be fast, little enough to keep memory small."""
+RECEIPT_KEYS = ("unit", "input", "config_hash", "engine", "lines", "records", "rejected", "splits")
 _SPLIT_KEY = key("heldout")
 
 
@@ -39,6 +44,8 @@ class SourceJob:
     heldout: float
     config_hash: str
     fail_on_error: bool
+    start_over: str
+    """How to begin again with mended files, for messages."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,8 @@ def receipt_path(source: Path, unit: int) -> Path:
 def read_receipt(source: Path, unit: int) -> Any:
     """The receipt of a unit; None if there is none that can be read."""
     try:
-        return store.get_json(receipt_path(source, unit))
-    except (FileNotFoundError, ValueError):
+        return store.get_json(receipt_path(source, unit), *RECEIPT_KEYS)
+    except (FileNotFoundError, UserError):
         return None
 
 
@@ -147,19 +154,22 @@ def _tokenize_unit(job: UnitJob, tokenizer: Tokenizer, progress: Progress) -> di
                 flush()
         flush()
 
+        earlier = _earlier_receipt(job, reader.input_hash)
         receipt = {
             "unit": unit.index,
             "input": {"hash": reader.input_hash, "stat": input_stat(unit), "bytes": reader.bytes_read},
             "config_hash": source.config_hash,
-            "engine": f"tokenizers {tokenizers.__version__}",
+            "engine": ENGINE,
             "lines": reader.lines,
             "records": reader.records,
             "rejected": dict(rejected),
             "splits": {
-                name: spool.commit(key(source.seed, "documents", identity(unit))) for name, spool in splits.items()
+                split: spool.commit(
+                    key(source.seed, "documents", identity(unit)), partial(_refuse_other_result, job, earlier, split)
+                )
+                for split, spool in splits.items()
             },
         }
-        _refuse_other_result(job, receipt)
         if rejects.size:
             rejects.commit()
         store.put_json(receipt_path(source.folder, unit.index), receipt)
@@ -176,8 +186,8 @@ def _check_on_error(document: Document, job: UnitJob) -> None:
         piece = job.unit.pieces[document.piece]
         line = None if document.line is None else line_of(piece.file.path, document.byte)
         raise UserError(
-            f"{where(piece, line, document.byte)}: {document.reason} ({document.detail}); mend the record, or set "
-            "data.preprocess.on_error: skip to pass over bad records"
+            f"{where(piece, line, document.byte)}: {document.reason} ({document.detail}); mend the record and "
+            f"{job.source.start_over}; or set data.preprocess.on_error: skip to pass over bad records"
         )
 
 
@@ -186,16 +196,22 @@ def _rejected_record(document: Document) -> dict[str, Any]:
     return {field: getattr(document, field) for field in fields}
 
 
-def _refuse_other_result(job: UnitJob, receipt: dict[str, Any]) -> None:
-    """Two processes may do one unit at once; their results are equal, or something is broken."""
+def _earlier_receipt(job: UnitJob, input_hash: str) -> Any:
+    """The receipt of the same unit of the same input: some of its files are gone, or another process was faster."""
     other = read_receipt(job.source.folder, job.unit.index)
-    if other is None:
+    same = other is not None and (other["config_hash"], other["input"]["hash"]) == (job.source.config_hash, input_hash)
+    return other if same else None
+
+
+def _refuse_other_result(job: UnitJob, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
+    """Two results of one unit are equal, or something is broken: then the one with a receipt stays."""
+    if earlier is None:
         return
-    same_input = (other["config_hash"], other["input"]["hash"]) == (receipt["config_hash"], receipt["input"]["hash"])
-    if same_input and other["splits"] != receipt["splits"]:
+    hashes = earlier["splits"][split]["files"]
+    if any(f"{file.hash:016x}" != hashes[name]["xxh3"] for name, file in files.items()):
         raise UserError(
             f"{job.unit} gave other tokens than when {receipt_path(job.source.folder, job.unit.index)} was written "
-            f"({other['engine']} then, {receipt['engine']} now); remove {job.source.folder} to make it again with one"
+            f"({earlier['engine']} then, {ENGINE} now); remove {job.source.folder} to make it again with one"
         )
 
 
@@ -228,8 +244,8 @@ class _Spool:
         self._id_hashes.append(xxhash.xxh3_64_intdigest(document.id.encode()))
         self._text_bytes += text_bytes
 
-    def commit(self, order_key: int) -> dict[str, Any]:
-        """Write and commit the part; returns its counts, sizes and hashes."""
+    def commit(self, order_key: int, check: Callable[[dict[str, HashedFile]], None]) -> dict[str, Any]:
+        """Write the part and commit it if `check` of its ids and provenance does not raise; counts, sizes, hashes."""
         self._file.flush()
         count = len(self._lengths)
         dtype = self._tokenizer.dtype
@@ -251,6 +267,7 @@ class _Spool:
                 for start, length in zip(starts[order].tolist(), lengths[order].tolist(), strict=True):
                     data = os.pread(descriptor, length * dtype.itemsize, start * dtype.itemsize)
                     writer.add_document(np.frombuffer(data, dtype))
+                check({"bin": writer.bin, "prov": provenance})
             provenance.commit()
         return {
             "documents": count,

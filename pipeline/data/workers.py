@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar, cast
@@ -44,13 +45,17 @@ class Workers(Generic[J, R]):
     def __init__(self, make: Callable[..., Callable[[J, Progress], R]], args: tuple[Any, ...], count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, BaseProcess] = {}
-        with _ignore_interrupt():
-            for _ in range(count):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes[ours] = process
+        try:
+            with _interrupts_wait():
+                for _ in range(count):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._processes[ours] = process
+        except BaseException:  # an interrupt that waited, say: nobody will leave the context that was never entered
+            self._end()
+            raise
 
     def run(self, jobs: Sequence[J]) -> Iterator[tuple[J, int | None, R | None]]:
         """Run jobs; yields (job, amount of progress, None) and (job, None, result) as they come, in any order.
@@ -103,6 +108,9 @@ class Workers(Generic[J, R]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         for connection, process in self._processes.items():
             connection.close()  # an idle worker leaves by itself
             if process.is_alive():
@@ -115,22 +123,29 @@ class Workers(Generic[J, R]):
 
 
 @contextlib.contextmanager
-def _ignore_interrupt() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C from their first instruction on; the parent ends them itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C comes afterwards; processes started inside never get it (they inherit the mask), the parent ends them."""
+    # The first process of a program starts the tracker of resources, and that unblocks the signal.
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    # Another thread, of the bar say, may take the signal all the same; the main thread runs the handler for it.
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if in_main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress], Any]], args: tuple[Any, ...]) -> None:
     """What a worker process does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked so far
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that files being written are removed
 
     def progress(amount: int) -> None:

@@ -67,7 +67,10 @@ def test_durations(tmp_path: Path, text: str, count: int, unit: str) -> None:
     assert (duration.count, duration.unit) == (count, unit)
 
 
-@pytest.mark.parametrize("text", ["10", "ten steps", "1.5 steps", "-3 steps", "5 epochs", "[1]", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["10", "ten steps", "1.5 steps", "-3 steps", "5 epochs", "[1]", "", "1e400 steps", "1e99999999999999999999 steps"],
+)
 def test_bad_durations(tmp_path: Path, text: str) -> None:
     message = refused(write(tmp_path), f"train.duration={text}")
     assert "command line: train.duration" in message
@@ -81,7 +84,7 @@ def test_sizes(tmp_path: Path, text: str, size: int) -> None:
     assert load(write(tmp_path), [f"data.preprocess.unit_bytes={text}"]).data.preprocess.unit_bytes == size
 
 
-@pytest.mark.parametrize("text", ["64Mib", "1.0000001KB", "-1", "many", "1e-3"])
+@pytest.mark.parametrize("text", ["64Mib", "1.0000001KB", "-1", "many", "1e-3", "9" * 40 + "TB"])
 def test_bad_sizes(tmp_path: Path, text: str) -> None:
     assert "data.preprocess.unit_bytes = " in refused(write(tmp_path), f"data.preprocess.unit_bytes={text}")
 
@@ -198,6 +201,12 @@ def test_overrides(tmp_path: Path) -> None:
         ("train.batch_size=???", "train.batch_size = ???: fill in a value here"),
         ("model.qk_norm=maybe", 'model.qk_norm = "maybe": must be true or false'),
         ("model.rope_theta=.inf", "must be a finite number"),
+        ("train.batch_size=true", "train.batch_size = true: must be a whole number"),
+        ("model.kv_heads=false", "model.kv_heads = false: must be a whole number"),
+        ("tokenizer.train.max_bytes=true", "tokenizer.train.max_bytes = true: must be a whole number"),
+        ("train.optimizer.lr=true", "train.optimizer.lr = true: must be a number"),
+        ("train.optimizer.betas=[true, 0.9]", "train.optimizer.betas = [true, 0.9]: must be a number"),
+        ("data.sources.0.name=tokenizer", 'data.sources.0.name = "tokenizer"'),
     ],
 )
 def test_bad_overrides(tmp_path: Path, override: str, message: str) -> None:
@@ -223,6 +232,21 @@ def test_include_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
     config = load(write(tmp_path, text + "  optimizer: {lr: 1.0}\n"), ["train.batch_size=4"])
     assert (config.model.layers, config.model.heads, config.train.batch_size) == (7, 2, 4)
     assert (config.train.optimizer.betas, config.train.optimizer.lr) == ((0.1, 0.2), 1.0)
+
+
+def test_any_text_replaces_what_was_included(tmp_path: Path) -> None:
+    write(tmp_path, "generate: {prompt: a}\ndata: {dir: '${run.dir}/x'}\n", "base.yaml")
+    for text in ("???", "${", "", "${run"):
+        quoted = text.replace("${", "\\${")
+        config = load(
+            write(
+                tmp_path,
+                f"include: base.yaml\ngenerate: {{prompt: '{quoted}'}}\n{MINIMAL}".replace(
+                    "data:\n", "data:\n  dir: y\n"
+                ),
+            )
+        )
+        assert (config.generate.prompt, config.data.dir) == (text, tmp_path / "y")
 
 
 def test_problems_of_included_files_have_their_lines(tmp_path: Path) -> None:
@@ -321,6 +345,13 @@ def test_placeholder(tmp_path: Path) -> None:
         ("run: !!python/object:os.system {}\n", "not understood"),
         ("run: !!int x\n", "'x' is no int"),
         ("? [a]\n: 1\n", "is not text"),
+        (f"run: {'[' * 100}{']' * 100}", "more than 50 levels"),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"{b}: &{b} [{'*' + a}{f',*{a}' * 9}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+            "more than 250,000 values",
+        ),
+        (f"run: {'[' * 5000}{']' * 5000}", "more than 50 levels"),
     ],
 )
 def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
@@ -362,6 +393,12 @@ def test_any_text_survives_a_round_trip(tmp_path_factory: pytest.TempPathFactory
     config = load(write(folder), (), {"generate.prompt": prompt})
     assert config.generate.prompt == prompt
     assert load(write(folder, dump(config), "again.yaml")) == config
+
+
+@pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029", "\r", "\n", "\ufeff"])
+def test_every_line_end_is_read_back(end: str) -> None:
+    for value in (end, f"a{end}b", f" {end}: {end} "):
+        assert parse(render({"text": [value]}), "x").value == {"text": [value]}
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,7 @@
 """A dataset in memory, with every question answered by a plain scan of a list."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 EOD = 0
@@ -7,6 +9,8 @@ EOD = 0
 
 class MemoryDataset:
     """Documents of the given lengths, end-of-document token included; every other token is its offset plus one."""
+
+    manifest = SimpleNamespace(settings={})
 
     def __init__(self, lengths, dtype=np.int64):
         self.lengths = list(lengths)

@@ -37,8 +37,8 @@ def write_jsonl(path: Path, documents: int, seed: int = 0, words: int = 60) -> P
 
 
 def make_config(root: Path, sources: list[dict[str, Any]], **data: Any) -> Config:
-    """A config with its run folder under `root`; `data` are keys of `data:`, and `tokenizer`, `seed`, `dir`."""
-    preprocess = {"workers": 1, "unit_bytes": 4000, "max_error_rate": 0, **data.pop("preprocess", {})}
+    """A config with its run folder under `root`; `data`: keys of `data:`, and `tokenizer`, `run.seed` and `run.dir`."""
+    preprocess = {"workers": 1, "seed": 7, "unit_bytes": 4000, "max_error_rate": 0, **data.pop("preprocess", {})}
     return Config.model_validate(
         {
             "run": {"dir": str(data.pop("dir", root / "run")), "seed": data.pop("seed", 7)},

@@ -6,6 +6,7 @@ import secrets
 import signal
 import subprocess
 import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_killed_at_random_instants(run_file, done):
     assert finished.returncode == 0, finished.stderr
     assert datasets(config) == datasets(done)
     assert temporaries(config) == []
-    assert verify(config.data_dir) == []
+    assert verify(config.data_dir).problems == []
 
 
 def test_interrupt_ends_the_workers(run_file, done):
@@ -133,6 +134,17 @@ def test_interrupt_ends_the_workers(run_file, done):
     assert 2 <= receipts(config) <= UNITS + 10
     preprocess(config)
     assert datasets(config) == datasets(done)
+
+
+def test_interrupt_while_the_workers_start(run_file, done):
+    config, file = run_file
+    process = start(file)
+    wait_for(lambda: children(process.pid), process)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert temporaries(config) == []
 
 
 def test_a_worker_that_dies_is_reported_with_its_unit(run_file, done):
@@ -239,6 +251,31 @@ class TestWorkers:
         with pytest.raises(OSError) as error, Workers(make_doubler, (0,), 1) as workers:
             list(workers.run(["fail"]))
         assert (error.value.errno, error.value.filename) == (28, "somewhere")
+
+    def test_an_interrupt_between_two_starts_is_not_lost(self, monkeypatch):
+        started = []
+        real = SpawnProcess.start
+
+        def interrupted(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            real(self)
+            started.append(self)
+
+        monkeypatch.setattr(SpawnProcess, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Workers(make_doubler, (0,), 2)
+        assert len(started) == 2  # they are all known when it comes, so that all of them are ended
+        assert all(process.exitcode is not None for process in started)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+    def test_workers_leave_interrupts_to_the_parent(self):
+        with Workers(make_doubler, (0,), 2) as workers:
+            for process in workers._processes.values():
+                os.kill(process.pid, signal.SIGINT)
+            assert len([result for _, _, result in workers.run(list(range(8))) if result is not None]) == 8
+            for process in workers._processes.values():
+                os.kill(process.pid, signal.SIGINT)
+            assert len([result for _, _, result in workers.run(list(range(8))) if result is not None]) == 8
 
     def test_leaving_early_ends_the_processes(self):
         with Workers(make_doubler, (0,), 2) as workers:

@@ -57,7 +57,22 @@ def recommit(folder, index):
 
 class TestVerify:
     def test_sound(self, source):
-        assert verify(source) == verify(source / "train") == []
+        assert verify(source).problems == verify(source / "train").problems == []
+        units = len(list((source / "receipts").rglob("*.json")))
+        assert str(verify(source / "train")) == f"1 dataset, {units} parts"
+        assert str(verify(source)) == f"2 datasets, {2 * units} parts, 1 plan, {units} receipts"
+
+    def test_plans_and_receipts(self, source):
+        receipts = source / "receipts" / "00000"
+        (receipts / "00000000.json").unlink()
+        (receipts / "00000001.json").write_text("{")
+        missing, garbled = verify(source).problems
+        assert str(receipts / "00000000.json") in missing
+        assert str(receipts / "00000001.json") in garbled
+        (source / "plan.json").write_text("{}")
+        (problem,) = verify(source).problems
+        assert str(source / "plan.json") in problem
+        assert verify(source / "train").problems == []
 
     @pytest.mark.parametrize("suffix", ["bin", "idx", "prov"])
     @pytest.mark.parametrize("how", ["bit", "cut", "missing"])
@@ -69,7 +84,7 @@ class TestVerify:
             os.truncate(path, path.stat().st_size - 1)
         else:
             path.unlink()
-        problems = verify(source)
+        problems = verify(source).problems
         assert problems
         assert all(str(path.with_suffix("")) in problem for problem in problems)
         assert str(path) in problems[0]
@@ -85,7 +100,7 @@ class TestVerify:
             path.write_bytes(b"\x00" + path.read_bytes()[1:])
         else:
             path.unlink()
-        (problem,) = verify(source)
+        (problem,) = verify(source).problems
         assert str(source / "train") in problem
         assert said in problem
 
@@ -94,7 +109,7 @@ class TestVerify:
         manifest = orjson.loads(path.read_bytes())
         manifest["tokens"] += 1
         path.write_bytes(orjson.dumps(manifest))
-        (problem,) = verify(source / "train")
+        (problem,) = verify(source / "train").problems
         assert f"{path}: {manifest['tokens']} tokens" in problem
         with pytest.raises(UserError, match="totals"):
             Dataset.open(source / "train")
@@ -112,7 +127,7 @@ class TestVerify:
         folder = source / "train"
         change(part_prefix(folder, 1).with_suffix(f".{suffix}"), offset, data)
         recommit(folder, 1)
-        (problem,) = verify(folder)
+        (problem,) = verify(folder).problems
         assert said in problem
         assert f"00000001.{suffix}" in problem
 
@@ -120,24 +135,27 @@ class TestVerify:
         path = part_files(part_prefix(source / "train", 1))[2]
         path.write_bytes(path.read_bytes() + bytes(24))
         recommit(source / "train", 1)
-        (problem,) = verify(source)
+        (problem,) = verify(source).problems
         assert f"{path}: " in problem
 
     def test_in_small_chunks(self, source, monkeypatch):
         import pipeline.data.manifest as module
 
         monkeypatch.setattr(module, "CHUNK_BYTES", 8 * 5)
-        assert verify(source) == []
+        assert verify(source).problems == []
         change(part_prefix(source / "train", 1).with_suffix(".bin"), -2, b"\x05\x00")
         recommit(source / "train", 1)
-        (problem,) = verify(source)
+        (problem,) = verify(source).problems
         assert "end-of-document" in problem
 
     def test_before_the_stage_is_done(self, source):
         for split in ("heldout", "train"):
             (source / split / "manifest.json").unlink()
-        assert [p.partition(" is not finished")[0] for p in verify(source)] == [f"{source}/train", f"{source}/heldout"]
-        assert verify(source.parent) == verify(source)
+        assert [p.partition(" is not finished")[0] for p in verify(source).problems] == [
+            f"{source}/train",
+            f"{source}/heldout",
+        ]
+        assert verify(source.parent).problems == verify(source).problems
 
     def test_nothing_there(self, tmp_path):
         with pytest.raises(UserError, match=r"has no dataset"):

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -12,8 +14,10 @@ import xxhash
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.manifest import verify
-from pipeline.data.preprocess import dataset_folder, preprocess, run_tokenizer
-from pipeline.data.unit import is_heldout
+from pipeline.data.plan import find_source_files, make_plan
+from pipeline.data.preprocess import _missing, dataset_folder, preprocess, run_tokenizer
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.unit import is_heldout, tokenize_unit
 from pipeline.errors import UserError
 from tests.data.runs import datasets, make_config, tree, write_jsonl, write_text
 
@@ -124,7 +128,7 @@ class TestContent:
     def test_verified_and_open_by_several_names(self, done):
         config, _ = done
         for folder in (config.data_dir, config.data_dir / "t", config.data_dir / "t" / "train"):
-            assert verify(folder) == []
+            assert verify(folder).problems == []
 
     def test_dataset_reads_across_parts(self, done):
         config, _ = done
@@ -156,7 +160,7 @@ class TestContent:
         assert preprocess(config).documents == 30
         dataset = Dataset.open(dataset_folder(config, config.data.sources[0], "train"))
         assert int((dataset.read(0, dataset.tokens) == run_tokenizer(config).end_of_document).sum()) == 30
-        assert verify(dataset.folder) == []
+        assert verify(dataset.folder).problems == []
 
 
 class TestSame:
@@ -175,7 +179,8 @@ class TestSame:
         assert datasets(config) == datasets(done[0])
 
     def test_another_seed_is_another_order_of_the_same_documents(self, done, sources, tmp_path):
-        other = make_config(tmp_path, sources, seed=8, tokenizer={"path": str(done[0].data_dir / "tokenizer")})
+        kept = {"path": str(done[0].data_dir / "tokenizer")}
+        other = make_config(tmp_path, sources, tokenizer=kept, preprocess={"seed": 8})
         preprocess(other)
         for source in other.data.sources:
             for split in ("train", "heldout"):
@@ -219,7 +224,7 @@ class TestAgain:
         assert (report.units_done, report.documents) == (0, 240)
         assert times() == before
 
-    @pytest.mark.parametrize("what", ["receipt", "part", "cut part", "garbled receipt"])
+    @pytest.mark.parametrize("what", ["receipt", "part", "cut part", "garbled receipt", "other receipt"])
     def test_only_the_missing_unit_is_done(self, config, what):
         before = tree(config.data_dir)
         receipt = config.data_dir / "t" / "receipts" / "00000" / "00000001.json"
@@ -228,12 +233,47 @@ class TestAgain:
             receipt.unlink()
         elif what == "garbled receipt":
             receipt.write_bytes(b'{"unit": 1')
+        elif what == "other receipt":
+            receipt.write_bytes(b'{"config_hash": ""}')
         elif what == "part":
             part.unlink()
         else:
             os.truncate(part, part.stat().st_size - 2)
         assert preprocess(config).units_done == 1
         assert tree(config.data_dir) == before
+
+    @pytest.mark.parametrize("name", ["t/plan.json", "tokenizer/origin.json", "tokenizer/special_tokens.json"])
+    @pytest.mark.parametrize("content", ["", "{}", "[]"])
+    def test_damaged_files_are_named(self, config, name, content):
+        (config.data_dir / name).write_text(content)
+        with pytest.raises(UserError, match=name):
+            preprocess(config)
+
+    def test_what_a_killed_process_left_goes_also_when_nothing_is_missing(self, config):
+        names = [str(config.data_dir / name) for name in ("tokenizer/origin.json", "t/plan.json", "t/train/parts.bin")]
+        script = "import sys; from pathlib import Path; from pipeline.data import store\n"
+        script += "for name in sys.argv[1:]: store.temporary(Path(name)).touch()"
+        subprocess.run([sys.executable, "-c", script, *names], check=True)
+        assert len(list(config.data_dir.rglob("*.tmp"))) == 3
+        preprocess(config)
+        assert list(config.data_dir.rglob("*.tmp")) == []
+
+    def test_another_result_for_a_unit_leaves_the_part_that_is_there(self, config, monkeypatch):
+        """Another version of the library, say: its tokens must not take the place of those that have a receipt."""
+        lost = config.data_dir / "t" / "heldout" / "parts" / "00000" / "00000001.prov"
+        data = lost.read_bytes()
+        lost.unlink()
+        before = tree(config.data_dir)
+        encode = Tokenizer.encode_batch
+        monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: [ids[::-1] for ids in encode(self, texts)])
+        plan = make_plan(find_source_files(config)[0], run_tokenizer(config), config)
+        (job,) = list(_missing(plan, config))
+        with pytest.raises(UserError, match=r"unit 1 of t .* gave other tokens than when .*00000001\.json was written"):
+            tokenize_unit(job, run_tokenizer(config), lambda _: None)
+        assert tree(config.data_dir) == before
+        monkeypatch.undo()
+        preprocess(config)
+        assert lost.read_bytes() == data
 
     def test_touched_files_are_compared_by_content(self, config, corpus, tmp_path, sources):
         copy = tmp_path / "copy.jsonl"
@@ -257,16 +297,16 @@ class TestAgain:
         data = bytearray(part.read_bytes())
         data[0] ^= 1
         part.write_bytes(data)
-        (problem, *_) = verify(config.data_dir)
+        (problem, *_) = verify(config.data_dir).problems
         assert str(part) in problem
 
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"seed": 8, "tokenizer": "same"}, "run.seed: 7 then, 8 now"),
+            ({"preprocess": {"seed": 8}, "tokenizer": "same"}, "data.preprocess.seed: 7 then, 8 now"),
             ({"heldout": 0.3, "tokenizer": "same"}, "data.heldout: 0.2 then, 0.3 now"),
             ({"preprocess": {"unit_bytes": 5000}}, "unit_bytes: 4000 then, 5000 now"),
-            ({"seed": 8}, "run.seed changed since it was trained"),
+            ({"preprocess": {"seed": 8}}, "data.preprocess.seed changed since it was trained"),
             ({"tokenizer": {"train": {"vocab_size": 300}}}, "tokenizer.train changed since it was trained"),
         ],
     )
@@ -288,7 +328,9 @@ class TestAgain:
             preprocess(make_config(tmp_path, [sources[1] | {"text_key": "body"}], tokenizer=kept))
 
     def test_settings_that_do_not_decide_the_bytes_may_change(self, config, sources, tmp_path):
-        other = make_config(tmp_path, sources, preprocess={"workers": 2, "on_error": "fail", "max_error_rate": 0.5})
+        other = make_config(
+            tmp_path, sources, seed=8, preprocess={"workers": 2, "on_error": "fail", "max_error_rate": 0.5}
+        )
         assert preprocess(other).units_done == 0
 
 
@@ -311,7 +353,7 @@ class TestTokenizerOfTheRun:
 
         samples = []
         for seed in (7, 8):
-            config = make_config(tmp_path, sources, seed=seed, tokenizer={"train": {"max_bytes": 5000}})
+            config = make_config(tmp_path, sources, tokenizer={"train": {"max_bytes": 5000}}, preprocess={"seed": seed})
             texts = list(sample_texts(config, find_source_files(config)))
             assert not any(is_heldout(text.encode(), 0.2) for text in texts)
             samples.append(texts)
@@ -334,7 +376,7 @@ class TestTokenizerOfTheRun:
         dataset = Dataset.open(dataset_folder(config, config.data.sources[0], "train"))
         assert dataset.dtype == np.dtype("<i4")
         assert dataset.read(0, 2).tolist() == [65_534, 65_535]
-        assert verify(config.data_dir) == []
+        assert verify(config.data_dir).problems == []
 
 
 GOOD = [b'{"text": "some words number %d"}\n' % i for i in range(200)]
@@ -353,12 +395,12 @@ class TestBadInput:
             lines[number] = line
         config = self.jsonl(tmp_path, *lines, preprocess={"max_error_rate": 0.1, "unit_bytes": 500})
         report = preprocess(config)
-        expected = {"invalid JSON": 1, "no key 'text'": 1, "empty document": 1, "cut line": 1}
+        expected = {"cut line": 2, "no key 'text'": 1, "empty document": 1}
         assert report.rejected == {"s": expected}
         assert report.documents == 196
         kept = [orjson.loads(line) for line in (config.data_dir / "s" / "rejected.jsonl").open()]
         assert [k["where"] for k in kept] == [f"{tmp_path}/a.jsonl:{number + 1}" for number in bad]
-        assert [k["reason"] for k in kept] == ["invalid JSON", "no key 'text'", "empty document", "cut line"]
+        assert [k["reason"] for k in kept] == ["cut line", "no key 'text'", "empty document", "cut line"]
         whole = (tmp_path / "a.jsonl").read_bytes()
         assert all(whole[k["byte"] :].startswith(line) for k, line in zip(kept, bad.values(), strict=True))
         assert orjson.loads((config.data_dir / "s" / "report.json").read_bytes())["rejected"] == expected
@@ -472,7 +514,7 @@ def test_empty_splits_are_legal(sources, tmp_path):
     preprocess(config)
     dataset = Dataset.open(dataset_folder(config, config.data.sources[0], "heldout"))
     assert (dataset.documents, dataset.tokens, dataset.document_start(0)) == (0, 0, 0)
-    assert verify(config.data_dir) == []
+    assert verify(config.data_dir).problems == []
 
 
 def test_the_share_of_the_held_out_split():

@@ -1,12 +1,16 @@
 """Readers against files written by hand, and against a plain reading of the whole file."""
 
+import errno
+import glob
 import json
+import os
 import random
 from pathlib import Path
 
 import orjson
 import pytest
 
+from pipeline.data.files import find_files
 from pipeline.data.sources import (
     EMPTY,
     MAX_RECORD_BYTES,
@@ -14,7 +18,6 @@ from pipeline.data.sources import (
     Unit,
     UnitReader,
     cut,
-    find_files,
     line_of,
     unit_size,
 )
@@ -99,6 +102,62 @@ class TestFiles:
         assert pattern in str(error.value)
         assert said in str(error.value)
 
+    @pytest.mark.parametrize(
+        "pattern",
+        [
+            *["**/*.txt", "**", "*", "**/*", "a/**", "*/b/*", "**/b/**/*.txt", "**/**/1.txt", ".*", ".h/**", "**/.h/*"],
+            *["a/[ab]/?.txt", "a/b/1.txt", "**/1.txt", "e\\[1]/*", "link/*", "**/link/*", "[!a]*/*"],
+        ],
+    )
+    def test_the_files_are_those_that_glob_finds(self, tmp_path, pattern):
+        names = "1.txt a/2.txt a/b/1.txt a/b/c/b/4.txt .h/5.txt a/.h/6.txt a/b/.7.txt é/8.md"
+        for name in names.split():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(name)
+        (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+        (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
+        theirs = {os.path.abspath(p) for p in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(p)}
+        if not theirs:
+            with pytest.raises(UserError, match="matches no file"):
+                find_files([f"{tmp_path}/{pattern}"], [], "k")
+            return
+        assert {file.path for file in find_files([f"{tmp_path}/{pattern}"], [], "k")} == theirs
+
+    def test_links_that_go_in_circles_give_no_document_twice(self, tmp_path):
+        for name in ("a/1.txt", "b/2.txt"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(name)
+        (tmp_path / "a" / "up").symlink_to(tmp_path)
+        (tmp_path / "a" / "self").symlink_to(tmp_path / "a" / "self")
+        found = find_files([f"{tmp_path}/**/*.txt"], [], "k")
+        assert [file.name for file in found] == ["a/1.txt", "b/2.txt"]
+        (tmp_path / "b" / "to_a").symlink_to(tmp_path / "a")  # two ways to one file are two documents, but no more
+        (tmp_path / "a" / "to_b").symlink_to(tmp_path / "b")
+        found = find_files([f"{tmp_path}/**/*.txt"], [], "k")
+        assert [file.name for file in found] == ["a/1.txt", "a/to_b/2.txt", "b/2.txt", "b/to_a/1.txt"]
+
+    def test_a_folder_that_cannot_be_read_is_no_empty_folder(self, tmp_path, monkeypatch):
+        for name in ("a/1.txt", "b/2.txt"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(name)
+        scandir = os.scandir
+
+        def refusing(path):
+            if path == f"{tmp_path}/b":
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refusing)
+        with pytest.raises(PermissionError, match="/b'"):
+            find_files([f"{tmp_path}/**/*.txt"], [], "k")
+
+    def test_a_name_that_is_not_utf8(self, tmp_path):
+        path = os.fsencode(tmp_path) + b"/\xff.txt"
+        with open(path, "w") as file:
+            file.write("x")
+        with pytest.raises(UserError, match=r"k\.paths.*\\xff\.txt.*not UTF-8"):
+            find_files([f"{tmp_path}/*.txt"], [], "k")
+
     def test_all_excluded(self, tmp_path):
         (tmp_path / "a.txt").write_text("x")
         with pytest.raises(UserError, match=r"data\.sources\.0\.exclude"):
@@ -181,7 +240,8 @@ class TestJsonl:
     @pytest.mark.parametrize(
         ("raw", "reason"),
         [
-            (b'{"text": "a", \n', "invalid JSON"),
+            (b'{"text": "a", \n', "cut line"),
+            (b'{"text": "a\x01b"}\n', "invalid JSON"),
             (b"nonsense\n", "invalid JSON"),
             (b'{"text": NaN}\n', "invalid JSON"),
             (b'{"a": ' + b"[" * 5000 + b"\n", "invalid JSON"),
@@ -210,6 +270,29 @@ class TestJsonl:
     def test_a_cut_last_line(self, tmp_path):
         path = lines(tmp_path, b'{"text": "whole"}\n', b'{"text": "cu')
         assert [d.reason for d in documents([path], JSONL)] == [None, "cut line"]
+
+    @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+    @pytest.mark.parametrize(
+        ("raw", "detail"),
+        [
+            ('{"text": "漢 cut'.encode(), 'the line ends inside a string: {"text": "漢 cut'),
+            (b'{"text": "x",', 'the line ends inside the record: {"text": "x",'),
+            (b'{"text": "x"', 'the line ends inside the record: {"text": "x"'),
+        ],
+    )
+    def test_a_cut_line_in_the_middle(self, tmp_path, raw, detail, end):
+        cut_line, good = documents([lines(tmp_path, raw + end, b'{"text": "whole"}\n')], JSONL)
+        assert (cut_line.reason, cut_line.detail, good.text) == ("cut line", detail, "whole")
+
+    def test_what_is_shown_of_a_record_is_one_line(self, tmp_path):
+        path = lines(tmp_path, b'{"txt": "a\x1b[31m\x7fb"}\r\n', b'{"txt": 1}\n')
+        assert [d.detail for d in documents([path], JSONL)] == [
+            r'unexpected control character in string: line 1 column 11 (char 10): {"txt": "a\x1b[31m\x7fb"}',
+            "keys: 'txt': {\"txt\": 1}",
+        ]
+
+    def test_nothing_but_a_byte_order_mark(self, tmp_path):
+        assert documents([lines(tmp_path, b"\xef\xbb\xbf")], JSONL) == []
 
     def test_text_is_what_the_standard_library_reads(self, tmp_path):
         records = [

@@ -117,17 +117,45 @@ class TestLoad:
         with pytest.raises(UserError) as error:
             Tokenizer.load(path, TokenizerConfig(path=path))
         assert "tokenizer.end_of_document" in str(error.value)
-        assert "'<|end_of_text|>'" in str(error.value)
+        assert str(error.value).endswith("has no token '<|endoftext|>'; did you mean '<|end_of_text|>'?")
         config = TokenizerConfig(path=path, end_of_document="<|end_of_text|>", special_tokens=["<padding>"])
         with pytest.raises(UserError, match=r"tokenizer\.special_tokens: .*'<padding>'.*'<pad>'"):
             Tokenizer.load(path, config)
 
+    def test_only_a_near_name_is_a_guess(self, tmp_path):
+        path = write(tmp_path / "t.json", byte_vocabulary(), special=["<|endoftext|>", "<s>"])
+        with pytest.raises(UserError) as error:
+            Tokenizer.load(path, TokenizerConfig(path=path, special_tokens=["<padding>"]))
+        assert str(error.value).endswith("; it has the special tokens '<|endoftext|>', '<s>'")
+
     def test_no_file_and_no_tokenizer(self, tmp_path):
         with pytest.raises(UserError, match=r"tokenizer\.path: .* does not exist"):
             Tokenizer.load(tmp_path / "none.json", TokenizerConfig(path=tmp_path))
-        (tmp_path / "tokenizer.json").write_text('{"a": 1}')
-        with pytest.raises(UserError, match=r"tokenizer\.path: .*tokenizer\.json is no tokenizer"):
-            Tokenizer.load(tmp_path, TokenizerConfig(path=tmp_path))
+        for content, said in [
+            ("words", r"tokenizer\.json is not JSON"),
+            ("", r"tokenizer\.json is not JSON"),
+            ('{"a": 1}', r"tokenizer\.json has no model: it is no tokenizer\.json of the tokenizers library"),
+            ("[1]", r"tokenizer\.json has no model"),
+            ('{"model": {"type": "XY"}}', r"tokenizer\.json is no tokenizer\.json of the tokenizers library: "),
+        ]:
+            (tmp_path / "tokenizer.json").write_text(content)
+            with pytest.raises(UserError, match=rf"tokenizer\.path: .*{said}"):
+                Tokenizer.load(tmp_path, TokenizerConfig(path=tmp_path))
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "special_tokens.json"])
+    @pytest.mark.parametrize("content", ["", "{}", "[1]", "garbage"])
+    def test_damaged(self, tmp_path, trained, name, content):
+        trained.save(tmp_path)
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=name):
+            Tokenizer.open(tmp_path)
+
+    def test_a_model_without_ids_for_some_text(self, tmp_path):
+        engine = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "known": 1}, unk_token="[UNK]"))
+        engine.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        engine.save(str(tmp_path / "t.json"))
+        with pytest.raises(UserError, match="cannot encode every text.*UNK"):
+            Tokenizer.load(tmp_path / "t.json", TokenizerConfig(path=tmp_path / "t.json"))
 
     def test_dropout_is_refused(self, tmp_path):
         path = write(tmp_path / "t.json", byte_vocabulary(), dropout=0.1)

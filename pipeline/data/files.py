@@ -1,0 +1,176 @@
+"""The files of a source: globs with `**`, and what to leave out."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a source. `name` is its path below the fixed part of the glob: equal wherever the corpus lies."""
+
+    name: str
+    path: str
+    size: int
+    mtime_ns: int
+
+
+def find_files(paths: list[str], exclude: list[str], key: str) -> list[File]:
+    """The files that globs match, without those excluded, each once, sorted by name.
+
+    Args:
+        paths: globs; `**` matches any folders. `~` and relative paths are understood.
+        exclude: globs. One without a slash is compared with the file's name alone; others with its path, and with
+            its path below the fixed part of the glob that found it.
+        key: config key of the source, for messages (`data.sources.0`).
+
+    Raises:
+        UserError: a pattern matches no file.
+    """
+    unwanted = [_Exclude(pattern) for pattern in exclude]
+    found: dict[str, str] = {}
+    for pattern in paths:
+        full = os.path.abspath(os.path.expanduser(pattern))
+        # A file whose own name has a bracket in it is that file.
+        literal = os.path.isfile(full)
+        matches = [full] if literal else list(_matches("/", full.split("/")[1:], frozenset()))
+        if not matches:
+            raise UserError(f"{key}.paths: {pattern!r} matches no file{_why_nothing(full)}")
+        base = os.path.dirname(full) if literal else full[: glob_start(full)].rpartition("/")[0] or "/"
+        for path in matches:
+            name = os.path.relpath(path, base)
+            if not any(excluded(path, name) for excluded in unwanted):
+                found.setdefault(path, name)
+    if not found:
+        raise UserError(f"{key}.exclude: {exclude} leaves no file of {paths}")
+    # Two globs may find different files under one name; their paths tell them apart.
+    times = Counter(found.values())
+    files = []
+    for path, name in found.items():
+        stat = os.stat(path)
+        if not _is_utf8(path):
+            raise UserError(
+                f"{key}.paths: the name of the file {os.fsencode(path)!r} is not UTF-8; rename it (`convmv` does many)"
+            )
+        files.append(File(path if times[name] > 1 else name, path, stat.st_size, stat.st_mtime_ns))
+    return sorted(files, key=lambda file: file.name)
+
+
+def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """The files below `folder` that the parts of a glob match.
+
+    Like `glob.iglob`: links are followed and hidden names need a dot in the glob. But a link to a folder that it lies
+    in is passed over, which would give every document dozens of times, and a folder that cannot be read is an error.
+
+    Args:
+        folder: where to look.
+        parts: the rest of the glob, split at its slashes.
+        above: (device, inode) of the folders that `**` came through.
+    """
+    part, rest = parts[0], parts[1:]
+    if parts[:2] == ["**", "**"]:
+        yield from _matches(folder, rest, above)
+        return
+    if part != "**" and glob_start(part) == len(part):
+        path = os.path.join(folder, part)
+        if rest:
+            yield from _matches(path, rest, above)
+        elif os.path.isfile(path):
+            yield path
+        return
+    if part == "**":
+        try:
+            stat = os.stat(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if (stat.st_dev, stat.st_ino) in above:
+            return
+        above |= {(stat.st_dev, stat.st_ino)}
+        yield from _matches(folder, rest or ["*"], above)
+    for name, is_folder in _entries(folder, hidden=part.startswith(".")):
+        path = os.path.join(folder, name)
+        if part == "**":
+            if is_folder:
+                yield from _matches(path, parts, above)
+        elif fnmatch.fnmatchcase(name, part):
+            if rest and is_folder:
+                yield from _matches(path, rest, above)
+            elif not rest and not is_folder and os.path.isfile(path):
+                yield path
+
+
+def _entries(folder: str, hidden: bool) -> list[tuple[str, bool]]:
+    """(name, whether it is a folder) of what is in a folder; nothing if there is none."""
+    try:
+        with os.scandir(folder) as entries:
+            return [
+                # A link to itself is an error to the entry, and no folder to `isdir`.
+                (entry.name, os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir())
+                for entry in entries
+                if hidden or not entry.name.startswith(".")
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:  # the system's bytes are kept in lone surrogates
+        return False
+    return True
+
+
+def glob_start(pattern: str) -> int:
+    """Index of the first glob character of a pattern; its length if there is none."""
+    found = re.search(r"[*?\[]", pattern)
+    return found.start() if found else len(pattern)
+
+
+def _why_nothing(full: str) -> str:
+    """What a user may have meant by a pattern that matches no file."""
+    if os.path.isdir(full):
+        return f"; it is a folder: write {os.path.join(full, '**', '*.txt')!r} for the .txt files in it"
+    base = full[: glob_start(full)].rpartition("/")[0] or "/"
+    if not os.path.isdir(base):
+        return f"; there is no folder {base}"
+    with os.scandir(base) as entries:
+        empty = next(entries, None) is None
+    return f"; the folder {base} is empty" if empty else f"; the folder {base} exists, but nothing in it fits"
+
+
+class _Exclude:
+    """A glob to leave files out by."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(_glob_regex(pattern))
+        self._full = re.compile(_glob_regex(os.path.abspath(os.path.expanduser(pattern))))
+        self._bare = "/" not in pattern
+
+    def __call__(self, path: str, name: str) -> bool:
+        if self._full.fullmatch(path) or self._pattern.fullmatch(name):
+            return True
+        return self._bare and bool(self._pattern.fullmatch(os.path.basename(path)))
+
+
+def _glob_regex(pattern: str) -> str:
+    """A regular expression for a glob with `**` (`glob.translate` came with Python 3.13)."""
+    tokens = {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+    def one(found: re.Match[str]) -> str:
+        token = found[0]
+        if token in tokens:
+            return tokens[token]
+        if len(token) > 1:  # a character class
+            inside = token[1:-1].replace("\\", "\\\\")
+            return f"[^{inside[1:]}]" if inside[0] == "!" else f"[{inside}]"
+        return re.escape(token)
+
+    return "(?s:" + re.sub(r"\*\*/|/\*\*$|\*\*|\*|\?|\[!?[^\]]+\]|.", one, pattern, flags=re.DOTALL) + ")"
