@@ -402,8 +402,8 @@ def _write_rejected(folder: Path, plan: Plan, receipts: list[dict[str, Any]]) ->
     elif (folder / REJECTED_FILE).exists():
         (folder / REJECTED_FILE).unlink()
     first: dict[str, str] = {}
-    for *_, entry in found:
-        first.setdefault(entry["reason"], Path(entry["where"]).name)
+    for name, _, entry in found:
+        first.setdefault(entry["reason"], name + entry["where"].removeprefix(entry["file"]))
     return first
 
 

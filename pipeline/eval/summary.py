@@ -98,8 +98,9 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     table.add_row("bits per byte", number("bits_per_byte", ".3f"), "this model")
     table.add_row("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens")
     table.add_row("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated")
-    for stage, seconds in summary["seconds"].items():
-        table.add_row(f"{stage} time", f"{seconds:.1f} s")
+    for stage in ("preprocess", "train", "eval"):
+        if stage in summary["seconds"]:
+            table.add_row(f"{stage} time", f"{summary['seconds'][stage]:.1f} s")
     console.print(table)
     say(console, f"run folder: {config.run.dir} (these figures: summary.json)")
     program = _program()
