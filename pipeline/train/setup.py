@@ -13,6 +13,7 @@ from pipeline.config import Config
 from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import MachineError, UserError
+from pipeline.train.allocator import keep_freed_memory
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.fingerprint import compare, model_fingerprint
@@ -36,6 +37,8 @@ def set_up(config: Config, tokenizer: Tokenizer) -> Setup:
     """Threads, device, process group, and the model's specification for a tokenizer."""
     torch.set_num_threads(config.launch.threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.launch.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     spec = decoder_spec(config.model, tokenizer.vocab_size, config.max_positions)
     return Setup(device, build_mesh(device), tokenizer, spec)
 

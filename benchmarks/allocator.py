@@ -1,0 +1,71 @@
+"""Training steps on the CPU with and without `keep_freed_memory`: tokens/s in alternating processes, ratio of medians.
+
+Run it as `python benchmarks/allocator.py --rounds 5`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import TrainConfig
+from pipeline.data.loader import Batch
+from pipeline.train.allocator import keep_freed_memory
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.optim import build_optimizer
+from pipeline.train.parallel.mesh import build_mesh
+from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.step import Stepper
+
+_MODEL = {"layers": 3, "dim": 192, "heads": 3, "kv_heads": 1, "ffn_dim": 512}
+_BATCH, _LENGTH, _VOCABULARY = 8, 256, 8192
+
+
+def tokens_per_second(keep: bool, steps: int) -> float:
+    """The quickstart's model on random tokens; the median step after a warm-up."""
+    if keep:
+        assert keep_freed_memory()
+    device, config = torch.device("cpu"), ModelConfig.model_validate(_MODEL)
+    train = TrainConfig.model_validate({"duration": "1 steps", "sequence_length": _LENGTH})
+    spec, mesh = decoder_spec(config, _VOCABULARY, _LENGTH), build_mesh(device)
+    model = build_model(config, spec, mesh, train.precision, device, seed=1)
+    optimizer = build_optimizer(model, spec, config.init, train.optimizer)
+    stepper = Stepper(model, optimizer, mesh, device, train=train, sources=1, document_attention=False)
+    tokens = torch.randint(_VOCABULARY, (_BATCH, _LENGTH + 1))
+    ones, zeros = torch.ones(_BATCH, _LENGTH), torch.zeros(_BATCH, _LENGTH, dtype=torch.int64)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], ones, zeros, zeros[:, 0], {})
+    times = []
+    for _ in range(steps + 3):
+        start = time.perf_counter()
+        stepper.step([batch], _BATCH * _LENGTH, 1e-3)
+        times.append(time.perf_counter() - start)
+    return _BATCH * _LENGTH / statistics.median(times[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each kind")
+    parser.add_argument("--steps", type=int, default=10, help="steps timed in each process")
+    parser.add_argument("--one", choices=["default", "keep"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(tokens_per_second(arguments.one == "keep", arguments.steps))
+        return
+    rates: dict[str, list[float]] = {"default": [], "keep": []}
+    for _ in range(arguments.rounds):
+        for kind, found in rates.items():
+            command = [sys.executable, __file__, "--one", kind, "--steps", str(arguments.steps)]
+            found.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    medians = {kind: round(statistics.median(found)) for kind, found in rates.items()}
+    print(json.dumps({**medians, "ratio": round(medians["keep"] / medians["default"], 2), "unit": "tokens/s"}))
+
+
+if __name__ == "__main__":
+    main()
