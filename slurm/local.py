@@ -11,7 +11,6 @@ from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
     from pipeline.eval.perplexity import EvalReport
-    from pipeline.train.trainer import TrainReport
 
 # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
 
@@ -27,8 +26,8 @@ def preprocess(config: Config, *, dry_run: bool = False) -> None:
         stage(config)
 
 
-def train(config: Config, console: Console | None = None) -> TrainReport:
-    """Tokens to a model; see `pipeline.train.trainer`."""
+def train(config: Config, console: Console | None = None) -> int:
+    """Tokens to a model, up to the step that is returned; see `pipeline.train.trainer`."""
     from pipeline.train.trainer import train as stage
 
     with _ledger(config).stage("train"):
@@ -52,7 +51,7 @@ def run(config: Config, console: Console | None = None) -> None:
     from pipeline.eval.summary import show, summarize
 
     heldout_splits(config)  # refuses a run that could not be evaluated before it is trained
-    step = train(config, console).step
+    step = train(config, console)
     report = read_report(config, step) or evaluate(config, step, console)
     show(config, summarize(config, report, _ledger(config).seconds(), console), console)
 

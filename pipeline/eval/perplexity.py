@@ -131,7 +131,7 @@ def read_report(config: Config, step: int) -> EvalReport | None:
     """The evaluation of a step, if it was made of this checkpoint on this data in this way; None means: evaluate."""
     try:
         value: dict[str, Any] = store.get_json(report_path(config, step))
-        if value["made_with"] != _made_with(config, Checkpoints(config.run.dir / "checkpoints").at(step)):
+        if value["made_with"] != _made_with(config, Checkpoints.of_run(config.run.dir).at(step)):
             return None
         return EvalReport(
             value["step"],

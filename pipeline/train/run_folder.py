@@ -30,11 +30,6 @@ class RunFolder:
     """Steps trained so far, for `exit.json`."""
 
     @property
-    def checkpoints(self) -> Path:
-        """Committed checkpoints, `latest`, and `abandoned/`."""
-        return self.path / "checkpoints"
-
-    @property
     def metrics(self) -> Path:
         """One JSON object a step and attempt."""
         return metrics_path(self.path)

@@ -51,7 +51,7 @@ def load_for_inference(config: Config, step: int | None) -> tuple[Setup, Decoder
     Raises:
         UserError: no such checkpoint, a damaged one, or one of another model than the config's.
     """
-    checkpoint = Checkpoints(config.run.dir / "checkpoints").at(step)
+    checkpoint = Checkpoints.of_run(config.run.dir).at(step)
     compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
     setup = set_up(config, Tokenizer.open(checkpoint.path))
     model = parallelize(setup.spec, setup.mesh, config.train.precision, setup.device)

@@ -6,7 +6,6 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,18 +42,6 @@ _MAX_NONFINITE = 3
 """So many non-finite steps one after the other end the run: they are no longer an accident."""
 
 
-@dataclass(frozen=True)
-class TrainReport:
-    """How the stage ended."""
-
-    step: int
-    """Steps trained in all."""
-    trained: int
-    """Steps trained by this call; 0 if the run was done before."""
-    seconds: float
-    """Wall time of this call."""
-
-
 def total_steps(config: Config) -> int:
     """Steps of the whole run; a duration in tokens is rounded up to whole steps."""
     duration = config.train.duration
@@ -64,8 +51,8 @@ def total_steps(config: Config) -> int:
     return -(-duration.count // per_step)
 
 
-def train(config: Config, console: Console | None = None) -> TrainReport:
-    """Train until `train.duration`, from the latest checkpoint if there is one.
+def train(config: Config, console: Console | None = None) -> int:
+    """Train until `train.duration`, from the latest checkpoint if there is one; returns the steps trained in all.
 
     Raises:
         UserError: the config, the data or the checkpoint do not allow it.
@@ -73,28 +60,26 @@ def train(config: Config, console: Console | None = None) -> TrainReport:
         Stopped: a signal or the `stop` file asked for it; a checkpoint was saved.
     """
     console = console or Console()
-    start = time.monotonic()
     total = total_steps(config)
     if total == 0:
         raise UserError("train.duration is 0; give it at least one step")
     with open_run(config.run.dir) as folder:
-        checkpoints = Checkpoints(folder.checkpoints)
+        checkpoints = Checkpoints.of_run(folder.path)
         checkpoints.clean(lambda line: say(console, line))
         checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
         folder.step = checkpoint.step if checkpoint else 0
         if checkpoint is not None and checkpoint.step >= total:
             say(console, f"train: nothing to do, already at step {checkpoint.step} (train.duration: {total} steps)")
-            return TrainReport(checkpoint.step, 0, time.monotonic() - start)
+            return checkpoint.step
         with StopRequest(folder.stop_file) as stop:
             trainer = Trainer(config, folder, checkpoints, console)
             if checkpoint is not None:
                 trainer.restore(checkpoint)
-            first = folder.step
             micro = config.train.micro_batch_size or config.train.batch_size
             with out_of_memory_means(f"lower train.micro_batch_size ({micro} now); the result is the same"):
                 trainer.run(total, stop)
             say(console, f"train: done, {total} steps; checkpoints and metrics are in {folder.path}")
-            return TrainReport(total, total - first, time.monotonic() - start)
+            return total
 
 
 class Trainer:
@@ -335,7 +320,7 @@ class Trainer:
             free = shutil.disk_usage(self._folder.path).free
             size = sum(p.numel() for p in self._model.parameters()) * _CHECKPOINT_BYTES
             raise MachineError(
-                f"step {step} could not be saved in {self._folder.checkpoints}: {error.strerror or error}. "
+                f"step {step} could not be saved in {self._checkpoints.folder}: {error.strerror or error}. "
                 f"A checkpoint needs about {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free. "
                 f"{self._last_good()} is still good; make room and run the same command to go on"
             ) from error

@@ -79,6 +79,11 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @classmethod
+    def of_run(cls, run: Path) -> Checkpoints:
+        """Those of a run folder."""
+        return cls(run / "checkpoints")
+
     def all(self) -> list[Checkpoint]:
         """Committed checkpoints by step, without looking inside."""
         if not self.folder.is_dir():
