@@ -25,7 +25,6 @@ from pipeline.data.instances import Instances, Windows
 from pipeline.data.journal import Draws, Journal, Sampler
 from pipeline.data.objectives import Causal, Objective, sample_key
 from pipeline.data.plan import check_settings
-from pipeline.data.preprocess import dataset_folder
 from pipeline.data.tokenizer_stage import check_tokenizer_settings
 from pipeline.errors import UserError
 
@@ -111,7 +110,7 @@ class Loader:
         self._objective = objective
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._micro_batch_size = micro_batch_size
+        self.micro_batch_size = micro_batch_size
         counts = {name: instances[name].count for name in self.names}
         self._sampler = Sampler(journal, [counts] * len(journal.segments))
         self._name_hashes = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.names], np.uint64)
@@ -122,7 +121,7 @@ class Loader:
         draws = self._sampler.step(step)
         length = self.journal.segments[self.journal.segment_number(step)].sequence_length
         drawn = np.bincount(draws.source, minlength=len(self.names))
-        micro, ranks = self._micro_batch_size, self._dp_size
+        micro, ranks = self.micro_batch_size, self._dp_size
         micro_batches, data_hash = [], 0
         for first in range(self._dp_rank * micro, -(-len(samples) // (micro * ranks)) * micro * ranks, micro * ranks):
             batch, part = self._batch(samples, draws, range(first, first + micro), length)
@@ -253,14 +252,19 @@ class Loader:
         return xxhash.xxh3_64_intdigest(records.data)
 
 
-def open_loader(config: Config, *, dp_rank: int = 0, dp_size: int = 1) -> Loader:
-    """The loader of a run that starts now, over the training splits of the config's sources.
+def open_loader(config: Config, datasets: Mapping[str, Dataset], *, dp_rank: int = 0, dp_size: int = 1) -> Loader:
+    """The loader of a run that starts now.
+
+    Args:
+        config: The run file.
+        datasets: The training split of each of its sources.
+        dp_rank: This rank, in [0, dp_size).
+        dp_size: Ranks that share each step.
 
     Raises:
         UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, or
             the run file has other settings than the datasets were made with.
     """
-    datasets = {source.name: Dataset.open(dataset_folder(config, source, "train")) for source in config.data.sources}
     _check_tokenizers(datasets)
     check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
     check_tokenizer_settings(config)

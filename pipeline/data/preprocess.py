@@ -46,7 +46,7 @@ from pipeline.data.unit import (
 from pipeline.data.workers import Workers
 from pipeline.errors import UserError
 
-__all__ = ["PreprocessReport", "dataset_folder", "preprocess", "run_tokenizer"]
+__all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
 
 REJECTED_FILE = "rejected.jsonl"
 REPORT_FILE = "report.json"
@@ -119,6 +119,15 @@ def dataset_folder(config: Config, source: SourceConfig, split: str) -> Path:
         split: `train` or `heldout`.
     """
     return (source.dataset or config.data_dir / source.name) / split
+
+
+def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
+    """A split of each source by name, in the order of the run file.
+
+    Raises:
+        UserError: one is not finished, or damaged.
+    """
+    return {source.name: Dataset.open(dataset_folder(config, source, split)) for source in config.data.sources}
 
 
 def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:

@@ -17,10 +17,9 @@ from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.console import say
 from pipeline.data import store
-from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.loader import Loader, StepData, open_loader
-from pipeline.data.preprocess import dataset_folder, run_tokenizer
+from pipeline.data.preprocess import open_datasets, run_tokenizer
 from pipeline.errors import MachineError, NumericalError, Stopped, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -75,9 +74,7 @@ def train(config: Config, console: Console | None = None) -> int:
             trainer = Trainer(config, folder, checkpoints, console)
             if checkpoint is not None:
                 trainer.restore(checkpoint)
-            micro = config.train.micro_batch_size or config.train.batch_size
-            with out_of_memory_means(f"lower train.micro_batch_size ({micro} now); the result is the same"):
-                trainer.run(total, stop)
+            trainer.run(total, stop)
             say(console, f"train: done, {total} steps; checkpoints and metrics are in {folder.path}")
             return total
 
@@ -93,14 +90,14 @@ class Trainer:
         train = config.train
         self._setup: Setup = set_up(config, run_tokenizer(config))
         mesh = self._setup.mesh
-        self._loader: Loader = open_loader(config, dp_rank=mesh.rank("batch"), dp_size=mesh.size("batch"))
+        datasets = open_datasets(config, "train")
+        self._loader: Loader = open_loader(config, datasets, dp_rank=mesh.rank("batch"), dp_size=mesh.size("batch"))
         self._heldout = open_heldout(config)
         self._schedule = Schedule(
             train.schedule,
             train.duration.in_tokens(train.batch_size * train.sequence_length),
             train.batch_size * train.sequence_length,
         )
-        datasets = {s.name: Dataset.open(dataset_folder(config, s, "train")) for s in config.data.sources}
         check_tokenizer(datasets, self._setup.tokenizer)
         self._fingerprints = fingerprints(
             config,
@@ -145,7 +142,8 @@ class Trainer:
         store.put(self._folder.path / "config.yaml", dump(self._config).encode())
         self._announce(first, total)
         checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
-        with Metrics(self._sinks(first, total)) as metrics:
+        advice = f"lower train.micro_batch_size ({self._loader.micro_batch_size} now); the result is the same"
+        with out_of_memory_means(advice), Metrics(self._sinks(first, total)) as metrics:
             waiting = self._since = time.monotonic()
             for data in self._loader.iterate(first, total):
                 waited = time.monotonic() - waiting
@@ -270,7 +268,7 @@ class Trainer:
                 self._model,
                 split,
                 windows,
-                batch_size=self._config.train.micro_batch_size or self._config.train.batch_size,
+                batch_size=self._loader.micro_batch_size,
                 document_attention=self._config.model.document_attention,
                 device=self._setup.device,
             )
@@ -335,7 +333,5 @@ class Trainer:
 
 def open_heldout(config: Config) -> dict[str, HeldOut]:
     """The held-out split of each source."""
-    return {
-        source.name: HeldOut(Dataset.open(dataset_folder(config, source, "heldout")), config.train.sequence_length)
-        for source in config.data.sources
-    }
+    datasets = open_datasets(config, "heldout")
+    return {name: HeldOut(dataset, config.train.sequence_length) for name, dataset in datasets.items()}

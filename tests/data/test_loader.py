@@ -302,33 +302,28 @@ def test_extras_depend_on_the_sample_alone(monkeypatch):
 # With datasets on disk
 
 
-def test_sources_with_different_tokenizers_are_refused(monkeypatch):
+def test_sources_with_different_tokenizers_are_refused():
     def dataset(fingerprint):
         return SimpleNamespace(
             tokens=1000, manifest=SimpleNamespace(tokenizer=SimpleNamespace(fingerprint=fingerprint))
         )
 
     found = {"web": dataset("aaaa"), "books": dataset("aaaa"), "code": dataset("bbbb")}
-    monkeypatch.setattr(module, "dataset_folder", lambda config, source, split: source.name)
-    monkeypatch.setattr(module.Dataset, "open", found.__getitem__)
     with pytest.raises(UserError, match=r"'web' and 'code'.*aaaa and bbbb"):
-        module.open_loader(run_file(dict.fromkeys(found, 1)))
+        module.open_loader(run_file(dict.fromkeys(found, 1)), found)
 
 
 @pytest.mark.parametrize(("batch_size", "dp_size", "expected"), [(10, 1, 10), (10, 4, 3), (2, 4, 1)])
-def test_without_a_micro_batch_size_a_rank_takes_its_share_at_once(monkeypatch, batch_size, dp_size, expected):
-    monkeypatch.setattr(module, "dataset_folder", lambda config, source, split: source.name)
-    monkeypatch.setattr(module.Dataset, "open", DATASETS.__getitem__)
+def test_without_a_micro_batch_size_a_rank_takes_its_share_at_once(batch_size, dp_size, expected):
     config = run_file({"web": 1}, batch_size=batch_size)
-    (batch,) = module.open_loader(config, dp_size=dp_size).batches(0).micro_batches
+    (batch,) = module.open_loader(config, {"web": DATASETS["web"]}, dp_size=dp_size).batches(0).micro_batches
     assert len(batch.sources) == expected
 
 
 def test_open_loader_reads_what_was_preprocessed(tmp_path):
     """Text files, JSONL and a tokenizer of bytes, through the whole stage."""
     from pipeline.config import Config
-    from pipeline.data.dataset import Dataset
-    from pipeline.data.preprocess import dataset_folder, preprocess
+    from pipeline.data.preprocess import open_datasets, preprocess
 
     (tmp_path / "notes").mkdir()
     for number in range(12):
@@ -357,10 +352,10 @@ def test_open_loader_reads_what_was_preprocessed(tmp_path):
         }
     )
     preprocess(config)
-    loader = module.open_loader(config)
-    ranks = [module.open_loader(config, dp_rank=rank, dp_size=2) for rank in range(2)]
+    datasets = open_datasets(config, "train")
+    loader = module.open_loader(config, datasets)
+    ranks = [module.open_loader(config, datasets, dp_rank=rank, dp_size=2) for rank in range(2)]
     assert loader.names == ["log", "notes"]
-    datasets = {source.name: Dataset.open(dataset_folder(config, source, "train")) for source in config.data.sources}
     share = datasets["log"].tokens / sum(dataset.tokens for dataset in datasets.values())
     assert loader.journal.segments[0].sources["log"].weight == pytest.approx(share * 2**32, abs=1)
     end = datasets["log"].manifest.tokenizer.end_of_document

@@ -10,7 +10,7 @@ from pipeline.data import loader
 from pipeline.data.dataset import Dataset
 from pipeline.data.inspect import inspect
 from pipeline.data.manifest import REPAIR, REPAIR_DAMAGED, verify
-from pipeline.data.preprocess import preprocess, run_tokenizer
+from pipeline.data.preprocess import open_datasets, preprocess, run_tokenizer
 from pipeline.errors import UserError
 from tests.data.runs import make_config, tree, write_jsonl, write_text
 from tests.tiny import pipeline
@@ -194,7 +194,7 @@ class TestOtherSettings:
         change = dict(change)
         other = make_config(tmp_path, [sources[0], sources[1] | change.pop("source", {})], **change)
         with pytest.raises(UserError, match=re.escape(said)):
-            loader.open_loader(other)
+            loader.open_loader(other, open_datasets(other, "train"))
         with pytest.raises(UserError, match="remove"):  # which is where the message sends to
             preprocess(other)
 
@@ -203,9 +203,9 @@ class TestOtherSettings:
         preprocess(other)
         loaded = make_config(tmp_path, sources, tokenizer={"path": str(other.data_dir / "tokenizer")})
         with pytest.raises(UserError, match="has other ids than the tokenizer kept there"):
-            loader.open_loader(loaded)
+            loader.open_loader(loaded, open_datasets(loaded, "train"))
         kept = make_config(tmp_path, sources, tokenizer={"path": str(config.data_dir / "tokenizer")})
-        loader.open_loader(kept)
+        loader.open_loader(kept, open_datasets(kept, "train"))
 
     def test_what_does_not_decide_the_content_may_change(self, config, corpus, sources, tmp_path):
         moved = make_config(
@@ -214,7 +214,7 @@ class TestOtherSettings:
             seed=8,
             preprocess={"workers": 2, "on_error": "fail", "max_error_rate": 0.5},
         )
-        assert loader.open_loader(moved).names == ["j", "t"]
+        assert loader.open_loader(moved, open_datasets(moved, "train")).names == ["j", "t"]
 
     def test_a_dataset_of_another_run_is_what_it_is(self, config, tmp_path):
         other = make_config(
@@ -225,7 +225,7 @@ class TestOtherSettings:
             dir=str(tmp_path / "other"),
         )
         preprocess(other)
-        assert loader.open_loader(other).names == ["again"]
+        assert loader.open_loader(other, open_datasets(other, "train")).names == ["again"]
 
     def test_the_seed_of_the_run_leaves_datasets_as_they_are(self, config, sources, tmp_path):
         before = tree(config.data_dir)

@@ -14,7 +14,7 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
-from pipeline.data.preprocess import dataset_folder, preprocess
+from pipeline.data.preprocess import open_datasets, preprocess
 from pipeline.errors import MachineError, UserError
 from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
@@ -35,7 +35,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def heldout(config: Config) -> dict[str, Dataset]:
-    return {s.name: Dataset.open(dataset_folder(config, s, "heldout")) for s in config.data.sources}
+    return open_datasets(config, "heldout")
 
 
 def texts(config: Config, name: str) -> list[bytes]:
@@ -145,7 +145,7 @@ def test_windows_spread_over_the_split_and_are_always_the_same(config: Config) -
 
 
 def test_unigram_line_equals_a_count_by_hand(config: Config) -> None:
-    train_sets = [Dataset.open(dataset_folder(config, s, "train")) for s in config.data.sources]
+    train_sets = list(open_datasets(config, "train").values())
     held = list(heldout(config).values())
     counts = Counter(dict.fromkeys(range(300), 1))
     for dataset in train_sets:
