@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     GetJsonSchemaHandler,
     ValidationInfo,
     field_validator,
@@ -146,7 +147,11 @@ AbsGlob = Annotated[str, AfterValidator(absolute_glob)]
 _DURATION = re.compile(r"^(.+?)\s*(steps?|tokens?)$")
 
 
-class Duration(Section):
+class Value(Section):
+    """A section that is written as one value."""
+
+
+class Duration(Value):
     """A length of training: `2000 steps` or `10B tokens`."""
 
     count: Count
@@ -179,3 +184,43 @@ class Duration(Section):
     def in_tokens(self, tokens_per_step: int) -> int:
         """This duration in target tokens, given the tokens of one step."""
         return self.count if self.unit == "tokens" else self.count * tokens_per_step
+
+
+_DOCUMENTS = re.compile(r"^(.+?)\s*documents?$")
+
+
+class Share(Value):
+    """Size of a split: a share like `0.01`, or a number like `500 documents`."""
+
+    share: float = Field(default=0.0, ge=0, lt=1)
+    documents: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, (dict, Share)):
+            return value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not 0 <= value < 1:
+                raise ValueError("must be a share of at least 0 and less than 1, or a number like '500 documents'")
+            return {"share": value}
+        found = _DOCUMENTS.match(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError("must be a share like 0.01, or a number like '500 documents'")
+        return {"documents": parse_count(found[1])}
+
+    @model_serializer
+    def _text(self) -> float | str:
+        return self.share if self.documents is None else f"{self.documents} documents"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {
+            "anyOf": [
+                {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+                {"type": "string", "pattern": r"^.+\s*documents?$", "examples": ["500 documents"]},
+            ]
+        }
+
+    def __str__(self) -> str:
+        return str(self._text())

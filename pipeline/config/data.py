@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section
+from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
+
+
+class HubConfig(Section):
+    """A dataset of the Hugging Face hub, or a local folder that `datasets.load_dataset` can stream."""
+
+    path: str = Field(min_length=1)
+    """Id of the dataset, like `allenai/c4`, a local folder, or the name of a builder, like `json`."""
+    name: str | None = None
+    """Its configuration, like `en`."""
+    split: str = "train"
+    """Its split."""
+    revision: str | None = None
+    """Commit, tag or branch; kept as a commit in the plan. Without it, the newest commit when the plan is made."""
+    data_files: list[str] = Field(default_factory=list)
+    """Files of it, as `load_dataset` takes them; by default those of the split."""
 
 
 class SourceConfig(Section):
-    """One source of documents: files to preprocess (`type`, `paths`), or a dataset made before (`dataset`)."""
+    """One source of documents: `paths` of files, a `hub` dataset, or a `dataset` made before."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
-    type: Literal["text", "jsonl"] = "text"
-    """`text`: one document a file (text or code). `jsonl`: one JSON object a line."""
+    type: Literal["text", "jsonl", "parquet", "arrow", "hub"] = "text"
+    """`text`: one document a file (text or code). `jsonl`: one JSON object a line. Both may be compressed (`.gz`,
+    `.zst`, `.bz2`, `.xz`). `parquet`: one row a document. `arrow`: Arrow files, like those of `Dataset.save_to_disk`.
+    `hub`: what `hub` names, through `datasets` streaming."""
     paths: list[AbsGlob] = Field(default_factory=list)
     """Files to read; globs with `**` are understood."""
     exclude: list[str] = Field(default_factory=list)
     """Globs of files to leave out."""
+    hub: HubConfig | None = None
+    """What to stream, with `type: hub`."""
     text_key: str = "text"
-    """Key of the document's text in a JSONL record."""
+    """Key or column of the document's text."""
     id_key: str = "id"
-    """Key of the document's id in a JSONL record; a record without it gets `FILE@BYTE`, where its line begins."""
+    """Key or column of the document's id; a record without it gets `FILE@BYTE`, where its line begins, or
+    `FILE#ROW`."""
+    metadata: list[str] = Field(default_factory=list)
+    """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
     dataset: AbsPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
     weight: float | None = Field(default=None, gt=0)
@@ -38,8 +61,10 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> SourceConfig:
-        if bool(self.paths) == (self.dataset is not None):
-            raise ValueError("give exactly one of paths (files to preprocess) and dataset (a dataset folder)")
+        if [bool(self.paths), self.hub is not None, self.dataset is not None].count(True) != 1:
+            raise ValueError("give exactly one of paths (files to preprocess), hub and dataset (a dataset folder)")
+        if (self.type == "hub") != (self.hub is not None):
+            raise ValueError("type: hub and the key hub belong together")
         return self
 
 
@@ -53,21 +78,39 @@ class PreprocessConfig(Section):
     """Worker processes; by default one a core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
     """Work is cut into units of at most this much text, a small source into 64; a unit is redone after a crash."""
+    engine: Literal["auto", "tokenizers", "gigatoken", "fastokens"] = "auto"
+    """What computes the ids that the `tokenizers` library defines. `auto` takes the fastest one that is installed and
+    proves on hard texts, and again on a sample of every unit, that its ids are the same."""
+    verify_rate: float = Field(default=0.002, ge=0, le=1)
+    """Share of a unit's documents, and at least 64 of them, whose ids are compared with those of `tokenizers`."""
+    max_document_bytes: Bytes = Field(default=2 * 2**20, ge=1024)
+    """Text of a longer document is encoded in pieces, cut at a line end or space; it stays one document."""
+    on_long_document: Literal["split", "reject"] = "split"
+    """What becomes of documents longer than `max_document_bytes`."""
+    shuffle: Literal["unit", "global"] = "unit"
+    """`unit`: documents are permuted within their unit, and the units are. `global`: a second pass permutes all
+    documents of a source."""
     on_error: Literal["skip", "fail"] = "skip"
     """A bad record is counted and passed over, or ends the stage."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
     """With `on_error: skip`, the stage fails if a larger share of a source's records is bad; empty ones are not bad."""
 
 
+_SPLIT_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+
+
 class DataConfig(Section):
-    """Sources, preprocessing and the held-out split."""
+    """Sources, preprocessing and splits."""
 
     dir: AbsPath | None = None
     """Where datasets are written; by default `data` in the run folder."""
     sources: list[SourceConfig] = Field(min_length=1)
     """What to read."""
-    heldout: float = Field(default=0.01, ge=0, lt=1)
-    """Share of documents held out for validation and evaluation, chosen by a keyed hash of the document's text."""
+    splits: dict[str, Share] = Field(default_factory=lambda: {"heldout": Share(share=0.01)})
+    """Documents kept from training, by the name of the split: a share of them, or a number of a source's. Chosen by a
+    keyed hash, so the same ones when documents are added. Append new splits: a split moves those behind it."""
+    split_by: Literal["content", "id"] = "content"
+    """What decides a document's split: its text, so that equal texts are on one side everywhere, or its id."""
     preprocess: PreprocessConfig = PreprocessConfig()
     """How documents become tokens."""
 
@@ -76,6 +119,12 @@ class DataConfig(Section):
         names = [source.name for source in self.sources]
         if len(set(names)) != len(names):
             raise ValueError(f"sources need different names, got {names}")
+        if bad := [name for name in self.splits if name == "train" or not _SPLIT_NAME.match(name)]:
+            raise ValueError(f"splits: {bad[0]!r} is no name of a split; use letters, digits, - and _, and not 'train'")
+        if sum(split.share for split in self.splits.values()) >= 1:
+            raise ValueError(
+                f"splits: {', '.join(f'{k}: {v}' for k, v in self.splits.items())} leave nothing to train on"
+            )
         weighted = [source.name for source in self.sources if source.weight is not None]
         if weighted and len(weighted) != len(names):
             without = [name for name in names if name not in weighted]

@@ -10,6 +10,8 @@ from pipeline.config.base import Section
 class EvalConfig(Section):
     """Held-out evaluation."""
 
+    split: str = "heldout"
+    """Which of `data.splits` is evaluated."""
     batch_size: int = Field(default=8, ge=1)
     """Windows of one forward pass."""
 

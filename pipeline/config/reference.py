@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from pipeline.config.base import Duration, Section, absolute_glob, parse_bytes, parse_count
+from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.document import render
 from pipeline.config.root import Config
 from pipeline.config.schema import subsection
@@ -23,6 +23,7 @@ from pipeline.data.store import put
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
 
 _NAMES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true, false", Path: "path"}
+_VALUES: dict[Any, str] = {Duration: "duration", Share: "share, or number of documents"}
 _PARSERS: dict[Any, str] = {parse_count: "whole number", parse_bytes: "size in bytes", absolute_glob: "path or glob"}
 
 
@@ -70,8 +71,8 @@ def default(field: FieldInfo) -> str:
         return "**required**"
     value = field.get_default(call_default_factory=True, validated_data={})
     assert value is not PydanticUndefined
-    if isinstance(value, Duration):
-        return f"`{value.count} {value.unit}`"
+    if isinstance(value, Value):
+        return f"`{value.model_dump()}`"
     if isinstance(value, Section):
         return "see below"
     if value is None:
@@ -79,6 +80,8 @@ def default(field: FieldInfo) -> str:
     if allowed(field).startswith("size in bytes"):
         unit, name = (2**30, "GiB") if value % 2**30 == 0 else (2**20, "MiB")
         return f"`{value // unit}{name}`"
+    if isinstance(value, dict):
+        return f"`{{{', '.join(f'{name}: {entry}' for name, entry in value.items())}}}`"
     text = json.dumps(value) if isinstance(value, (list, tuple)) else render(value).split("\n")[0]
     return f"`{text}`"
 
@@ -95,8 +98,10 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return f"list of {_type(arguments[0], [])}" + _bounds(metadata)
     if origin is tuple:
         return f"list of {len(arguments)}: " + ", ".join(_type(part, []) for part in arguments)
-    if annotation is Duration:
-        return "duration"
+    if origin is dict:
+        return f"{_type(arguments[1], [])} by name" + _bounds(metadata)
+    if annotation in _VALUES:
+        return _VALUES[annotation] + _bounds(metadata)
     parsers = [entry.func for entry in metadata if isinstance(entry, (AfterValidator, BeforeValidator))]
     name = next((_PARSERS[parser] for parser in parsers if parser in _PARSERS), _NAMES.get(annotation))
     assert name is not None, f"reference.py does not know the type {annotation}"

@@ -38,6 +38,15 @@ class Config(Section):
     """Generation."""
 
     @model_validator(mode="after")
+    def _splits_exist(self) -> Config:
+        made = any(source.dataset is None for source in self.data.sources)
+        for key, name in (("eval.split", self.eval.split), ("train.validation.split", self.train.validation.split)):
+            if made and name not in self.data.splits:
+                have = ", ".join(self.data.splits) or "none"
+                raise ValueError(f"{key}: {name!r} is not in data.splits ({have}); '{name}: 0' there holds nothing out")
+        return self
+
+    @model_validator(mode="after")
     def _together(self) -> Config:
         rows = self.model.max_positions
         if self.model.positions == "learned" and rows is not None and rows < self.train.sequence_length:

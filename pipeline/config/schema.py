@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pipeline.config.base import Duration, Section
+from pipeline.config.base import Section, Value
 
 KeyPath = tuple[str | int, ...]
 
@@ -26,8 +26,7 @@ class Key:
 def subsection(annotation: Any) -> tuple[type[Section] | None, bool]:
     """The section that a key holds, if it holds one, and whether it is a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        # A duration is written as one value.
-        return (None, False) if annotation is Duration else (annotation, False)
+        return (None, False) if issubclass(annotation, Value) else (annotation, False)
     for argument in get_args(annotation):
         found, _ = subsection(argument)
         if found is not None:

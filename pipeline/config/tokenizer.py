@@ -29,6 +29,8 @@ class TokenizerConfig(Section):
     """The special token that closes every document. A loaded tokenizer must have it."""
     special_tokens: list[str] = Field(default_factory=list)
     """Further special tokens. A trained tokenizer gets them after `end_of_document`; a loaded one must have them."""
+    allow_special: list[str] = Field(default_factory=list)
+    """Special tokens that the text of a document may contain as such. All others are ordinary characters in a text."""
 
     @model_validator(mode="after")
     def _one_way(self) -> TokenizerConfig:
@@ -37,4 +39,9 @@ class TokenizerConfig(Section):
         names = [self.end_of_document, *self.special_tokens]
         if len(set(names)) != len(names):
             raise ValueError(f"special tokens must differ from each other, got {names}")
+        for token in self.allow_special:
+            if token == self.end_of_document:
+                raise ValueError(f"allow_special: {token!r} is end_of_document; a text must not end its own document")
+            if token not in self.special_tokens:
+                raise ValueError(f"allow_special: {token!r} is not in special_tokens {self.special_tokens}")
         return self

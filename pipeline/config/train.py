@@ -66,12 +66,14 @@ class PrecisionConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Loss on a fixed sample of the held-out split while training."""
+    """Loss on a fixed sample of a held-out split while training."""
 
+    split: str = "heldout"
+    """Which of `data.splits`."""
     every_steps: int = Field(default=500, ge=1)
     """Validate after each so many steps, and at the end."""
     samples: int = Field(default=64, ge=0)
-    """Windows of the held-out split, the same ones each time; 0 turns validation off."""
+    """Windows of it, the same ones each time; 0 turns validation off."""
 
 
 class CheckpointConfig(Section):

@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.indexed import IndexedPart, part_files, part_prefix, read_provenance
-from pipeline.data.manifest import PARTS_FILE, REPAIR, REPAIR_DAMAGED, Manifest, read_manifest, read_parts
+from pipeline.data.indexed import IndexedPart, part_files, part_prefix, read_metadata, read_provenance
+from pipeline.data.manifest import (
+    PARTS_FILE,
+    REPAIR,
+    REPAIR_ADOPTED,
+    REPAIR_DAMAGED,
+    Manifest,
+    read_manifest,
+    read_parts,
+)
 from pipeline.errors import UserError
 
 # An open part holds two file descriptors; half of what the process may have is left to others.
@@ -26,7 +34,10 @@ def _open_part(serial: int, prefix: Path) -> IndexedPart:
     try:
         return IndexedPart(prefix)
     except UserError as error:
-        repair = REPAIR_DAMAGED if all(path.exists() for path in part_files(prefix)) else REPAIR
+        files = part_files(prefix)
+        repair = REPAIR_DAMAGED if all(path.exists() for path in files) else REPAIR
+        if any(path.is_symlink() for path in files):
+            repair = REPAIR_ADOPTED
         raise UserError(f"{error}; {repair}") from None
 
 
@@ -45,6 +56,8 @@ class Dataset:
         self.dtype = np.dtype(manifest.dtype)
         self.fingerprint = manifest.fingerprint
         self._serial = next(_serial)
+        self._names = parts[["unit", "link"]].copy()
+        self._has_metadata = bool(parts["meta"].any())
         # Shape (parts + 1,): where each part begins.
         self._token_starts = np.concatenate([[0], np.cumsum(parts["tokens"], dtype=np.int64)])
         self._document_starts = np.concatenate([[0], np.cumsum(parts["documents"], dtype=np.int64)])
@@ -113,7 +126,20 @@ class Dataset:
             raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
         index = self._index_of_document(document)
         try:
-            return read_provenance(part_prefix(self.folder, index), document - int(self._document_starts[index]))
+            return read_provenance(self._prefix(index), document - int(self._document_starts[index]))
+        except UserError as error:
+            raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
+
+    def metadata(self, document: int) -> dict[str, Any]:
+        """What was kept of a document beside its text (`metadata` of the source); empty if nothing was."""
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
+        if not self._has_metadata:
+            return {}
+        index = self._index_of_document(document)
+        first, end = (int(start) for start in self._document_starts[index : index + 2])
+        try:
+            return read_metadata(self._prefix(index), document - first, end - first)
         except UserError as error:
             raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
 
@@ -132,8 +158,12 @@ class Dataset:
         index = self._index_of_token(token)
         return self._part(index), token - int(self._token_starts[index])
 
+    def _prefix(self, index: int) -> Path:
+        unit, link = self._names[index]
+        return part_prefix(self.folder, int(unit), int(link))
+
     def _part(self, index: int) -> IndexedPart:
-        part = _open_part(self._serial, part_prefix(self.folder, index))
+        part = _open_part(self._serial, self._prefix(index))
         tokens = int(self._token_starts[index + 1] - self._token_starts[index])
         documents = int(self._document_starts[index + 1] - self._document_starts[index])
         if (part.tokens, part.documents, part.dtype) != (tokens, documents, self.dtype):

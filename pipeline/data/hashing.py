@@ -13,6 +13,8 @@ import xxhash
 CHUNK_BYTES = 2**24
 """Files are hashed and checked in pieces of this size."""
 
+_64 = 2**64 - 1
+
 
 def key(*parts: str | int) -> int:
     """A 64-bit key from a seed and what it is for, like `key(seed, "documents", unit_identity)`."""
@@ -33,16 +35,29 @@ def file_hash(path: Path) -> int:
     return digest.intdigest()
 
 
-def keyed_order(count: int, key: int) -> npt.NDArray[np.int64]:
-    """A permutation of [0, count) that depends on `key` alone.
+def mix(rows: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    """Keyed numbers of 64 bits: the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of row + key.
 
-    Sorts the numbers by the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of number + key. That is a bijection of
-    64 bits, so there are no ties, and no library's random generator decides the order.
+    A bijection of 64 bits for every key, so different rows never tie, and no library's random generator is in it.
+    """
+    z = rows + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def mix_one(row: int, key: int) -> int:
+    """`mix` of one row, without arrays."""
+    z = (row + key) & _64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
+    return z ^ (z >> 31)
+
+
+def keyed_order(count: int, key: int) -> npt.NDArray[np.int64]:
+    """A permutation of [0, count) that depends on `key` alone: the numbers sorted by `mix`.
 
     Returns:
         int64 of shape (count,): what stands at each place.
     """
-    z = np.arange(count, dtype=np.uint64) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(z ^ (z >> np.uint64(31))).astype(np.int64, copy=False)
+    return np.argsort(mix(np.arange(count, dtype=np.uint64), key)).astype(np.int64, copy=False)

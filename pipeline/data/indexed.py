@@ -9,12 +9,14 @@ from __future__ import annotations
 import mmap
 import struct
 from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import xxhash
 
 from pipeline.data import store
@@ -30,6 +32,8 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 PROVENANCE = np.dtype([("unit", "<u4"), ("flags", "<u4"), ("row", "<u8"), ("id_hash", "<u8")])
 """One record of a `.prov` file: where a document came from. 24 bytes."""
+SPLIT = 1
+"""Flag of a document that was too long to encode at once: its sequences were encoded one by one."""
 PARTS_A_FOLDER = 1000
 
 
@@ -39,7 +43,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def part_files(prefix: Path) -> tuple[Path, Path, Path]:
-    """The three files of a part: `.bin`, `.idx`, `.prov`."""
+    """The three files that every part has: `.bin`, `.idx`, `.prov`."""
     return (
         prefix.with_name(prefix.name + ".bin"),
         prefix.with_name(prefix.name + ".idx"),
@@ -47,14 +51,24 @@ def part_files(prefix: Path) -> tuple[Path, Path, Path]:
     )
 
 
-def numbered(folder: Path, index: int) -> Path:
-    """Path of number `index` below `folder`, a thousand a sub-folder, without a suffix."""
-    return folder / f"{index // PARTS_A_FOLDER:05d}" / f"{index:08d}"
+def metadata_file(prefix: Path) -> Path:
+    """The file of a part that keeps metadata: `.meta`."""
+    return prefix.with_name(prefix.name + ".meta")
 
 
-def part_prefix(dataset: Path, index: int) -> Path:
+def part_name(unit: int, link: int = 0) -> str:
+    """Name of what a link of a unit gave, without a suffix."""
+    return f"{unit:08d}-{link:05d}" if link else f"{unit:08d}"
+
+
+def numbered(folder: Path, unit: int, link: int = 0) -> Path:
+    """Path of what a link of a unit gave below `folder`, a thousand units a sub-folder, without a suffix."""
+    return folder / f"{unit // PARTS_A_FOLDER:05d}" / part_name(unit, link)
+
+
+def part_prefix(dataset: Path, unit: int, link: int = 0) -> Path:
     """Prefix of a part of a dataset folder."""
-    return numbered(dataset / "parts", index)
+    return numbered(dataset / "parts", unit, link)
 
 
 class HashedFile:
@@ -83,7 +97,11 @@ class HashedFile:
 
     def commit(self) -> None:
         """Flush to disk and give the file its final name."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            error.filename = str(self.final)  # a failed write does not say where
+            raise
         store.commit(self._tmp, self.final)
 
     def __enter__(self) -> HashedFile:
@@ -102,7 +120,7 @@ class HashedFile:
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx, one sequence a document. Memory: 4 bytes a document.
+    """Writes PREFIX.bin and PREFIX.idx. Memory: 4 bytes a sequence, and some more for documents of several.
 
     Use as a context manager: leaving it without an exception commits both files, an exception leaves neither.
     """
@@ -115,17 +133,17 @@ class IndexedWriter:
         self.bin = HashedFile(bin_path)
         self.idx = HashedFile(idx_path)
         self._lengths = array("i")
-
-    @property
-    def documents(self) -> int:
+        self.documents = 0
         """Documents so far."""
-        return len(self._lengths)
+        self._longer: dict[int, int] = {}
+        # By document, how many sequences more than one it has.
 
-    def add_document(self, ids: npt.NDArray[Any]) -> None:
+    def add_document(self, ids: npt.NDArray[Any], lengths: Sequence[int] = ()) -> None:
         """Append one document.
 
         Args:
             ids: token ids, shape (length,), of any integer dtype.
+            lengths: of its sequences, if there are several; their sum is the length.
 
         Raises:
             ValueError: an id does not fit into the dtype of the file.
@@ -135,22 +153,47 @@ class IndexedWriter:
             if len(ids) and not (limits.min <= int(ids.min()) and int(ids.max()) <= limits.max):
                 raise ValueError(f"{self.bin.final}: token ids {ids.min()}..{ids.max()} do not fit into {self.dtype}")
             ids = ids.astype(self.dtype)
-        self.bin.write(np.ascontiguousarray(ids).data.cast("B") if len(ids) else b"")
-        self._lengths.append(len(ids))
+        self.add_documents(
+            np.ascontiguousarray(ids).tobytes(), lengths or [len(ids)], {0: len(lengths)} if lengths else {}
+        )
+
+    def add_documents(
+        self,
+        tokens: bytes | memoryview,
+        lengths: Sequence[int] | npt.NDArray[Any],
+        longer: Mapping[int, int] | None = None,
+    ) -> None:
+        """Append documents whose ids are in the dtype of the file already, back to back.
+
+        Args:
+            tokens: bytes of the ids of all of them.
+            lengths: of their sequences, in tokens; usually one a document.
+            longer: by place among these documents, the number of sequences where it is not one.
+        """
+        self.bin.write(tokens)
+        self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
+        sequences = 0
+        for place, count in (longer or {}).items():
+            self._longer[self.documents + place] = count - 1
+            sequences += count - 1
+        self.documents += len(lengths) - sequences
 
     def _write_index(self) -> None:
-        documents = len(self._lengths)
-        self.idx.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], documents, documents + 1))
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if documents else np.zeros(0, np.int32)
+        sequences = len(self._lengths)
+        self.idx.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, self.documents + 1))
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if sequences else np.zeros(0, np.int32)
         step = CHUNK_BYTES // 8
         self.idx.write(lengths.astype("<i4", copy=False).tobytes())
         offset = 0
-        for first in range(0, documents, step):
+        for first in range(0, sequences, step):
             ends = offset + np.cumsum(lengths[first : first + step], dtype="<i8") * self.dtype.itemsize
             self.idx.write(np.concatenate([[np.int64(offset)], ends[:-1]]).astype("<i8").tobytes())
             offset = int(ends[-1])
-        for first in range(0, documents + 1, step):
-            self.idx.write(np.arange(first, min(first + step, documents + 1), dtype="<i8").tobytes())
+        longer = np.array(sorted(self._longer), dtype=np.int64)
+        more = np.cumsum([0, *(self._longer[document] for document in longer.tolist())], dtype=np.int64)
+        for first in range(0, self.documents + 1, step):
+            bounds = np.arange(first, min(first + step, self.documents + 1), dtype="<i8")
+            self.idx.write((bounds + more[np.searchsorted(longer, bounds)]).astype("<i8").tobytes())
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -192,7 +235,9 @@ class IndexedPart:
         try:
             idx, data = _Mapped(self.idx_path), _Mapped(self.bin_path)
         except FileNotFoundError as error:
-            raise UserError(f"{error.filename} is missing; a part needs both its .bin and its .idx") from None
+            path = Path(error.filename)
+            missing = f"{path.readlink()}, which {path} links to," if path.is_symlink() else f"{path}"
+            raise UserError(f"{missing} is missing; a part needs both its .bin and its .idx") from None
         if idx.size < HEADER.size:
             raise UserError(f"{self.idx_path}: {idx.size} bytes are too few for an .idx file; it is cut")
         magic, version, code, sequences, bounds = HEADER.unpack(idx.array("<u1", HEADER.size).tobytes())
@@ -279,3 +324,39 @@ def read_provenance(prefix: Path, document: int) -> tuple[int, int, int, int]:
         raise UserError(f"{path} is cut: it has no record of document {document}")
     record = np.frombuffer(data, PROVENANCE)[0]
     return int(record["unit"]), int(record["row"]), int(record["flags"]), int(record["id_hash"])
+
+
+class MetadataWriter:
+    """Writes PREFIX.meta: u64[documents + 1] offsets from the end of this table, then a JSON object a document.
+
+    Use `file` as a context manager; its `commit` gives the file its name.
+    """
+
+    def __init__(self, prefix: Path, lengths: npt.NDArray[Any]) -> None:
+        table = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<u8").tobytes()
+        self.file = HashedFile(metadata_file(prefix))
+        try:
+            self.file.write(table)
+        except BaseException as error:
+            self.file.__exit__(type(error), error, None)
+            raise
+
+    def write(self, objects: bytes) -> None:
+        """Append the objects of the next documents, back to back."""
+        self.file.write(objects)
+
+
+def read_metadata(prefix: Path, document: int, documents: int) -> dict[str, Any]:
+    """What was kept of a document beside its text, from the part's `.meta` file."""
+    path = metadata_file(prefix)
+    try:
+        with path.open("rb") as file:
+            file.seek(8 * document)
+            start, end = np.frombuffer(file.read(16), "<u8").tolist()
+            file.seek(8 * (documents + 1) + start)
+            value: dict[str, Any] = orjson.loads(file.read(end - start))
+            return value
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except ValueError:
+        raise UserError(f"{path} is cut or damaged: it has no object of document {document}") from None

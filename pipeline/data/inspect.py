@@ -78,6 +78,9 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         console.print()
         about = f"document {document}: {end - start:,} tokens, unit {unit}, row {row}"
         console.print(Text(about, style="dim"), soft_wrap=True)
+        if metadata := dataset.metadata(document):
+            kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())
+            console.print(Text(printable(kept), style="dim"), soft_wrap=True)
         say(console, printable(shown, keep="\n\t"))
     console.print()
 

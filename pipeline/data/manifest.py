@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,24 +16,35 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.data import store
 from pipeline.data.hashing import CHUNK_BYTES, file_hash, value_hash
-from pipeline.data.indexed import PROVENANCE, IndexedPart, part_files, part_prefix
+from pipeline.data.indexed import PROVENANCE, IndexedPart, metadata_file, part_files, part_prefix
+from pipeline.data.receipts import RECEIPT_KEYS, TRAIN, receipt_path
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.unit import RECEIPT_KEYS, SPLITS, receipt_path
 from pipeline.errors import UserError
 
 PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
 PARTS_FILE = "parts.bin"
-PLAN_KEYS = ("config_hash", "settings", "files", "units")
-FORMAT_VERSION = 1
+PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
+FORMAT_VERSION = 2
 REPAIR = (
     "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes again what is missing or cut"
 )
 """What to do about a file that is missing or has another size than it should."""
 REPAIR_DAMAGED = f"remove what is damaged, if it is there, and {REPAIR}"
 """What to do about any file of a dataset. The stage looks at sizes, so it passes over damage that keeps them."""
-PART = np.dtype([("tokens", "<u8"), ("documents", "<u8"), ("bin", "<u8"), ("idx", "<u8"), ("prov", "<u8")])
-"""One record of `parts.bin`: counts, and the xxh3-64 of each file of the part. 40 bytes."""
+REPAIR_ADOPTED = "bring back the file that was adopted, or remove the dataset and adopt again (`pipeline data adopt`)"
+"""What to do about a part whose files were made elsewhere."""
+PART = np.dtype(
+    [
+        ("tokens", "<u8"),
+        ("documents", "<u8"),
+        ("unit", "<u4"),
+        ("link", "<u4"),
+        *((name, "<u8") for name in ("bin", "idx", "prov", "meta")),
+    ]
+)
+"""One record of `parts.bin`: counts, the part's name, and the xxh3-64 of each of its files (`meta` is 0 if there is
+none). 56 bytes."""
 
 
 class _Entry(BaseModel):
@@ -53,7 +66,8 @@ class Manifest(_Entry):
 
     Attributes:
         text_bytes: UTF-8 bytes of the documents' texts.
-        dtype: of the token ids, `uint16` or `int32`.
+        dtype: of the token ids, `uint16` or `int32`; an adopted dataset may have another integer type.
+        inner_ends: end-of-document tokens inside of documents. Only an adopted dataset may have any.
         settings: of the run file that decided the content, by key, as in the plan.
         config_hash: of everything that decided the content: settings, tokenizer, names and sizes of the files.
         code_version: of the stage that wrote it.
@@ -68,6 +82,7 @@ class Manifest(_Entry):
     tokens: int
     text_bytes: int
     dtype: str
+    inner_ends: int = 0
     tokenizer: TokenizerInfo
     settings: dict[str, Any] = {}
     config_hash: str
@@ -90,7 +105,8 @@ def write_dataset(
         folder: the dataset.
         parts: `PART` records in the order of the parts.
         tokenizer: of the token ids.
-        manifest: source, split, text_bytes, settings, config_hash, code_version.
+        manifest: source, split, text_bytes, settings, config_hash, code_version; and, where they are not the usual
+            ones, dtype and inner_ends.
 
     Returns:
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
@@ -108,11 +124,10 @@ def write_dataset(
         format_version=FORMAT_VERSION,
         documents=int(parts["documents"].sum()),
         tokens=int(parts["tokens"].sum()),
-        dtype=tokenizer.dtype.name,
         tokenizer=info,
         parts=len(parts),
         parts_hash=xxhash.xxh3_128_hexdigest(data),
-        **manifest,
+        **({"dtype": tokenizer.dtype.name} | manifest),
     )
     if _is_written(folder, result, data):
         return result, False
@@ -189,7 +204,7 @@ def datasets_below(folder: Path) -> list[Path]:
 def _datasets(folder: Path) -> list[Path]:
     for pattern in (MANIFEST_FILE, f"*/{MANIFEST_FILE}", f"*/*/{MANIFEST_FILE}"):
         if found := [path.parent for path in folder.glob(pattern)]:
-            return sorted(found, key=lambda path: (path.parent, path.name != SPLITS[0], path.name))
+            return sorted(found, key=lambda path: (path.parent, path.name != TRAIN, path.name))
     return []
 
 
@@ -199,6 +214,7 @@ class Verification:
 
     Attributes:
         problems: each naming the file; empty if everything is as it was written.
+        adopted: folders among the datasets whose files were made by other programs.
     """
 
     datasets: int = 0
@@ -206,6 +222,14 @@ class Verification:
     plans: int = 0
     receipts: int = 0
     problems: list[str] = field(default_factory=list)
+    adopted: list[Path] = field(default_factory=list)
+
+    @property
+    def repairs(self) -> list[str]:
+        """What to do about the problems."""
+        foreign = [any(problem.startswith(str(folder)) for folder in self.adopted) for problem in self.problems]
+        advice = {REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign}
+        return list(advice)
 
     def __str__(self) -> str:
         counts = {"dataset": self.datasets, "part": self.parts, "plan": self.plans, "receipt": self.receipts}
@@ -223,7 +247,7 @@ def verify(folder: Path) -> Verification:
     """
     result = Verification()
     plans = sorted([*folder.glob(PLAN_FILE), *folder.glob(f"*/{PLAN_FILE}")])
-    unfinished = {plan: [s for s in SPLITS if not (plan.parent / s / MANIFEST_FILE).is_file()] for plan in plans}
+    unfinished = {plan: _unfinished(plan) for plan in plans}
     for plan, splits in unfinished.items():
         for split in splits:
             result.problems.append(f"{plan.parent / split} is not finished: it has no {MANIFEST_FILE}")
@@ -236,6 +260,15 @@ def verify(folder: Path) -> Verification:
     return result
 
 
+def _unfinished(plan: Path) -> list[str]:
+    """The splits of a plan that have no manifest."""
+    try:
+        splits = store.get_json(plan, *PLAN_KEYS)["splits"]
+    except UserError:  # reported with the records
+        splits = []
+    return [split for split in splits if not (plan.parent / split / MANIFEST_FILE).is_file()]
+
+
 def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterator[str]:
     """The problems of a plan and its receipts."""
     try:
@@ -244,15 +277,20 @@ def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterato
         yield str(error)
         return
     for unit in range(units):
-        path = receipt_path(plan.parent, unit)
-        try:
-            store.get_json(path, *RECEIPT_KEYS)
+        for link in itertools.count():
+            path = receipt_path(plan.parent, unit, link)
+            try:
+                receipt = store.get_json(path, *RECEIPT_KEYS)
+            except UserError as error:
+                yield str(error)
+                break
+            except FileNotFoundError:
+                if finished:
+                    yield f"{path} is missing"
+                break
             result.receipts += 1
-        except UserError as error:
-            yield str(error)
-        except FileNotFoundError:
-            if finished:
-                yield f"{path} is missing"
+            if receipt["last"]:
+                break
 
 
 def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
@@ -263,6 +301,8 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
     except UserError as error:
         yield str(error).removesuffix(f"; {REPAIR}")
         return
+    if "adopted" in manifest.settings:
+        result.adopted.append(folder)
     for total in ("documents", "tokens"):
         if int(parts[total].sum()) != getattr(manifest, total):
             said = getattr(manifest, total)
@@ -272,13 +312,21 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
             yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"
     except Exception as error:  # whatever the library cannot read
         yield f"{folder / 'tokenizer.json'}: {error}"
+    inner_ends: Counter[Path] = Counter()
     for index in range(manifest.parts):
         result.parts += 1
-        yield from _verify_part(part_prefix(folder, index), parts[index], manifest)
+        prefix = part_prefix(folder, int(parts[index]["unit"]), int(parts[index]["link"]))
+        yield from _verify_part(prefix, parts[index], manifest, inner_ends)
+    if manifest.inner_ends and inner_ends.total() != manifest.inner_ends:
+        found = inner_ends.total()
+        yield f"{folder}: {found} end-of-document tokens inside of documents, but {manifest.inner_ends} were adopted"
 
 
-def _verify_part(prefix: Path, record: Any, manifest: Manifest) -> Iterator[str]:
-    for path, name in zip(part_files(prefix), ("bin", "idx", "prov"), strict=True):
+def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
+    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True))
+    if int(record["meta"]):
+        files["meta"] = metadata_file(prefix)
+    for name, path in files.items():
         try:
             if file_hash(path) != int(record[name]):
                 yield f"{path}: its bytes are not those that were written (xxh3 differs)"
@@ -301,7 +349,7 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest) -> Iterator[str]
     if not _index_is_sound(part):
         yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
         return
-    yield from _verify_tokens(part, manifest.tokenizer)
+    yield from _verify_tokens(part, manifest, inner_ends)
 
 
 def _index_is_sound(part: IndexedPart) -> bool:
@@ -318,8 +366,12 @@ def _index_is_sound(part: IndexedPart) -> bool:
     return all((np.diff(part.bounds[first : first + step + 1]) >= 0).all() for first in range(0, part.documents, step))
 
 
-def _verify_tokens(part: IndexedPart, tokenizer: TokenizerInfo) -> Iterator[str]:
-    """All ids are in the vocabulary, and the end-of-document token is the last of every document and nowhere else."""
+def _verify_tokens(part: IndexedPart, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
+    """All ids are in the vocabulary, and the end-of-document token is the last of every document and nowhere else.
+
+    Where the manifest allows some inside of documents, these are counted.
+    """
+    tokenizer = manifest.tokenizer
     step = CHUNK_BYTES // 8
     for start in range(0, part.tokens, step):
         ids = part.read(start, min(step, part.tokens - start))
@@ -327,13 +379,21 @@ def _verify_tokens(part: IndexedPart, tokenizer: TokenizerInfo) -> Iterator[str]
             found = f"{ids.min()}..{ids.max()}"
             yield f"{part.bin_path}: ids {found} are outside of the vocabulary of {tokenizer.vocab_size}"
             return
-        begins = part.document_starts(start, len(ids))
-        # A document begins behind each end, so the ends are one before the begins that follow.
-        ends = np.flatnonzero(ids == tokenizer.end_of_document) + start
-        last = start + len(ids)
-        expected = np.unique(begins[begins > start]) - 1
-        if last == part.tokens or part.document_start(part.document_at(last)) == last:
-            expected = np.append(expected, last - 1)
-        if not np.array_equal(ends, expected):
+        is_end = ids == tokenizer.end_of_document
+        ends = document_ends(part, start, len(ids)) - start
+        inner = int(is_end.sum()) - int(is_end[ends].sum())
+        if not is_end[ends].all() or (inner and not manifest.inner_ends):
             yield f"{part.bin_path}: end-of-document tokens are not at the ends of the documents"
             return
+        inner_ends[part.bin_path] += inner
+
+
+def document_ends(part: IndexedPart, start: int, count: int) -> npt.NDArray[np.int64]:
+    """Tokens in [start, start + count) that are the last of a document, ascending."""
+    begins = part.document_starts(start, count)
+    # A document begins behind each end, so the ends are one before the begins that follow.
+    ends = np.unique(begins[begins > start]) - 1
+    last = start + count
+    if count and (last == part.tokens or part.document_start(part.document_at(last)) == last):
+        ends = np.append(ends, last - 1)
+    return ends

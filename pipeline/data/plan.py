@@ -14,16 +14,19 @@ from typing import Any
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data import store
+from pipeline.data.bucket import UNSHUFFLED
 from pipeline.data.files import File, find_files
 from pipeline.data.hashing import key, value_hash
 from pipeline.data.manifest import MANIFEST_FILE, PLAN_FILE, PLAN_KEYS, Manifest
-from pipeline.data.sources import Reader, Unit, cut, unit_size
+from pipeline.data.sources import Hub, Reader, Unit, cut, expected_text_bytes, unit_size
+from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.unit import SPLITS, identity
+from pipeline.data.unit import SourceJob, identity
 from pipeline.errors import UserError
 
-CODE_VERSION = "1"
+CODE_VERSION = "2"
 """Raised whenever this stage would write other bytes for the same input and config."""
+_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "hub.revision")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class SourceFiles:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
 
+    @property
+    def text_bytes(self) -> int:
+        """About how much text they hold: compressed files have more than their size."""
+        return sum(expected_text_bytes(file, self.reader) for file in self.files)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,6 +54,7 @@ class Plan:
 
     found: SourceFiles
     units: list[Unit]
+    splits: Splits
     settings: dict[str, Any]
 
     @property
@@ -72,7 +81,7 @@ class Plan:
             return
         differences = _setting_differences(old["settings"], self.settings)
         differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
-        finished = all((folder / split / MANIFEST_FILE).is_file() for split in SPLITS)
+        finished = all((folder / split / MANIFEST_FILE).is_file() for split in self.splits.names)
         as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
         raise UserError(
             f"{folder} was made from something else than source {self.found.source.name!r} is now:\n"
@@ -86,6 +95,7 @@ class Plan:
         return {
             "config_hash": self.config_hash,
             "settings": self.settings,
+            "splits": list(self.splits.names),
             "files": [[file.name, file.path, file.size] for file in self.found.files],
             # A unit is a list of [file, first byte, end byte].
             "units": [[[number[p.file.name], p.start, p.end] for p in unit.pieces] for unit in self.units],
@@ -93,43 +103,106 @@ class Plan:
 
 
 def find_source_files(config: Config) -> list[SourceFiles]:
-    """Look for the files of all sources that have `paths`."""
+    """Look for the files of all sources that have `paths` or `hub`."""
     return [
-        SourceFiles(
-            source,
-            Reader(source.type, source.text_key, source.id_key),
-            find_files(source.paths, source.exclude, f"data.sources.{number}"),
-        )
+        _find(config, source, f"data.sources.{number}")
         for number, source in enumerate(config.data.sources)
-        if source.paths
+        if source.dataset is None
     ]
+
+
+def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
+    keys = (source.text_key, source.id_key, tuple(source.metadata))
+    if source.hub is None:
+        files = find_files(source.paths, source.exclude, where, source.type)
+        return SourceFiles(source, Reader(source.type, *keys), files)
+    from pipeline.data.hub import hub_files  # `datasets` takes a second to import
+
+    revision = source.hub.revision or _planned_revision(config.data_dir / source.name)
+    asked = Hub(source.hub.path, source.hub.name, source.hub.split, revision, tuple(source.hub.data_files))
+    hub, files = hub_files(asked)
+    return SourceFiles(source, Reader(source.type, *keys, hub), files)
+
+
+def _planned_revision(folder: Path) -> str | None:
+    """The commit of a hub dataset that a plan was made for."""
+    try:
+        revision: str | None = store.get_json(folder / PLAN_FILE, *PLAN_KEYS)["settings"].get("hub.revision")
+    except (FileNotFoundError, UserError):
+        return None
+    return revision
 
 
 def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
     """The units of a source, in the order of a keyed hash of their identity, which is the order of the parts."""
-    size = unit_size(found.bytes, unit_bytes)
+    size = unit_size(found.text_bytes, unit_bytes)
     groups = [Unit(0, found.source.name, pieces) for pieces in cut(found.files, found.reader, size)]
     hashed = sorted(((key(seed, "parts", identity(unit)), unit) for unit in groups), key=lambda pair: pair[0])
     return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
 
 
-def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config) -> Plan:
+def link_order(seed: int, unit: Unit, link: int) -> int:
+    """What parts are ordered by: the first links as their units, the others among them."""
+    return key(seed, "parts", identity(unit), link) if link else key(seed, "parts", identity(unit))
+
+
+def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> Plan:
     """Plan a source."""
-    settings = _settings(found.source, config) | {"code_version": CODE_VERSION, "tokenizer": tokenizer.fingerprint}
-    return Plan(found, cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes), settings)
+    settings = _settings(found.source, config) | {
+        "code_version": CODE_VERSION,
+        "tokenizer": tokenizer.fingerprint,
+        "ends of splits": splits.settings,
+    }
+    if found.reader.hub is not None:
+        settings["hub.revision"] = found.reader.hub.revision
+    units = cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes)
+    return Plan(found, units, splits, settings)
+
+
+def source_job(plan: Plan, config: Config, start_over: str) -> SourceJob:
+    """What workers need to know of a planned source."""
+    return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over)
+
+
+def counting_job(
+    found: SourceFiles, config: Config, splits: Splits, config_hash: str = "", start_over: str = ""
+) -> SourceJob:
+    """What workers need to know of a source that is only counted."""
+    settings = config.data.preprocess
+    return SourceJob(
+        folder=config.data_dir / found.source.name,
+        reader=found.reader,
+        seed=settings.seed,
+        splits=splits,
+        unit_bytes=settings.unit_bytes,
+        max_document_bytes=settings.max_document_bytes,
+        splits_long=settings.on_long_document == "split",
+        config_hash=config_hash,
+        below=UNSHUFFLED if settings.shuffle == "global" else "",
+        fail_on_error=settings.on_error == "fail",
+        start_over=start_over,
+    )
 
 
 def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
     """What the run file alone says about the content of a source's dataset."""
+    preprocess = config.data.preprocess
     settings: dict[str, Any] = {
-        "data.heldout": config.data.heldout,
-        "data.preprocess.seed": config.data.preprocess.seed,
-        "data.preprocess.unit_bytes": config.data.preprocess.unit_bytes,
+        "data.splits": {name: str(split) for name, split in config.data.splits.items()},
+        "data.split_by": config.data.split_by,
+        "data.preprocess.seed": preprocess.seed,
+        "data.preprocess.unit_bytes": preprocess.unit_bytes,
+        "data.preprocess.max_document_bytes": preprocess.max_document_bytes,
+        "data.preprocess.on_long_document": preprocess.on_long_document,
+        "data.preprocess.shuffle": preprocess.shuffle,
         "name": source.name,
         "type": source.type,
+        "metadata": sorted(source.metadata),
     }
-    if source.type == "jsonl":
+    if source.type != "text":
         settings |= {"id_key": source.id_key, "text_key": source.text_key}
+    if source.hub is not None:
+        settings["hub"] = source.hub.model_dump(exclude={"revision"})
     return settings
 
 
@@ -146,7 +219,7 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
         if source.dataset is not None or not made:
             continue
         asked = _settings(source, config)
-        known = {name: value for name, value in made.items() if name not in ("code_version", "tokenizer")}
+        known = {name: value for name, value in made.items() if name not in _NOT_OF_THE_RUN_FILE}
         if differences := _setting_differences(known, asked):
             raise UserError(
                 f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"

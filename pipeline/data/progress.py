@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from pipeline.config.root import Config
 from pipeline.console import say
-from pipeline.data.plan import SourceFiles
+from pipeline.data.receipts import TRAIN
 
 if TYPE_CHECKING:
+    from pipeline.config.base import Share
     from pipeline.data.preprocess import PreprocessReport
 
 WIDE = 120
 """Columns of a terminal that the whole progress bar fits into; a narrower one gets less."""
-FILES_SHOWN = 3
 LINE_EVERY_S = 10.0
 """Off a terminal, a line of progress each so many seconds."""
 
@@ -40,7 +40,9 @@ def counted(count: int, noun: str) -> str:
 class ProgressLine:
     """Progress of the units of a run. A context manager."""
 
-    def __init__(self, console: Console, total_bytes: int, units: int, done_before: int) -> None:
+    def __init__(
+        self, console: Console, total_bytes: int, units: int, done_before: int, what: str = "tokenizing"
+    ) -> None:
         self._console = console
         self._total = total_bytes
         self._units = units
@@ -51,7 +53,7 @@ class ProgressLine:
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = [
-                TextColumn("tokenizing"),
+                TextColumn(what),
                 BarColumn(bar_width=40 if console.width >= WIDE else 10),
                 DownloadColumn(),
                 TransferSpeedColumn(),
@@ -63,7 +65,7 @@ class ProgressLine:
             self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("", total=total_bytes, units=self._units_text)
         before = f"; {done_before:,} {'was' if done_before == 1 else 'were'} done before" if done_before else ""
-        say(console, f"tokenizing {counted(units, 'unit')}, {size(total_bytes)}{before}")
+        say(console, f"{what} {counted(units, 'unit')}, {size(total_bytes)}{before}")
 
     @property
     def _units_text(self) -> str:
@@ -86,10 +88,10 @@ class ProgressLine:
                 f"{size(rate)}/s, {self._units_text}",
             )
 
-    def unit_done(self, receipt: dict[str, Any]) -> None:
-        """A unit has its receipt."""
+    def unit_done(self, tokens: int) -> None:
+        """A unit is done, and gave so many tokens."""
         self._done_units += 1
-        self._tokens += sum(split["tokens"] for split in receipt["splits"].values())
+        self._tokens += tokens
         if self._bar is not None:
             self._bar.update(self._task, units=self._units_text)
 
@@ -103,32 +105,15 @@ class ProgressLine:
             self._bar.stop()
 
 
-def print_dry_run(console: Console, config: Config, sources: list[tuple[SourceFiles, int]]) -> None:
-    """Print what there is to do: (files of a source, number of its units)."""
-    train = config.tokenizer.train
-    say(console, f"output: {config.data_dir}")
-    say(console, f"tokenizer: {config.tokenizer.path if train is None else f'trained, {train.vocab_size:,} entries'}")
-    table = Table("source", "type", "files", "bytes", "units", title="preprocess: dry run")
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for found, units in sources:
-        table.add_row(found.source.name, found.reader.type, f"{len(found.files):,}", f"{found.bytes:,}", f"{units:,}")
-    console.print(table)
-    for found, _ in sources:
-        more = len(found.files) - FILES_SHOWN
-        files = [file.path for file in found.files[:FILES_SHOWN]] + ([f"and {more:,} more"] if more > 0 else [])
-        say(console, f"{found.source.name}: {', '.join(files)}")
-
-
-def print_report(console: Console, report: PreprocessReport, heldout: float) -> None:
+def print_report(console: Console, report: PreprocessReport, splits: Mapping[str, Share]) -> None:
     """Print the counts of every dataset, the rejected records by reason, and what was written if no unit was missing.
 
     Args:
         console: where to.
         report: of the stage.
-        heldout: share of documents that was to be held out.
+        splits: what the run file asks for.
     """
-    table = Table("source", "split", "documents", "tokens", "text", "bytes/token", title="preprocess")
+    table = Table("source", "split", "documents", "tokens", "text", "bytes/token", "rejected", title="preprocess")
     for column in table.columns[2:]:
         column.justify = "right"
     for source in report.sources:
@@ -140,16 +125,19 @@ def print_report(console: Console, report: PreprocessReport, heldout: float) -> 
                 f"{split.tokens:,}",
                 size(split.text_bytes),
                 f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-",
+                f"{sum(source.rejected.values()):,}" if name == TRAIN else "",
             )
     if report.sources:
         console.print(table)
     for source in report.sources:
-        if heldout and not source.splits["heldout"].documents:
-            documents = counted(source.splits["train"].documents, "document")
-            say(
-                console,
-                f"{source.name}: none of {documents} is held out (data.heldout is {heldout}); nothing to evaluate on",
-            )
+        for name, wanted in splits.items():
+            if wanted.share and not source.splits[name].documents:
+                documents = counted(source.splits["train"].documents, "document")
+                say(
+                    console,
+                    f"{source.name}: none of {documents} went to {name} (data.splits.{name} is {wanted}); nothing to "
+                    "evaluate on",
+                )
         if source.rejected:
             rejected = sum(source.rejected.values())
             file = source.folder / "rejected.jsonl"

@@ -1,13 +1,14 @@
 """Tokenizer: train one, load one, and say which one it is.
 
-The `tokenizers` library defines the ids. Special tokens are declared in the config and cannot come out of text: a
-document that contains `<|endoftext|>` literally gets ordinary tokens for it.
+The `tokenizers` library defines the ids. Special tokens are declared in the config and cannot come out of text, but for
+those that `allow_special` names: a document that contains `<|endoftext|>` literally gets ordinary tokens for it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -41,19 +42,31 @@ SPLIT = (
 class Tokenizer:
     """A `tokenizers` tokenizer with the special tokens of the run."""
 
-    def __init__(self, engine: tokenizers.Tokenizer, end_of_document: str, special_tokens: list[str]) -> None:
+    def __init__(
+        self,
+        engine: tokenizers.Tokenizer,
+        end_of_document: str,
+        special_tokens: list[str],
+        allow_special: Sequence[str] = (),
+    ) -> None:
         engine.no_padding()
         engine.no_truncation()
         # A declared token that the file does not flag as special would be matched in text; flagging keeps its id.
         engine.add_special_tokens(
             [AddedToken(token, special=True, normalized=False) for token in (end_of_document, *special_tokens)]
         )
+        if allow_special:
+            # The library finds added tokens in a text that are not flagged as special, and offers no way to take the
+            # flag away again.
+            engine = tokenizers.Tokenizer.from_str(_flagged(engine.to_str(), allow_special, special=False))
         engine.encode_special_tokens = True
         self._engine = engine
         vocabulary = engine.get_vocab(with_added_tokens=True)
         self.end_of_document_token = end_of_document
         self.special_tokens = {token: vocabulary[token] for token in special_tokens}
         """Further special tokens and their ids."""
+        self.allow_special = sorted(set(allow_special))
+        """Those of them that a text can contain as such."""
         self.end_of_document = vocabulary[end_of_document]
         """Id of the token that closes every document."""
         self.vocab_size = max(vocabulary.values()) + 1
@@ -61,7 +74,7 @@ class Tokenizer:
         self.dtype = token_dtype(self.vocab_size)
         """What ids are stored in."""
         for token in (end_of_document, *special_tokens):
-            if vocabulary[token] in self.encode(f"{token} {token}"):
+            if token not in allow_special and vocabulary[token] in self.encode(f"{token} {token}"):
                 raise UserError(
                     f"tokenizer: ordinary text can become the special token {token!r}, because it reads as a plain "
                     "word; choose one that text does not have, like '<|endoftext|>'"
@@ -92,7 +105,7 @@ class Tokenizer:
         ]:
             if token not in vocabulary:
                 raise UserError(f"tokenizer.{key}: {file} has no token {token!r}; {_candidates(engine, token)}")
-        return cls(engine, config.end_of_document, config.special_tokens)
+        return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
 
     @classmethod
     def train(cls, texts: Iterator[str], config: TokenizerConfig) -> Tokenizer:
@@ -127,7 +140,7 @@ class Tokenizer:
             show_progress=False,
         )
         engine.train_from_iterator(texts, trainer)
-        return cls(engine, config.end_of_document, config.special_tokens)
+        return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
 
     @classmethod
     def open(cls, folder: Path) -> Tokenizer:
@@ -136,16 +149,18 @@ class Tokenizer:
         if not file.is_file() or not (folder / SPECIAL_FILE).is_file():
             raise UserError(f"{folder} has no tokenizer ({TOKENIZER_FILE} and {SPECIAL_FILE})")
         special = store.get_json(folder / SPECIAL_FILE, "end_of_document", "special_tokens")
-        return cls(_read(file), special["end_of_document"], special["special_tokens"])
+        return cls(_read(file), special["end_of_document"], special["special_tokens"], special.get("allow_special", []))
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
-        store.put(folder / TOKENIZER_FILE, self._engine.to_str(pretty=True).encode())
-        store.put_json(
-            folder / SPECIAL_FILE,
-            {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)},
-        )
+        text = self._engine.to_str(pretty=True)
+        special = {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)}
+        if self.allow_special:
+            text = _flagged(text, self.allow_special, special=True)  # what they are for every other reader
+            special["allow_special"] = self.allow_special
+        store.put(folder / TOKENIZER_FILE, text.encode())
+        store.put_json(folder / SPECIAL_FILE, special)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -153,18 +168,41 @@ class Tokenizer:
 
         It does not depend on the formatting of the file, nor on parts that are absent or off.
         """
-        state = orjson.loads(self._engine.to_str())
+        state = orjson.loads(self.definition)
         decisive = {name: state.get(name) for name in ("model", "pre_tokenizer", "normalizer", "added_tokens")}
         return value_hash(_without_defaults(decisive | {"end_of_document": self.end_of_document}))
+
+    @cached_property
+    def definition(self) -> str:
+        """A `tokenizer.json` where the added tokens without the flag `special` are those that texts can contain."""
+        return str(self._engine.to_str())
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """The added tokens, special or not, by id."""
+        return [entry.content for _, entry in sorted(self._engine.get_added_tokens_decoder().items())]
+
+    def encode_flat(self, texts: list[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """`encode_batch` as one array: (the ids of all texts, how many each text has)."""
+        with _readable_errors():
+            encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
+        # From a list to memory in one pass, which is faster than any constructor of numpy.
+        letter = self.dtype.char
+        packed = []
+        lengths = np.empty(len(texts), np.int64)
+        for i, encoding in enumerate(encodings):
+            ids = encoding.ids
+            lengths[i] = len(ids)
+            packed.append(struct.pack(f"<{len(ids)}{letter}", *ids))
+        return np.frombuffer(b"".join(packed), self.dtype), lengths
 
     def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
         """Ids of each text, without end of document, in the dtype of `dtype`.
 
         Special-token text is ordinary text; nothing is added before or after.
         """
-        with _readable_errors():
-            encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+        ids, lengths = self.encode_flat(texts)
+        return np.split(ids, np.cumsum(lengths)[:-1]) if texts else []
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text, without end of document."""
@@ -180,14 +218,14 @@ class Tokenizer:
 def _read(file: Path) -> tokenizers.Tokenizer:
     data = file.read_bytes()
     try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise UserError(f"{file} is not JSON ({error})") from None
-    if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
-        raise UserError(f"{file} has no model: it is no tokenizer.json of the tokenizers library")
-    try:
         return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        try:
+            value = orjson.loads(data)
+        except orjson.JSONDecodeError as bad:
+            raise UserError(f"{file} is not JSON ({bad})") from None
+        if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
+            raise UserError(f"{file} has no model: it is no tokenizer.json of the tokenizers library") from None
         raise UserError(f"{file} is no tokenizer.json of the tokenizers library: {error}") from None
 
 
@@ -212,6 +250,15 @@ def _candidates(engine: tokenizers.Tokenizer, token: str) -> str:
         more = f" and {len(known) - 10} more" if len(known) > 10 else ""
         return f"it has the special tokens {', '.join(map(repr, known[:10]))}{more}"
     return "it has no special tokens at all; add the token to the file"
+
+
+def _flagged(definition: str, tokens: Sequence[str], special: bool) -> str:
+    """A `tokenizer.json` with other flags `special` of some added tokens."""
+    state = orjson.loads(definition)
+    for entry in state["added_tokens"]:
+        if entry["content"] in tokens:
+            entry["special"] = special
+    return orjson.dumps(state, option=orjson.OPT_INDENT_2).decode()
 
 
 def _without_defaults(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from pipeline.data import store
 from pipeline.data.hashing import key, value_hash
 from pipeline.data.plan import SourceFiles
 from pipeline.data.sources import Piece, Unit, UnitReader, cut
+from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.data.unit import is_heldout
 from pipeline.errors import UserError
 
 ORIGIN_FILE = "origin.json"
@@ -59,8 +59,13 @@ def check_tokenizer_settings(config: Config) -> None:
         _check_same(config, Tokenizer.load(path, config.tokenizer), saved)
 
 
-def prepare_tokenizer(config: Config, sources: list[SourceFiles]) -> Tokenizer:
+def prepare_tokenizer(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Tokenizer:
     """Load or train the tokenizer and save it, or open the saved one if it is the one that the config asks for.
+
+    Args:
+        config: the run.
+        sources: with their files.
+        splits: of each source; a tokenizer is trained on documents of the training split.
 
     Raises:
         UserError: the saved one is another; or there is nothing to train on.
@@ -79,7 +84,7 @@ def prepare_tokenizer(config: Config, sources: list[SourceFiles]) -> Tokenizer:
             if saved.get("train") != settings:
                 raise _other_tokenizer(config, _what_differs(saved, settings))
             return _open(folder)
-        tokenizer = Tokenizer.train(sample_texts(config, sources), config.tokenizer)
+        tokenizer = Tokenizer.train(sample_texts(config, sources, splits), config.tokenizer)
         origin = {"train": settings, "fingerprint": tokenizer.fingerprint}
     tokenizer.save(folder)
     store.put_json(folder / ORIGIN_FILE, origin)
@@ -127,7 +132,7 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
         found.source.name: value_hash(
             [
                 found.reader.type,
-                found.reader.text_key if found.reader.type == "jsonl" else "",
+                found.reader.text_key if found.reader.type != "text" else "",
                 [[file.name, file.size] for file in found.files],
             ]
         )
@@ -143,8 +148,10 @@ def _run_file_settings(config: Config) -> dict[str, Any]:
         "tokenizer.train": config.tokenizer.train.model_dump(),
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         "tokenizer.special_tokens": list(config.tokenizer.special_tokens),
+        "tokenizer.allow_special": list(config.tokenizer.allow_special),
         "data.preprocess.seed": config.data.preprocess.seed,
-        "data.heldout": config.data.heldout,
+        "data.splits": {name: str(split) for name, split in config.data.splits.items()},
+        "data.split_by": config.data.split_by,
     }
 
 
@@ -164,7 +171,7 @@ def _other_tokenizer(config: Config, difference: str) -> UserError:
     )
 
 
-def sample_texts(config: Config, sources: list[SourceFiles]) -> Iterator[str]:
+def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Iterator[str]:
     """Documents of the training split from a keyed sample of all files, about `tokenizer.train.max_bytes` of text.
 
     The sample is made of whole small files and of lines from pieces of large ones, so only about as much is read.
@@ -189,7 +196,7 @@ def sample_texts(config: Config, sources: list[SourceFiles]) -> Iterator[str]:
         found = sources[number]
         for document in UnitReader(Unit(0, found.source.name, pieces), found.reader):
             raw = document.text.encode()
-            if document.reason is None and not is_heldout(raw, config.data.heldout):
+            if document.reason is None and splits[found.source.name].of(raw, document.id) == 0:
                 taken += len(raw)
                 yield document.text
         if taken >= wanted:
@@ -197,5 +204,5 @@ def sample_texts(config: Config, sources: list[SourceFiles]) -> Iterator[str]:
     if not taken:
         raise UserError(
             f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
-            "sound document for the training split; check paths, type and text_key of the sources, and data.heldout"
+            "sound document for the training split; check paths, type and text_key of the sources, and data.splits"
         )

@@ -1,37 +1,33 @@
-"""One unit of documents to one part a split. What worker processes of the preprocess stage run; imports stay light."""
+"""One unit of documents to parts: what worker processes of the preprocess stage run. Imports stay light."""
 
 from __future__ import annotations
 
-import os
-from array import array
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import orjson
-import tokenizers
-import xxhash
 
 from pipeline.data import store
-from pipeline.data.hashing import key, keyed_order, value_hash
-from pipeline.data.indexed import PROVENANCE, HashedFile, IndexedWriter, numbered, part_files, part_prefix
-from pipeline.data.sources import EMPTY, Document, Reader, Unit, UnitReader, line_of, where
+from pipeline.data.engines import Check, Engine, Which, open_engine
+from pipeline.data.hashing import key, value_hash
+from pipeline.data.indexed import HashedFile, part_prefix
+from pipeline.data.leases import Lease, Watch, take
+from pipeline.data.receipts import files_are_there, read_receipt, receipt_path, rejected_path
+from pipeline.data.sources import EMPTY, START, Document, Position, Reader, Unit, UnitReader, line_of, where
+from pipeline.data.splits import Splits, split_hash
+from pipeline.data.spool import Spool
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.workers import Progress
 from pipeline.errors import UserError
 
-SPLITS = ("train", "heldout")
-ENGINE = f"tokenizers {tokenizers.__version__}"
-"""What makes the ids."""
-BATCH_BYTES = 2**19
-"""Text that is encoded at a time: enough to be fast, little enough to keep memory small."""
-RECEIPT_KEYS = ("unit", "input", "config_hash", "engine", "lines", "records", "rejected", "splits")
-_SPLIT_KEY = key("heldout")
+CONDEMNED_FILE = "condemned.json"
+"""Beside the tokenizer: engines that were seen to give other ids than `tokenizers`, with the evidence."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +37,23 @@ class SourceJob:
     folder: Path
     reader: Reader
     seed: int
-    heldout: float
+    splits: Splits
+    unit_bytes: int
+    max_document_bytes: int
+    splits_long: bool
+    """Whether longer documents are split, and not rejected."""
     config_hash: str
+    below: str
+    """Sub-folder of each split's folder that parts are written to."""
     fail_on_error: bool
     start_over: str
     """How to begin again with mended files, for messages."""
+
+    def reason_against(self, document: Document, raw: bytes) -> str | None:
+        """Why a sound record is no document of this source."""
+        if len(raw) > self.max_document_bytes and not self.splits_long:
+            return f"longer than data.preprocess.max_document_bytes ({self.max_document_bytes})"
+        return document.reason
 
 
 @dataclass(frozen=True)
@@ -54,126 +62,106 @@ class UnitJob:
 
     source: SourceJob
     unit: Unit
+    engine: Which = "tokenizers"
+    """What computes the ids."""
 
     def __str__(self) -> str:
         return str(self.unit)
 
 
-def receipt_path(source: Path, unit: int) -> Path:
-    """Receipt of a unit."""
-    return numbered(source / "receipts", unit).with_suffix(".json")
+@dataclass(frozen=True)
+class UnitDone:
+    """All links of a unit have receipts."""
+
+    made: int
+    """Links that were made, and not found."""
+    tokens: int
+    records: int
+    rejected: dict[str, int]
 
 
-def read_receipt(source: Path, unit: int) -> Any:
-    """The receipt of a unit; None if there is none that can be read."""
-    try:
-        return store.get_json(receipt_path(source, unit), *RECEIPT_KEYS)
-    except (FileNotFoundError, UserError):
-        return None
+@dataclass(frozen=True)
+class Busy:
+    """Another process has the unit."""
+
+    holder: str
 
 
-def rejected_path(source: Path, unit: int) -> Path:
-    """Rejected records of a unit; there is a file only if there are any."""
-    return numbered(source / "receipts", unit).with_suffix(".rejected.jsonl")
+class Condemned(Exception):
+    """The engine was condemned by another process while this one used it."""
 
 
-def is_heldout(text: bytes, share: float) -> bool:
-    """Whether a document is held out. The key is the same in every run and source, so a text is on one side everywhere.
+class Bench:
+    """What a worker process has at hand for every unit.
 
     Args:
-        text: UTF-8.
-        share: of the documents, in [0, 1). Raising it moves documents to the held-out side only.
+        tokenizer: folder of the tokenizer.
+        verify_rate: share of documents whose ids are compared with those of `tokenizers`.
     """
-    return xxhash.xxh3_64_intdigest(text, seed=_SPLIT_KEY) < int(share * 2**64)
+
+    def __init__(self, tokenizer: Path, verify_rate: float) -> None:
+        self.tokenizer = Tokenizer.open(tokenizer)
+        self.verify_rate = verify_rate
+        self.condemned = tokenizer / CONDEMNED_FILE
+        self.watch = Watch()
+        self._engines: dict[Which, Engine] = {}
+
+    def engine(self, which: Which) -> Engine:
+        """An engine, opened once."""
+        if which not in self._engines:
+            self._engines[which] = open_engine(self.tokenizer, which)
+        return self._engines[which]
 
 
-def input_stat(unit: Unit) -> str:
-    """Hash of names, sizes and times of a unit's files: equal means that the input need not be read again."""
-    return value_hash([[p.file.name, p.file.size, p.file.mtime_ns, p.start, p.end] for p in unit.pieces])
-
-
-def make_tokenize(tokenizer: Path) -> Any:
+def make_tokenize(tokenizer: Path, verify_rate: float) -> Any:
     """In a worker process: open the tokenizer once; returns the function that runs a `UnitJob`."""
-    opened = Tokenizer.open(tokenizer)
-    return lambda job, progress: tokenize_unit(job, opened, progress)
+    bench = Bench(tokenizer, verify_rate)
+    return lambda job, progress: tokenize_unit(job, bench, progress)
 
 
-def tokenize_unit(job: UnitJob, tokenizer: Tokenizer, progress: Progress) -> dict[str, Any]:
-    """Tokenize a unit, commit its parts and then its receipt, which is returned.
+def make_sample_hashes(wanted: int) -> Any:
+    """In a worker process: returns the function that gives the smallest hashes of the documents of a `UnitJob`."""
+    return lambda job, progress: smallest_hashes(job, wanted, progress)
+
+
+def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | Busy:
+    """Make the links of a unit that have no receipt: commit their parts, then the receipt.
 
     The parts are a function of the unit's bytes, the tokenizer and the config alone.
 
     Raises:
-        UserError: with `fail_on_error`, the first rejected record.
+        UserError: with `fail_on_error`, the first rejected record; or the input has changed.
+        EngineDiffers: a document has other ids than `tokenizers` gives it.
+        Condemned: another process saw that.
         OSError: the disk is full, say; nothing half-written stays.
     """
+    lease = take(job.source.folder, job.unit.index, bench.watch)
+    if not isinstance(lease, Lease):
+        return Busy(str(lease))
     try:
-        return _tokenize_unit(job, tokenizer, progress)
+        with lease:
+            return _Worker(job, bench, progress, lease).run()
     except OSError as error:
-        if error.filename is None:  # writes do not say where
-            error.filename = str(job.source.folder)
+        if error.filename is None:
+            error.filename = str(job.source.folder)  # a failed write does not say where
         raise
 
 
-def _tokenize_unit(job: UnitJob, tokenizer: Tokenizer, progress: Progress) -> dict[str, Any]:
-    source, unit = job.source, job.unit
-    reader = UnitReader(unit, source.reader)
-    rejected: Counter[str] = Counter()
-    for split in SPLITS:
-        part_prefix(source.folder / split, unit.index).parent.mkdir(parents=True, exist_ok=True)
-    receipt_path(source.folder, unit.index).parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        splits = {
-            split: stack.enter_context(_Spool(part_prefix(source.folder / split, unit.index), tokenizer))
-            for split in SPLITS
-        }
-        rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index)))
-        reported = batched = 0
-        batch: list[tuple[Document, bytes]] = []
-
-        def flush() -> None:
-            nonlocal batched, reported
-            for (document, raw), ids in zip(batch, tokenizer.encode_batch([d.text for d, _ in batch]), strict=True):
-                split = "heldout" if is_heldout(raw, source.heldout) else "train"
-                splits[split].add(document, len(raw), ids)
-            batch.clear()
-            batched = 0
-            progress(reader.bytes_read - reported)
-            reported = reader.bytes_read
-
-        for document in reader:
-            if document.reason is not None:
-                rejected[document.reason] += 1
-                _check_on_error(document, job)
-                rejects.write(orjson.dumps(_rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
-                continue
-            raw = document.text.encode()
-            batch.append((document, raw))
-            batched += len(raw)
-            if batched >= BATCH_BYTES:
-                flush()
-        flush()
-
-        earlier = _earlier_receipt(job, reader.input_hash)
-        receipt = {
-            "unit": unit.index,
-            "input": {"hash": reader.input_hash, "stat": input_stat(unit), "bytes": reader.bytes_read},
-            "config_hash": source.config_hash,
-            "engine": ENGINE,
-            "lines": reader.lines,
-            "records": reader.records,
-            "rejected": dict(rejected),
-            "splits": {
-                split: spool.commit(
-                    key(source.seed, "documents", identity(unit)), partial(_refuse_other_result, job, earlier, split)
-                )
-                for split, spool in splits.items()
-            },
-        }
-        if rejects.size:
-            rejects.commit()
-        store.put_json(receipt_path(source.folder, unit.index), receipt)
-    return receipt
+def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> list[int]:
+    """The smallest `split_hash` of the unit's documents, as many as wanted, ascending."""
+    found: list[int] = []
+    reader = UnitReader(job.unit, job.source.reader)
+    reported = 0
+    for document in reader:
+        raw = document.text.encode()
+        if job.source.reason_against(document, raw) is None:
+            found.append(split_hash(document.id.encode() if job.source.splits.by_id else raw))
+            if len(found) >= 2 * wanted + 10_000:
+                found = sorted(found)[:wanted]
+                progress(reader.bytes_read - reported)
+                reported = reader.bytes_read
+    progress(reader.bytes_read - reported)
+    return sorted(found)[:wanted]
 
 
 def identity(unit: Unit) -> str:
@@ -181,111 +169,292 @@ def identity(unit: Unit) -> str:
     return value_hash([unit.source, [[piece.file.name, piece.start, piece.end] for piece in unit.pieces]])
 
 
-def _check_on_error(document: Document, job: UnitJob) -> None:
-    if job.source.fail_on_error and document.reason != EMPTY:
-        piece = job.unit.pieces[document.piece]
-        line = None if document.line is None else line_of(piece.file.path, document.byte)
-        raise UserError(
-            f"{where(piece, line, document.byte)}: {document.reason} ({document.detail}); mend the record and "
-            f"{job.source.start_over}; or set data.preprocess.on_error: skip to pass over bad records"
-        )
+def order_key(seed: int, unit: Unit) -> int:
+    """Key of the order of a unit's documents."""
+    return key(seed, "documents", identity(unit))
+
+
+def input_stat(unit: Unit) -> str:
+    """Hash of names, sizes and times of a unit's files: equal means that the input need not be read again."""
+    return value_hash([[p.file.name, p.file.size, p.file.mtime_ns, p.start, p.end] for p in unit.pieces])
+
+
+def cut_text(raw: bytes, limit: int) -> Iterator[str]:
+    """A text in pieces of at most `limit` bytes: cut behind a line end, or before a space, or else anywhere."""
+    start = 0
+    while len(raw) - start > limit:
+        end = raw.rfind(b"\n", start, start + limit) + 1
+        if end <= start:
+            end = raw.rfind(b" ", start + 1, start + limit)
+        if end <= start:
+            end = start + limit
+            while raw[end] & 0xC0 == 0x80:  # inside of a character
+                end -= 1
+        yield raw[start:end].decode()
+        start = end
+    yield raw[start:].decode()
+
+
+class _Worker:
+    """Goes through the links of one unit."""
+
+    def __init__(self, job: UnitJob, bench: Bench, progress: Progress, lease: Lease) -> None:
+        self._job = job
+        self._source = job.source
+        self._unit = job.unit
+        self._bench = bench
+        self._engine = bench.engine(job.engine)
+        self._progress = progress
+        self._lease = lease
+        self._done = 0
+        self._stat = input_stat(job.unit)
+
+    def run(self) -> UnitDone:
+        position, link, made, tokens, records = START, 0, 0, 0, 0
+        rejected: Counter[str] = Counter()
+        reader: UnitReader | None = None
+        condemned = read_condemned(self._bench.condemned)
+        while True:
+            receipt = read_receipt(self._source.folder, self._unit.index, link)
+            if receipt_stands(self._source, receipt, position, condemned):
+                reader = None
+                if receipt["input"]["stat"] != self._stat:
+                    self._check_same_input(receipt)
+                self._advance(receipt["input"]["read"])
+            else:
+                if reader is None:
+                    reader = UnitReader(self._unit, self._source.reader, position)
+                    documents = iter(reader)
+                else:
+                    reader.count_anew()
+                receipt = self._make(link, position, reader, documents)
+                made += 1
+                tokens += sum(split["tokens"] for split in receipt["splits"].values())
+                records += receipt["records"]
+                rejected.update(receipt["rejected"])
+            if receipt["last"]:
+                return UnitDone(made, tokens, records, dict(rejected))
+            position, link = tuple(receipt["next"]), link + 1
+
+    def _advance(self, amount: int) -> None:
+        self._progress(amount)
+        self._done += amount
+        self._lease.beat(self._done)
+
+    def _make(self, link: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
+        """Read on until the link is full or the unit ends, and commit."""
+        source, unit, bench = self._source, self._unit, self._bench
+        receipt_path(source.folder, unit.index, link).parent.mkdir(parents=True, exist_ok=True)
+        rejected: Counter[str] = Counter()
+        last = True
+        with ExitStack() as stack:
+            spools = [
+                stack.enter_context(
+                    Spool(
+                        part_prefix(source.folder / name / source.below, unit.index, link),
+                        unit.index,
+                        bench.tokenizer.dtype,
+                        bench.tokenizer.end_of_document,
+                        bool(source.reader.metadata),
+                    )
+                )
+                for name in source.splits.names
+            ]
+            rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, link)))
+            sample = key(source.seed, "check", identity(unit), link)
+            check = Check(bench.tokenizer, sample, bench.verify_rate, self._engine.name)
+            writer = _Batches(source, spools, bench.tokenizer, self._engine, check, self._job.engine)
+            begun = reported = reader.bytes_read
+            limit = source.unit_bytes if unit.linked else 2**63
+            for document in documents:
+                raw = document.text.encode()
+                document.reason = source.reason_against(document, raw)
+                if document.reason is not None:
+                    rejected[document.reason] += 1
+                    self._check_on_error(document)
+                    rejects.write(orjson.dumps(_rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
+                elif writer.add(document, raw):
+                    self._advance(reader.bytes_read - reported)
+                    reported = reader.bytes_read
+                if reader.input_bytes >= limit:
+                    last = False
+                    break
+            writer.flush()
+            checked = check.finish()
+            self._advance(reader.bytes_read - reported)
+            self._refuse_condemned()
+            earlier = self._earlier_receipt(link, reader.input_hash)
+            receipt = {
+                "unit": unit.index,
+                "link": link,
+                "last": last,
+                "start": start,
+                "next": None if last else reader.position,
+                "input": {"hash": reader.input_hash, "stat": self._stat, "read": reader.bytes_read - begun},
+                "config_hash": source.config_hash,
+                "engine": self._engine.name,
+                "pieces": {str(piece): counts for piece, counts in reader.pieces.items()},
+                "records": reader.records,
+                "rejected": dict(rejected),
+                "checked": checked,
+                "splits": {
+                    name: spool.commit(
+                        order_key(source.seed, unit), partial(self._refuse_other_result, link, earlier, name)
+                    )
+                    for name, spool in zip(source.splits.names, spools, strict=True)
+                },
+            }
+            if rejects.size:
+                rejects.commit()
+            store.put_json(receipt_path(source.folder, unit.index, link), receipt)
+        return receipt
+
+    def _check_on_error(self, document: Document) -> None:
+        if self._source.fail_on_error and document.reason != EMPTY:
+            piece = self._unit.pieces[document.piece]
+            line = None if document.line is None else line_of(piece.file.path, document.byte)
+            place = where(piece, line, document.byte, self._source.reader.type)
+            raise UserError(
+                f"{place}: {document.reason} ({document.detail}); mend the record and {self._source.start_over}; or "
+                "set data.preprocess.on_error: skip to pass over bad records"
+            )
+
+    def _check_same_input(self, receipt: dict[str, Any]) -> None:
+        """A file has another time than when the link was made; its bytes decide whether it changed."""
+        reader = UnitReader(self._unit, self._source.reader, tuple(receipt["start"]))
+        end = receipt["next"] and tuple(receipt["next"])
+        for _ in reader:
+            if reader.position == end:
+                break
+        if reader.input_hash != receipt["input"]["hash"]:
+            raise UserError(
+                f"the input of {self._unit} changed since it was tokenized; restore the files, or remove "
+                f"{self._source.folder} to make the dataset again from them as they are now"
+            )
+        receipt["input"]["stat"] = self._stat
+        with suppress(OSError):  # on a disk that cannot be written, the next run reads the input again
+            store.put_json(receipt_path(self._source.folder, self._unit.index, receipt["link"]), receipt)
+
+    def _refuse_condemned(self) -> None:
+        if self._engine.name in read_condemned(self._bench.condemned):
+            raise Condemned(self._engine.name)
+
+    def _earlier_receipt(self, link: int, input_hash: str) -> Any:
+        """The receipt of the same link and input: some of its files are gone, or another process was faster."""
+        other = read_receipt(self._source.folder, self._unit.index, link)
+        if other is None or other["engine"] in read_condemned(self._bench.condemned):
+            return None
+        same = (other["config_hash"], other["input"]["hash"]) == (self._source.config_hash, input_hash)
+        return other if same else None
+
+    def _refuse_other_result(self, link: int, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
+        """Two results of one link are equal, or something is broken: then the one with a receipt stays."""
+        if earlier is None:
+            return
+        hashes = earlier["splits"][split]["files"]
+        if any(f"{file.hash:016x}" != hashes[name]["xxh3"] for name, file in files.items()):
+            self._refuse_condemned()  # that says why, if it was just now
+            raise UserError(
+                f"{self._unit} gave other tokens than when "
+                f"{receipt_path(self._source.folder, self._unit.index, link)} was written "
+                f"({earlier['engine']} then, {self._engine.name} now); remove {self._source.folder} to make it "
+                "again with one"
+            )
+
+
+class _Batches:
+    """Documents of a link on their way to the spools, encoded many at a time."""
+
+    def __init__(
+        self,
+        source: SourceJob,
+        spools: list[Spool],
+        tokenizer: Tokenizer,
+        engine: Engine,
+        check: Check,
+        which: Which,
+    ) -> None:
+        self._source = source
+        self._spools = spools
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._check = check
+        self._is_reference = which == "tokenizers"
+        self._itemsize = tokenizer.dtype.itemsize
+        self._batch: list[tuple[Document, bytes]] = []
+        self._bytes = 0
+
+    def add(self, document: Document, raw: bytes) -> bool:
+        """Take a document; returns whether this encoded what had gathered."""
+        if len(raw) > self._source.max_document_bytes:
+            self.flush()
+            spool = self._spools[self._source.splits.of(raw, document.id)]
+            spool.add_long(document, len(raw), self._encode_long(document, raw))
+            return True
+        self._batch.append((document, raw))
+        self._bytes += len(raw)
+        if self._bytes < self._engine.batch_bytes and len(self._batch) < self._engine.batch_documents:
+            return False
+        self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Encode what has gathered."""
+        if not self._batch:
+            return
+        documents = [document for document, _ in self._batch]
+        encoded = self._encode(documents, [document.text for document in documents])
+        view = memoryview(encoded.ids).cast("B")
+        ends = (np.cumsum(encoded.lengths) * self._itemsize).tolist()
+        start = 0
+        for (document, raw), end in zip(self._batch, ends, strict=True):
+            self._spools[self._source.splits.of(raw, document.id)].add(document, len(raw), view[start:end])
+            start = end
+        for spool in self._spools:
+            spool.flush()
+        self._batch.clear()
+        self._bytes = 0
+
+    def _encode_long(self, document: Document, raw: bytes) -> Iterator[memoryview]:
+        for text in cut_text(raw, self._source.max_document_bytes):
+            yield memoryview(self._encode([document], [text]).ids).cast("B")
+
+    def _encode(self, documents: list[Document], texts: list[str]) -> Any:
+        encoded = self._engine.encode(texts)
+        forged = encoded.ids == self._tokenizer.end_of_document
+        if forged.any():
+            place = np.searchsorted(np.cumsum(encoded.lengths), np.flatnonzero(forged)[0], side="right")
+            raise UserError(
+                f"tokenizer.end_of_document: the tokenizer makes {self._tokenizer.end_of_document_token!r} out "
+                f"of ordinary text (document {documents[int(place)].id}), which would forge the end of a document; "
+                "choose another token"
+            )
+        if not self._is_reference:
+            rows = np.fromiter((document.row for document in documents), np.uint64, len(documents))
+            self._check.add_batch(rows, [document.id for document in documents], texts, encoded)
+        return encoded
+
+
+def read_condemned(path: Path) -> dict[str, str]:
+    """Engines that must not be used any more, with the evidence."""
+    try:
+        found: dict[str, str] = store.get_json(path)
+        return found
+    except FileNotFoundError:
+        return {}
+
+
+def receipt_stands(source: SourceJob, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
+    """Whether a receipt is of this config, begins where the link begins, and its files are there."""
+    return (
+        receipt is not None
+        and receipt["config_hash"] == source.config_hash
+        and tuple(receipt["start"]) == start
+        and receipt["engine"] not in condemned
+        and files_are_there(source.folder, receipt, source.below)
+    )
 
 
 def _rejected_record(document: Document) -> dict[str, Any]:
     fields = ("row", "piece", "line", "byte", "reason", "detail")
     return {field: getattr(document, field) for field in fields}
-
-
-def _earlier_receipt(job: UnitJob, input_hash: str) -> Any:
-    """The receipt of the same unit of the same input: some of its files are gone, or another process was faster."""
-    other = read_receipt(job.source.folder, job.unit.index)
-    same = other is not None and (other["config_hash"], other["input"]["hash"]) == (job.source.config_hash, input_hash)
-    return other if same else None
-
-
-def _refuse_other_result(job: UnitJob, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
-    """Two results of one unit are equal, or something is broken: then the one with a receipt stays."""
-    if earlier is None:
-        return
-    hashes = earlier["splits"][split]["files"]
-    if any(f"{file.hash:016x}" != hashes[name]["xxh3"] for name, file in files.items()):
-        raise UserError(
-            f"{job.unit} gave other tokens than when {receipt_path(job.source.folder, job.unit.index)} was written "
-            f"({earlier['engine']} then, {ENGINE} now); remove {job.source.folder} to make it again with one"
-        )
-
-
-class _Spool:
-    """The tokens of one split of a unit: kept in reading order in a file, then written in keyed order.
-
-    Memory: 20 bytes a document.
-    """
-
-    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
-        self._prefix = prefix
-        self._tokenizer = tokenizer
-        self._tmp = store.temporary(prefix)
-        self._file: BinaryIO = self._tmp.open("w+b", buffering=2**20)
-        self._lengths = array("q")
-        self._rows = array("Q")
-        self._id_hashes = array("Q")
-        self._text_bytes = 0
-
-    def add(self, document: Document, text_bytes: int, ids: np.ndarray[Any, Any]) -> None:
-        end = self._tokenizer.end_of_document
-        if (ids == end).any():
-            raise UserError(
-                f"tokenizer.end_of_document: the tokenizer makes {self._tokenizer.end_of_document_token!r} out of "
-                f"ordinary text (document {document.id}), which would forge the end of a document; choose another token"
-            )
-        self._file.write(np.append(ids, ids.dtype.type(end)).tobytes())
-        self._lengths.append(len(ids) + 1)
-        self._rows.append(document.row)
-        self._id_hashes.append(xxhash.xxh3_64_intdigest(document.id.encode()))
-        self._text_bytes += text_bytes
-
-    def commit(self, order_key: int, check: Callable[[dict[str, HashedFile]], None]) -> dict[str, Any]:
-        """Write the part and commit it if `check` of its ids and provenance does not raise; counts, sizes, hashes."""
-        self._file.flush()
-        count = len(self._lengths)
-        dtype = self._tokenizer.dtype
-        lengths = np.array(self._lengths, dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths
-        # The order depends on the row in the unit, not on the split that other documents went to.
-        place = keyed_order(max(self._rows[-1] + 1 if count else 0, 1), order_key)
-        rank = np.empty_like(place)
-        rank[place] = np.arange(len(place))
-        order = np.argsort(rank[np.array(self._rows, dtype=np.int64)]) if count else np.zeros(0, np.int64)
-        records = np.zeros(count, PROVENANCE)
-        records["unit"] = int(self._prefix.name)
-        records["row"] = np.array(self._rows, dtype=np.uint64)[order]
-        records["id_hash"] = np.array(self._id_hashes, dtype=np.uint64)[order]
-        descriptor = self._file.fileno()
-        with HashedFile(part_files(self._prefix)[2]) as provenance:
-            provenance.write(records.tobytes())
-            with IndexedWriter(self._prefix, dtype) as writer:
-                for start, length in zip(starts[order].tolist(), lengths[order].tolist(), strict=True):
-                    data = os.pread(descriptor, length * dtype.itemsize, start * dtype.itemsize)
-                    writer.add_document(np.frombuffer(data, dtype))
-                check({"bin": writer.bin, "prov": provenance})
-            provenance.commit()
-        return {
-            "documents": count,
-            "tokens": int(lengths.sum()),
-            "text_bytes": self._text_bytes,
-            "files": {
-                name: {"size": file.size, "xxh3": f"{file.hash:016x}"}
-                for name, file in (("bin", writer.bin), ("idx", writer.idx), ("prov", provenance))
-            },
-        }
-
-    def __enter__(self) -> _Spool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._file.close()
-        except OSError:
-            pass  # a full disk; the write before has said so
-        finally:
-            self._tmp.unlink(missing_ok=True)

@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from pipeline.errors import UserError
@@ -29,8 +33,39 @@ _PATIENCE_S = 10.0
 """How long workers may take to clean up before they are killed."""
 
 
-class WorkerDied(UserError):
-    """A worker process ended without an answer."""
+@dataclass(frozen=True)
+class Advanced(Generic[J]):
+    """A job got on by some amount."""
+
+    job: J
+    amount: int
+
+
+@dataclass(frozen=True)
+class Done(Generic[J, R]):
+    """A job has a result."""
+
+    job: J
+    result: R
+
+
+@dataclass(frozen=True)
+class Failed(Generic[J]):
+    """A job raised an exception."""
+
+    job: J
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Died(Generic[J]):
+    """The process that held a job ended without an answer; another one was started in its place."""
+
+    job: J
+    how: str
+
+
+Event = Advanced[J] | Done[J, R] | Failed[J] | Died[J]
 
 
 class Workers(Generic[J, R]):
@@ -43,66 +78,70 @@ class Workers(Generic[J, R]):
     """
 
     def __init__(self, make: Callable[..., Callable[[J, Progress], R]], args: tuple[Any, ...], count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("spawn")
+        self._make = make
+        self._args = args
         self._processes: dict[Connection, BaseProcess] = {}
+        self._waiting: deque[J] = deque()
         try:
             with _interrupts_wait():
                 for _ in range(count):
-                    ours, theirs = context.Pipe()
-                    process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
-                    process.start()
-                    theirs.close()
-                    self._processes[ours] = process
+                    self._start()
         except BaseException:  # an interrupt that waited, say: nobody will leave the context that was never entered
             self._end()
             raise
 
-    def run(self, jobs: Sequence[J]) -> Iterator[tuple[J, int | None, R | None]]:
-        """Run jobs; yields (job, amount of progress, None) and (job, None, result) as they come, in any order.
+    def _start(self) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self._make, self._args), daemon=True)
+        with _no_main_module():
+            process.start()
+        theirs.close()
+        self._processes[ours] = process
+        return ours
 
-        Raises:
-            WorkerDied: a process ended; the message names its job.
-            Exception: what a job raised.
-        """
-        waiting = list(reversed(jobs))
+    def add(self, job: J) -> None:
+        """Give another job to the `run` that is under way; it comes last."""
+        self._waiting.append(job)
+
+    def run(self, jobs: Iterable[J]) -> Iterator[Event[J, R]]:
+        """Run jobs and what is added meanwhile; yields what happens, of all jobs in any order."""
+        self._waiting.extend(jobs)
         holding: dict[Connection, J] = {}
-        for connection in self._processes:
-            self._give(connection, waiting, holding)
-        while holding:
+        while True:
+            for connection in self._processes:
+                if self._waiting and connection not in holding:
+                    holding[connection] = job = self._waiting.popleft()
+                    with contextlib.suppress(ConnectionError):  # it is dead; reading its answer finds that out
+                        connection.send(job)
+            if not holding:
+                return
             for ready in wait(list(holding)):
                 connection = cast(Connection, ready)
                 job = holding[connection]
                 try:
                     kind, value = connection.recv()
-                except (EOFError, ConnectionError):
-                    raise WorkerDied(self._obituary(connection, job)) from None
-                if kind == "progress":
-                    yield job, value, None
-                elif kind == "error":
-                    raise value
-                else:
+                except (EOFError, OSError):  # it is gone, perhaps in the middle of an answer
                     del holding[connection]
-                    self._give(connection, waiting, holding)
-                    yield job, None, value
+                    yield Died(job, self._bury(connection))
+                    continue
+                if kind == "progress":
+                    yield Advanced(job, value)
+                    continue
+                del holding[connection]
+                yield Failed(job, value) if kind == "error" else Done(job, value)
 
-    def _give(self, connection: Connection, waiting: list[J], holding: dict[Connection, J]) -> None:
-        if waiting:
-            holding[connection] = job = waiting.pop()
-            with contextlib.suppress(ConnectionError):  # it is dead; reading its answer finds that out
-                connection.send(job)
-
-    def _obituary(self, connection: Connection, job: J) -> str:
-        process = self._processes[connection]
+    def _bury(self, connection: Connection) -> str:
+        """Start a process in place of one that is gone; how that one ended."""
+        process = self._processes.pop(connection)
+        connection.close()
         process.join(_PATIENCE_S)
         code = process.exitcode
-        how = f"exit code {code}"
-        if code is not None and code < 0:
-            how = signal.Signals(-code).name
+        with _interrupts_wait():
+            self._start()
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         memory = " (the system sends it when memory runs out; fewer data.preprocess.workers need less)"
-        return (
-            f"worker process {process.pid} died by {how}{memory if how == 'SIGKILL' else ''} while it held {job}; "
-            "what was finished before stays, the same command goes on from there"
-        )
+        return f"worker process {process.pid} died by {how}{memory if how == 'SIGKILL' else ''}"
 
     def __enter__(self) -> Workers[J, R]:
         return self
@@ -120,6 +159,17 @@ class Workers(Generic[J, R]):
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """A spawned process runs the main module again: the command line with all its packages. Workers need none of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager
@@ -154,6 +204,8 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
     # A closed pipe means that the parent is gone or wants no more.
     with contextlib.suppress(EOFError, ConnectionError):
         run: Callable[[Any, Progress], Any] | None = None
+        with contextlib.suppress(Exception):  # the first job will say why
+            run = make(*args)
         while True:
             job = connection.recv()
             try:
@@ -164,6 +216,17 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
             except Exception as error:
                 if not isinstance(error, UserError):
                     error.add_note(f"in a worker process, running {job}:\n{traceback.format_exc()}")
-                connection.send(("error", error))
+                _send_error(connection, error)
             else:
                 connection.send(("done", result))
+
+
+def _send_error(connection: Connection, error: Exception) -> None:
+    try:
+        data = pickle.dumps(("error", error))
+        pickle.loads(data)
+    except Exception:  # exceptions of other packages are not always made to be sent
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        plain.add_note("\n".join(getattr(error, "__notes__", [])))
+        data = pickle.dumps(("error", plain))
+    connection.send_bytes(data)

@@ -113,11 +113,12 @@ def heldout_splits(config: Config) -> dict[str, HeldOut]:
     Raises:
         UserError: none has.
     """
-    splits = {name: split for name, split in open_heldout(config).items() if len(split)}
+    splits = {name: split for name, split in open_heldout(config, config.eval.split).items() if len(split)}
     if not splits:
         raise UserError(
-            f"nothing is held out (data.heldout is {config.data.heldout}), so there is nothing to evaluate on; "
-            "raise it, or add sources with more documents, and preprocess into a new data.dir"
+            f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
+            "there is nothing to evaluate on; raise it, or add sources with more documents, and preprocess into a new "
+            "data.dir"
         )
     return splits
 
@@ -147,6 +148,7 @@ def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint": checkpoint.fingerprint,
         "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
+        "split": config.eval.split,
         "sequence_length": config.train.sequence_length,
         "compute": config.train.precision.compute,
     }

@@ -17,6 +17,7 @@ from pipeline.config import Config
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.preprocess import dataset_folder, open_datasets, run_tokenizer
+from pipeline.data.receipts import TRAIN
 from pipeline.errors import UserError
 from pipeline.eval.perplexity import EvalReport
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
@@ -34,7 +35,7 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
         console: where the generated continuation is printed.
     """
     path = config.run.dir / "summary.json"
-    train, heldout = (list(open_datasets(config, split).values()) for split in ("train", "heldout"))
+    train, heldout = (list(open_datasets(config, split).values()) for split in (TRAIN, config.eval.split))
     rows = [row for row in read_metrics(config.run.dir) if "loss" in row and row["step"] <= report.step]
     if not rows:
         raise UserError(f"{metrics_path(config.run.dir)} has no step up to {report.step}; was it moved or emptied?")

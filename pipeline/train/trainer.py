@@ -92,7 +92,7 @@ class Trainer:
         mesh = self._setup.mesh
         datasets = open_datasets(config, "train")
         self._loader: Loader = open_loader(config, datasets, dp_rank=mesh.rank("batch"), dp_size=mesh.size("batch"))
-        self._heldout = open_heldout(config)
+        self._heldout = open_heldout(config, config.train.validation.split)
         self._schedule = Schedule(
             train.schedule,
             train.duration.in_tokens(train.batch_size * train.sequence_length),
@@ -178,8 +178,9 @@ class Trainer:
             f"{self._flops[True] / 1e6:,.4g} MFLOP a token",
         )
         if train.validation.samples and not any(len(split) for split in self._heldout.values()):
-            share = self._config.data.heldout
-            say(self._console, f"warning: nothing is held out (data.heldout: {share}), so there is no validation")
+            share = self._config.data.splits.get(train.validation.split)
+            where = f"data.splits.{train.validation.split}: {share}"
+            say(self._console, f"warning: nothing is held out ({where}), so there is no validation")
 
     def _sinks(self, first: int, total: int) -> list[Sink]:
         config = self._config.train.metrics
@@ -331,7 +332,7 @@ class Trainer:
         return latest.path.name if latest else "The start"
 
 
-def open_heldout(config: Config) -> dict[str, HeldOut]:
-    """The held-out split of each source."""
-    datasets = open_datasets(config, "heldout")
+def open_heldout(config: Config, split: str) -> dict[str, HeldOut]:
+    """A held-out split of each source."""
+    datasets = open_datasets(config, split)
     return {name: HeldOut(dataset, config.train.sequence_length) for name, dataset in datasets.items()}

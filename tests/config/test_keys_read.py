@@ -98,6 +98,7 @@ def _with_jsonl(root: Path) -> Path:
     sources = [
         {"name": "sea", "type": "text", "paths": [str(root / "sea" / "*.txt")]},
         {"name": "records", "type": "jsonl", "paths": [str(records)]},
+        {"name": "hub", "type": "hub", "hub": {"path": "json", "data_files": [str(records)]}},
     ]
     extra = root / "both.yaml"
     extra.write_text(f"include: {path.name}\ndata: {{dir: {root / 'both'}, sources: {json.dumps(sources)}}}\n")

@@ -116,7 +116,7 @@ corpus: x
     assert lines[0] == "run.yaml has 10 problems:"
     assert [line.strip() for line in lines[1:11]] == [
         "run.yaml:1: run.seed = -1: must be greater than or equal to 0",
-        "run.yaml:5: data.sources.0.type = \"pdf\": must be one of 'text', 'jsonl'",
+        "run.yaml:5: data.sources.0.type = \"pdf\": must be one of 'text', 'jsonl', 'parquet', 'arrow', 'hub'",
         "run.yaml:7: data.sources.0.wieght: unknown key; did you mean data.sources.0.weight?",
         "run.yaml:9: tokenizer.train.vocab_size = 3: must be greater than or equal to 257",
         "run.yaml:10: model.dim: required key is missing (Width of the residual stream.)",
@@ -137,7 +137,7 @@ corpus: x
         ("vocab_size=1", "did you mean tokenizer.train.vocab_size?"),
         ("trian.batch_size=1", "did you mean train?"),
         ("model.init.sdt=1", "did you mean model.init.std?"),
-        ("eval.zzz=1", "eval has the keys batch_size"),
+        ("eval.zzz=1", "eval has the keys split, batch_size"),
         ("train.warmpu=1", "did you mean train.schedule.warmup?"),
     ],
 )
@@ -413,3 +413,30 @@ def test_every_line_end_is_read_back(end: str) -> None:
 )
 def test_render_and_parse_are_inverse(value: object) -> None:
     assert parse(render(value), "x").value == value
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.splits={train: 0.1}", "'train' is no name of a split"),
+        ("data.splits={heldout: 0.6, test: 0.4}", "leave nothing to train on"),
+        ("data.splits={heldout: 1}", "must be a share of at least 0 and less than 1"),
+        ("data.splits={heldout: some documents}", "must be a whole number"),
+        ("data.splits={heldout: [1]}", "must be a share like 0.01"),
+        ("data.splits={test: 0.1}", "eval.split: 'heldout' is not in data.splits (test)"),
+        ("tokenizer.allow_special=[<|x|>]", "is not in special_tokens"),
+        ("tokenizer.allow_special=[<|endoftext|>]", "is end_of_document"),
+        ("data.sources=[{name: a, type: hub}]", "exactly one of paths"),
+        ("data.sources=[{name: a, paths: [x], hub: {path: y}}]", "exactly one of paths"),
+        ("data.sources=[{name: a, hub: {path: y}}]", "type: hub and the key hub belong together"),
+    ],
+)
+def test_data_that_makes_no_sense(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refused(write(tmp_path), override)
+
+
+def test_splits_are_shares_or_numbers(tmp_path: Path) -> None:
+    config = load(write(tmp_path), ["data.splits={heldout: 0.02, test: 1K documents}"])
+    assert config.data.model_dump()["splits"] == {"heldout": 0.02, "test": "1000 documents"}
+    again = load(write(tmp_path), ["data.splits.heldout=7 documents"])
+    assert again.data.splits["heldout"].documents == 7

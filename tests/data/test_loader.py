@@ -338,7 +338,7 @@ def test_open_loader_reads_what_was_preprocessed(tmp_path):
                     {"name": "notes", "paths": [str(tmp_path / "notes" / "*.txt")]},
                     {"name": "log", "type": "jsonl", "paths": [str(tmp_path / "log.jsonl")]},
                 ],
-                "heldout": 0.1,
+                "splits": {"heldout": 0.1},
                 "preprocess": {"workers": 1},
             },
             "tokenizer": {"train": {"vocab_size": 300}},

@@ -219,7 +219,7 @@ def test_many_parts_are_opened_when_touched(source, tmp_path, monkeypatch):
             with IndexedWriter(prefix, tokenizer.dtype) as writer:
                 for _ in range(documents):
                     writer.add_document(np.array([index % 200 + 5, 0]))
-        table[index]["documents"], table[index]["tokens"] = documents, 2 * documents
+        table[index]["documents"], table[index]["tokens"], table[index]["unit"] = documents, 2 * documents, index
     about = {"source": "s", "split": "train", "text_bytes": 1, "config_hash": "", "code_version": "1"}
     write_dataset(folder, table, tokenizer, about)
     assert sorted(p.name for p in (folder / "parts").iterdir()) == ["00000", "00001", "00002"]

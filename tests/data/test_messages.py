@@ -43,7 +43,7 @@ class TestBadRecords:
             ([b"\n"], 0.2, "its files hold no records; add documents"),
             ([b'{"text": ""}\n'], 0.2, "of 1 record 1 is empty; add documents"),
             ([b"x\n", b'{"text": ""}\n'], 0, "of 2 records 1 is bad (1 invalid JSON) and 1 is empty; add documents"),
-            (GOOD[:3], 0.9999, "of 3 records 3 are held out; add documents, or lower data.heldout (0.9999)"),
+            (GOOD[:3], 0.9999, "of 3 records 3 are held out; add documents, or lower data.splits (heldout: 0.9999)"),
         ],
     )
     def test_nothing_to_train_on(self, tmp_path, tokenizer, lines, heldout, said):
@@ -123,7 +123,7 @@ class TestTerminal:
         preprocess(jsonl(tmp_path, GOOD[0], tokenizer=tokenizer, heldout=1e-9))
         shown = capsys.readouterr().out
         assert "tokenizing 1 unit, " in shown
-        assert "s: none of 1 document is held out (data.heldout is 1e-09); nothing to evaluate on\n" in shown
+        assert "s: none of 1 document went to heldout (data.splits.heldout is 1e-09); nothing to evaluate on\n" in shown
 
     def test_dry_run(self, tmp_path, tokenizer, capsys):
         write_text(tmp_path / "t", 20)
@@ -145,7 +145,7 @@ class TestTerminal:
         console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
         with ProgressLine(console, total_bytes=987_654_321_000, units=12_345, done_before=1) as line:
             line.advance(123_456_789_000)
-            line.unit_done({"splits": {"train": {"tokens": 45_678_901_234}}})
+            line.unit_done(45_678_901_234)
             line._bar.refresh()
         shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]", console.file.getvalue())]
         assert all(len(part) <= width for part in shown)

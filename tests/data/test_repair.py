@@ -182,7 +182,7 @@ class TestOtherSettings:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"heldout": 0.3}, "data.heldout: 0.2 then, 0.3 now"),
+            ({"heldout": 0.3}, "data.splits: {'heldout': '0.2'} then, {'heldout': '0.3'} now"),
             ({"preprocess": {"unit_bytes": 5000}}, "data.preprocess.unit_bytes: 4000 then, 5000 now"),
             ({"preprocess": {"seed": 8}}, "data.preprocess.seed: 7 then, 8 now"),
             ({"source": {"text_key": "body"}}, "text_key: 'text' then, 'body' now"),

@@ -166,10 +166,14 @@ class TestFiles:
 
 class TestUnits:
     def test_sizes(self):
-        assert unit_size(10**15, 2**30) == 2**30
-        assert unit_size(100, 2**30) == 2**20
-        assert unit_size(64 * 2**25, 2**30) == 2**25
+        """As large as asked for, but for small sources, which are cut evenly."""
+        assert 0.99 * 2**30 < unit_size(10**15, 2**30) <= 2**30
         assert unit_size(10**9, 1000) == 1000
+        assert unit_size(0, 1000) == 1
+        for total in (1, 10**6, 10**8, 10**9, 10**10):
+            size = unit_size(total, 2**30)
+            assert min(total, 2**20) <= size <= 2**30
+            assert size * -(-total // size) < total + size
 
     def test_small_files_are_grouped_and_large_text_files_stay_whole(self, tmp_path):
         for number, size in enumerate([10, 20, 70, 500, 5, 5]):
@@ -200,7 +204,7 @@ class TestUnits:
             ]
             assert [d.reason for d in got if d.reason] == [EMPTY for r in records if not r["text"]]
             assert sum(reader.bytes_read for reader in readers) == len(whole)
-            assert sum(sum(reader.lines) for reader in readers) == len(whole.splitlines())
+            assert sum(lines for reader in readers for lines, _ in reader.pieces.values()) == len(whole.splitlines())
             for unit in units:
                 assert [document.row for document in unit] == list(range(len(unit)))
 
@@ -233,7 +237,7 @@ class TestText:
         (tmp_path / "a.txt").write_bytes(b"")
         with (tmp_path / "b.txt").open("wb") as file:
             file.truncate(MAX_RECORD_BYTES + 1)
-        assert [d.reason for d in documents([tmp_path / "*"], TEXT)] == [EMPTY, "longer than 16 MiB"]
+        assert [d.reason for d in documents([tmp_path / "*"], TEXT)] == [EMPTY, "longer than 32 MiB"]
 
 
 class TestJsonl:
@@ -331,7 +335,7 @@ class TestJsonl:
         path = lines(tmp_path, b'{"text": "' + b"x" * (MAX_RECORD_BYTES + 5) + b'"}\n', b'{"text": "next"}\n')
         units, readers = read([path], JSONL)
         first, second = units[0]
-        assert (first.reason, second.text, second.line) == ("longer than 16 MiB", "next", 1)
+        assert (first.reason, second.text, second.line) == ("longer than 32 MiB", "next", 1)
         assert readers[0].bytes_read == path.stat().st_size
 
     def test_input_hash_is_of_the_bytes(self, tmp_path):

@@ -104,6 +104,70 @@ class TestSpecialText:
         assert 256 not in tokenizer.encode("a<|endoftext|>b")
 
 
+class TestAllowSpecial:
+    """A special token that texts may contain, beside one that they may not."""
+
+    TEXTS = ("a<|sep|>b<|pad|>c", "<|sep|>", " <|sep|> <|endoftext|>", "<|<|sep|>|>", "<|sep|<|sep|>", "<|SEP|>")
+
+    @pytest.fixture
+    def allowing(self):
+        return train(special_tokens=["<|sep|>", "<|pad|>"], allow_special=["<|sep|>"])
+
+    def test_it_is_itself_and_the_others_are_text(self, allowing):
+        plain = train(special_tokens=["<|sep|>", "<|pad|>"])
+        for text in self.TEXTS:
+            expected = []
+            for number, part in enumerate(text.split("<|sep|>")):
+                expected += ([1] if number else []) + plain.encode(part)
+            assert allowing.encode(text) == allowing.encode_batch([text])[0].tolist() == expected
+            assert allowing.decode(expected) == text
+            assert not {0, 1, 2} & set(plain.encode(text))
+
+    def test_saved_and_opened(self, allowing, tmp_path):
+        allowing.save(tmp_path)
+        again = Tokenizer.open(tmp_path)
+        assert again.allow_special == ["<|sep|>"]
+        assert [again.encode(text) for text in self.TEXTS] == [allowing.encode(text) for text in self.TEXTS]
+        assert again.fingerprint == allowing.fingerprint
+        # Others who read the file see a special token.
+        entries = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+        assert [(entry["content"], entry["special"]) for entry in entries] == [
+            ("<|endoftext|>", True),
+            ("<|sep|>", True),
+            ("<|pad|>", True),
+        ]
+        again.save(tmp_path / "again")
+        for name in ("tokenizer.json", "special_tokens.json"):
+            assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+    def test_loaded(self, allowing, tmp_path):
+        allowing.save(tmp_path)
+        config = {"path": tmp_path, "special_tokens": ["<|sep|>", "<|pad|>"]}
+        loaded = Tokenizer.load(tmp_path, TokenizerConfig(**config, allow_special=["<|sep|>"]))
+        assert [loaded.encode(text) for text in self.TEXTS] == [allowing.encode(text) for text in self.TEXTS]
+        plain = Tokenizer.load(tmp_path, TokenizerConfig(**config))
+        assert 1 not in plain.encode("<|sep|>")
+        assert len({loaded.fingerprint, allowing.fingerprint, plain.fingerprint}) == 2
+
+    def test_without_it_nothing_changes(self, trained, tmp_path):
+        trained.save(tmp_path)
+        assert json.loads((tmp_path / "special_tokens.json").read_text()) == {
+            "end_of_document": "<|endoftext|>",
+            "special_tokens": [],
+        }
+        assert Tokenizer.open(tmp_path).allow_special == []
+
+
+class TestEncodeFlat:
+    def test_it_is_encode_batch_in_one_array(self, trained):
+        texts = ["", *TEXTS, ""]
+        ids, lengths = trained.encode_flat(texts)
+        assert [one.tolist() for one in np.split(ids, np.cumsum(lengths)[:-1])] == [trained.encode(t) for t in texts]
+        assert [one.tolist() for one in trained.encode_batch(texts)] == [trained.encode(t) for t in texts]
+        assert (ids.dtype, lengths.dtype) == (np.uint16, np.int64)
+        assert trained.encode_batch([]) == []
+
+
 class TestLoad:
     def test_file_or_folder(self, tmp_path, trained):
         trained.save(tmp_path)

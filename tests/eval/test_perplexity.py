@@ -166,10 +166,10 @@ def test_zstd_line_is_that_of_the_original_bytes(config: Config) -> None:
 
 
 def test_nothing_held_out_is_refused(tmp_path: Path) -> None:
-    config = load(tiny.write_run(tmp_path), ["data.heldout=0", "train.duration=2 steps"])
+    config = load(tiny.write_run(tmp_path), ["data.splits.heldout=0", "train.duration=2 steps"])
     preprocess(config)
     train(config)
-    with pytest.raises(UserError, match=r"nothing is held out \(data.heldout is 0"):
+    with pytest.raises(UserError, match=r"nothing is held out \(data.splits.heldout is 0"):
         evaluate(config)
 
 

@@ -1,0 +1,83 @@
+"""The splits of every source: at once where they are shares; by a look at all documents where they are numbers."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+from rich.console import Console
+
+from pipeline.config.root import Config
+from pipeline.console import say
+from pipeline.data import store
+from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS
+from pipeline.data.plan import SourceFiles, counting_job, cut_units
+from pipeline.data.progress import ProgressLine
+from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings
+from pipeline.data.tokenizing import ATTEMPTS, worker_count
+from pipeline.data.unit import UnitJob, make_sample_hashes
+from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+from pipeline.errors import MachineError, UserError
+
+
+def find_splits(config: Config, console: Console, sources: list[SourceFiles]) -> dict[str, Splits]:
+    """The splits of each source by its name.
+
+    Raises:
+        UserError: a source has fewer documents than its splits are to have.
+    """
+    wanted = documents_wanted(config.data)
+    if not wanted:
+        return {found.source.name: make_splits(config.data) for found in sources}
+    return {found.source.name: _planned(config, found) or _counted(config, console, found, wanted) for found in sources}
+
+
+def _planned(config: Config, found: SourceFiles) -> Splits | None:
+    """The splits of the plan that was made before, if it is of the same files and the same `data.splits`."""
+    try:
+        plan = store.get_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
+    except (FileNotFoundError, UserError):
+        return None
+    same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
+    shares = {name: str(split) for name, split in config.data.splits.items()}
+    ends = plan["settings"].get("ends of splits")
+    if not same_files or plan["settings"].get("data.splits") != shares or set(ends or {}) != set(shares):
+        return None
+    return splits_from_settings(config.data, ends)
+
+
+def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) -> Splits:
+    """Read all documents for the smallest hashes among them."""
+    settings = config.data.preprocess
+    say(console, f"{found.source.name}: looking at all documents, because data.splits has numbers of them")
+    source = counting_job(found, config, Splits((), (), config.data.split_by == "id"))
+    jobs = [UnitJob(source, unit) for unit in cut_units(found, settings.seed, settings.unit_bytes)]
+    smallest: list[int] = []
+    attempts: Counter[UnitJob] = Counter()
+    advanced: Counter[UnitJob] = Counter()
+    with (
+        ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
+        Workers[UnitJob, list[int]](make_sample_hashes, (wanted,), worker_count(config, len(jobs))) as workers,
+    ):
+        for event in workers.run(jobs):
+            if isinstance(event, Advanced):
+                line.advance(event.amount)
+                advanced[event.job] += event.amount
+            elif isinstance(event, Done):
+                smallest = list(heapq.merge(smallest, event.result))[:wanted]
+                line.unit_done(0)
+            elif isinstance(event, Failed):
+                raise event.error
+            elif isinstance(event, Died):
+                attempts[event.job] += 1
+                say(console, f"{event.how} while it held {event.job}; attempt {attempts[event.job]} of {ATTEMPTS}")
+                if attempts[event.job] >= ATTEMPTS:
+                    raise MachineError(f"{event.job} could not be counted in {ATTEMPTS} attempts: {event.how}")
+                line.advance(-advanced.pop(event.job, 0))
+                workers.add(event.job)
+    if len(smallest) < wanted:
+        names = ", ".join(f"{name}: {split}" for name, split in config.data.splits.items())
+        raise UserError(
+            f"source {found.source.name!r} has {len(smallest)} documents, too few for data.splits ({names}); lower them"
+        )
+    return make_splits(config.data, smallest)

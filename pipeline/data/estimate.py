@@ -1,0 +1,152 @@
+"""`--dry-run`: what there is to do, with tokens and time estimated from a sample of the documents."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config.root import Config
+from pipeline.console import say
+from pipeline.data.cache import cache_folder
+from pipeline.data.engines import Choice, Engine, choose_engine, open_engine
+from pipeline.data.plan import SourceFiles, cut_units
+from pipeline.data.progress import counted, size
+from pipeline.data.sources import Unit, UnitReader, check_columns
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer_stage import ORIGIN_FILE, run_tokenizer, tokenizer_folder
+from pipeline.data.tokenizing import worker_count
+
+SAMPLE_BYTES = 2**20
+"""Bytes of input of each source that are read and encoded."""
+SAMPLE_S = 2.0
+_FILES_SHOWN = 3
+_TOKENS_A_BYTE = 0.25
+"""Of text, where there is no tokenizer yet: English with a vocabulary of some ten thousand entries."""
+
+
+@dataclass
+class Sample:
+    """A look at some documents of a source.
+
+    Attributes:
+        disk_bytes: bytes on disk that were read.
+        text_bytes: bytes of text in them.
+        tokens: of that text, with end of document.
+        seconds: for reading and encoding, in one process.
+    """
+
+    disk_bytes: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) -> None:
+    """Print units, bytes, and estimates of tokens and time. Writes nothing."""
+    settings, train = config.data.preprocess, config.tokenizer.train
+    say(console, f"output: {config.data_dir}")
+    tokenizer = _tokenizer(config)
+    say(console, f"tokenizer: {config.tokenizer.path if train is None else f'trained, {train.vocab_size:,} entries'}")
+    engine: Engine | None = None
+    if tokenizer is not None:
+        choice = _engine(config, tokenizer)
+        engine = open_engine(tokenizer, choice.which)
+        say(console, f"engine: {choice.name} ({choice.why})")
+    table = Table(
+        "source", "type", "files", "bytes", "units", "tokens (about)", "time (about)", title="preprocess: dry run"
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    seconds = 0.0
+    samples = {}
+    for found in sources:
+        check_columns(found.files, found.reader)
+        units = cut_units(found, settings.seed, settings.unit_bytes)
+        samples[found.source.name] = sample = _sample(units, found, engine)
+        share = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
+        workers = worker_count(config, max(len(units), 1))
+        took = sample.seconds * share / workers
+        seconds += took
+        table.add_row(
+            found.source.name,
+            found.reader.type,
+            f"{len(found.files):,}",
+            f"{found.bytes:,}",
+            f"{len(units):,}",
+            _rounded(sample.tokens * share),
+            _duration(took) if engine is not None else "-",
+        )
+    console.print(table)
+    for found in sources:
+        more = len(found.files) - _FILES_SHOWN
+        files = [file.path for file in found.files[:_FILES_SHOWN]] + ([f"and {more:,} more"] if more > 0 else [])
+        say(console, f"{found.source.name}: {', '.join(files)}")
+    read = size(sum(sample.text_bytes for sample in samples.values()))
+    if engine is None:
+        say(
+            console, f"Estimated from {read} of text; the tokenizer is not trained yet, so 4 bytes a token are assumed."
+        )
+    else:
+        workers = worker_count(config, 2**31)
+        say(
+            console,
+            f"Estimated from {read} of text: {_duration(seconds)} with {counted(workers, 'worker')}; writing to a slow "
+            "disk comes on top.",
+        )
+    if any(split.documents for split in config.data.splits.values()):
+        say(console, "All documents are read twice, because data.splits has numbers of documents.")
+
+
+def _tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer, if there is one by now."""
+    if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
+        return run_tokenizer(config)
+    return None if config.tokenizer.path is None else Tokenizer.load(config.tokenizer.path, config.tokenizer)
+
+
+def _engine(config: Config, tokenizer: Tokenizer) -> Choice:
+    return choose_engine(config.data.preprocess.engine, tokenizer, cache_folder() / "engines", set())
+
+
+def _sample(units: list[Unit], found: SourceFiles, engine: Engine | None) -> Sample:
+    """Read from units in their keyed order until there is enough."""
+    sample = Sample()
+    started = time.perf_counter()
+    for unit in units:
+        reader = UnitReader(unit, found.reader)
+        texts: list[str] = []
+        for document in reader:
+            if document.reason is None:
+                texts.append(document.text)
+            if sample.disk_bytes + reader.bytes_read >= SAMPLE_BYTES or time.perf_counter() - started > SAMPLE_S:
+                break
+        sample.disk_bytes += max(reader.bytes_read, 1)
+        text_bytes = sum(len(text.encode()) for text in texts)
+        sample.text_bytes += text_bytes
+        if engine is None:
+            sample.tokens += round(text_bytes * _TOKENS_A_BYTE) + len(texts)
+        else:
+            for first in range(0, len(texts), engine.batch_documents):
+                sample.tokens += len(engine.encode(texts[first : first + engine.batch_documents]).ids)
+            sample.tokens += len(texts)
+        if sample.disk_bytes >= SAMPLE_BYTES or time.perf_counter() - started > SAMPLE_S:
+            break
+    sample.seconds = time.perf_counter() - started
+    return sample
+
+
+def _rounded(count: float) -> str:
+    """A count with three digits that mean something."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,219 @@
+"""Text files and JSON lines, plain and compressed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import orjson
+
+from pipeline.data.compression import Decompressed, StreamError, compression_of, open_stream
+from pipeline.data.records import EMPTY, MAX_RECORD_BYTES, NOT_UTF8, TOO_LONG, Cursor, Document, Piece
+
+_BOM = b"\xef\xbb\xbf"
+_BUFFER_BYTES = 2**18
+_CHUNK_BYTES = 2**18
+
+
+def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
+    """One document a file. A byte order mark is no part of the text; line ends stay as they are."""
+    path = piece.file.path
+    try:
+        with open_stream(path) as stream:
+            # A plain file that is too long is not even begun to be held; of a compressed one nobody knows before.
+            limit = MAX_RECORD_BYTES + 1 if compression_of(path) or piece.file.size <= MAX_RECORD_BYTES else 0
+            raw = b"".join(_chunks(stream, limit))
+            cursor.digest.update(raw)
+            size = len(raw)
+            if too_long := size == limit:
+                raw = b""
+                while chunk := stream.read(_CHUNK_BYTES):
+                    cursor.digest.update(chunk)
+                    size += len(chunk)
+    except StreamError as error:
+        cursor.bytes_read += piece.file.size
+        cursor.ended = True
+        yield cursor.rejected(None, 0, error.reason, error.detail)
+        return
+    cursor.input_bytes += size
+    cursor.bytes_read += piece.file.size
+    cursor.offset = size
+    cursor.ended = True
+    if too_long:
+        yield cursor.rejected(None, 0, TOO_LONG, f"{size} bytes")
+        return
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # utf-8-sig counts from behind the mark.
+        byte = error.start + (len(_BOM) if raw.startswith(_BOM) else 0)
+        around = raw[max(0, byte - 20) : byte + 20]
+        yield cursor.rejected(None, byte, NOT_UTF8, f"byte 0x{raw[byte]:02x} at {byte}", around)
+        return
+    row = cursor.row
+    cursor.row += 1
+    reason = None if text else EMPTY
+    metadata = b"{}" if cursor.kept else None
+    yield Document(text, piece.file.name, cursor.unit.index, row, cursor.piece, None, 0, reason, "", metadata)
+
+
+def _chunks(stream: BinaryIO, limit: int) -> Iterator[bytes]:
+    """At most `limit` bytes. `read(limit)` would allocate as much for every small file."""
+    while limit > 0 and (chunk := stream.read(min(limit, _CHUNK_BYTES))):
+        yield chunk
+        limit -= len(chunk)
+
+
+def read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
+    """One JSON object a line; blank lines hold no record. Of a key that is there twice the last value counts.
+
+    Where a compressed file is cut or damaged, its last record is a rejected one that says so.
+    """
+    path = piece.file.path
+    if compression_of(path) is None:
+        with open(path, "rb", buffering=min(_BUFFER_BYTES, max(piece.file.size, 1024))) as file:
+            _seek(file, piece, cursor)
+            yield from _lines(cursor, piece, file, piece.end, None)
+        return
+    with open_stream(path) as stream:
+        source = stream.raw
+        assert isinstance(source, Decompressed)
+        try:
+            _skip(stream, cursor)
+            yield from _lines(cursor, piece, stream, 2**63, source)
+        except StreamError as error:
+            cursor.ended = True
+            detail = f"{error.detail}; byte {cursor.offset} of what it holds is the first that could not be read"
+            yield cursor.rejected(cursor.line, cursor.offset, error.reason, detail)
+
+
+def _seek(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
+    """Go to the first line that belongs to a piece, or to where the reading goes on."""
+    if cursor.offset >= 0:
+        file.seek(cursor.offset)
+        return
+    position = 0
+    if piece.start:
+        # The line that runs over the start belongs to the piece before; if one ends there, this skips nothing.
+        file.seek(piece.start - 1)
+        position = piece.start - 1
+        while position < piece.end and (skipped := file.readline(_CHUNK_BYTES)):
+            position += len(skipped)
+            if skipped.endswith(b"\n"):
+                break
+    cursor.offset = position
+
+
+def _skip(stream: BinaryIO, cursor: Cursor) -> None:
+    """Decompress and forget what was read before."""
+    cursor.offset = max(cursor.offset, 0)
+    left = cursor.offset
+    while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
+        left -= len(chunk)
+
+
+def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None) -> Iterator[Document]:
+    """The records of the lines that begin before `end`. This is the loop that runs for every record of a corpus."""
+    reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
+    text_key, id_key, prefix = reader.text_key, reader.id_key, f"{piece.file.name}@"
+    readline, update, loads = file.readline, cursor.digest.update, orjson.loads
+    position, line = cursor.offset, cursor.line
+    consumed = source.consumed if source else 0
+    while position < end and (raw := readline(MAX_RECORD_BYTES)):
+        byte, size = position, len(raw)
+        update(raw)
+        position += size
+        too_long = size == MAX_RECORD_BYTES and not raw.endswith(b"\n")
+        if too_long:
+            raw = raw[:200]
+            while rest := readline(_CHUNK_BYTES):
+                update(rest)
+                position += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+        line += 1
+        cursor.offset = position
+        cursor.line = line
+        # Added up, because who reads may set the counts to zero in between.
+        cursor.input_bytes += position - byte
+        if source is None:
+            cursor.bytes_read += position - byte
+        else:
+            cursor.bytes_read += source.consumed - consumed
+            consumed = source.consumed
+        if too_long:
+            yield cursor.rejected(line - 1, byte, TOO_LONG, f"{position - byte} bytes", raw)
+            continue
+        if byte == 0 and raw.startswith(_BOM):
+            raw = raw[len(_BOM) :]
+        try:
+            record = loads(raw)
+        except orjson.JSONDecodeError as error:
+            if raw and not raw.isspace():
+                reason, detail = _json_reason(raw, error)
+                yield cursor.rejected(line - 1, byte, reason, detail, raw)
+            continue
+        text = record.get(text_key) if type(record) is dict else None
+        if type(text) is not str:
+            reason, detail = _text_reason(record, text_key)
+            yield cursor.rejected(line - 1, byte, reason, detail, raw)
+            continue
+        own = record.get(id_key)
+        if type(own) is not str:
+            own = str(own) if type(own) is int else ""
+        metadata = metadata_json({key: record[key] for key in kept if key in record}) if kept else None
+        row = cursor.row
+        cursor.row = row + 1
+        yield Document(
+            text, own or f"{prefix}{byte}", unit, row, number, line - 1, byte, None if text else EMPTY, "", metadata
+        )
+    if source is not None:
+        cursor.bytes_read += source.consumed - consumed
+
+
+def metadata_json(values: dict[str, Any]) -> bytes:
+    """Kept values as a JSON object: dates in ISO form, numbers that are none as null, all else as text."""
+    try:
+        return orjson.dumps(values, default=_as_text, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # nested deeper than can be written
+        return orjson.dumps({key: _writable(value) for key, value in values.items()}, option=orjson.OPT_SORT_KEYS)
+
+
+def _writable(value: Any) -> orjson.Fragment | None:
+    try:
+        return orjson.Fragment(orjson.dumps(value, default=_as_text, option=orjson.OPT_SORT_KEYS))
+    except orjson.JSONEncodeError:
+        return None
+
+
+def _as_text(value: Any) -> str:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def _text_reason(record: Any, text_key: str) -> tuple[str, str]:
+    """Why a JSON value has no text: (one of a few reasons, the detail)."""
+    if not isinstance(record, dict):
+        return "not a JSON object", ""
+    if text_key not in record:
+        return f"no key {text_key!r}", f"keys: {', '.join(map(repr, list(record)[:10])) or 'none'}"
+    return "text is not a string", ""
+
+
+def _json_reason(raw: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
+    """Why a line is no JSON: (one of a few reasons, the detail)."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as bad:
+        return NOT_UTF8, f"byte 0x{raw[bad.start]:02x} at column {bad.start + 1}"
+    if not raw.endswith(b"\n"):
+        return "cut line", "the file ends inside of it"
+    if error.pos >= len(text.rstrip("\r\n")):
+        return "cut line", f"the line ends inside {'a string' if 'in string' in error.msg else 'the record'}"
+    try:
+        if re.search(r"[\ud800-\udfff]", json.dumps(json.loads(raw), ensure_ascii=False)):
+            return "lone surrogate", str(error)
+    except (ValueError, RecursionError):
+        pass
+    return "invalid JSON", str(error)

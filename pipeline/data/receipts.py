@@ -1,0 +1,98 @@
+"""Receipts: what was made of a link of a unit, and how to tell that it is still there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.data import store
+from pipeline.data.indexed import metadata_file, numbered, part_files, part_prefix
+from pipeline.errors import UserError
+
+TRAIN = "train"
+"""The split of the documents that no other split takes."""
+RECEIPT_KEYS = (
+    "unit",
+    "link",
+    "last",
+    "start",
+    "next",
+    "input",
+    "config_hash",
+    "engine",
+    "pieces",
+    "records",
+    "rejected",
+    "checked",
+    "splits",
+)
+
+
+def receipt_path(source: Path, unit: int, link: int = 0) -> Path:
+    """Receipt of a link."""
+    return _beside(source, unit, link, ".json")
+
+
+def rejected_path(source: Path, unit: int, link: int = 0) -> Path:
+    """Rejected records of a link; there is a file only if there are any."""
+    return _beside(source, unit, link, ".rejected.jsonl")
+
+
+def _beside(source: Path, unit: int, link: int, suffix: str) -> Path:
+    path = numbered(source / "receipts", unit, link)
+    return path.with_name(path.name + suffix)
+
+
+def read_receipt(source: Path, unit: int, link: int = 0) -> Any:
+    """The receipt of a link; None if there is none that can be read."""
+    try:
+        return store.get_json(receipt_path(source, unit, link), *RECEIPT_KEYS)
+    except (FileNotFoundError, UserError):
+        return None
+
+
+def read_receipts(source: Path, unit: int) -> Iterator[Any]:
+    """The receipts of a unit from its first link on; the last one says so, or the next is missing."""
+    for link in itertools.count():
+        receipt = read_receipt(source, unit, link)
+        if receipt is None:
+            return
+        yield receipt
+        if receipt["last"]:
+            return
+
+
+def link_files(folder: Path, unit: int, link: int, split: dict[str, Any]) -> dict[str, Path]:
+    """Paths of the files of a link's part, by the names in its receipt.
+
+    Args:
+        folder: of the dataset.
+        unit: of the link.
+        link: its number.
+        split: what the receipt says of the split.
+    """
+    prefix = part_prefix(folder, unit, link)
+    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}
+    return {name: files[name] for name in split["files"]}
+
+
+def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> bool:
+    """Whether all files of a link have the sizes in its receipt.
+
+    Args:
+        source: folder of the source.
+        receipt: of the link.
+        below: sub-folder of the dataset's folders that the parts are in.
+    """
+    unit, link = receipt["unit"], receipt["link"]
+    try:
+        for name, split in receipt["splits"].items():
+            for file, path in link_files(source / name / below, unit, link, split).items():
+                if os.stat(path).st_size != split["files"][file]["size"]:
+                    return False
+        return not receipt["rejected"] or rejected_path(source, unit, link).exists()
+    except FileNotFoundError:
+        return False

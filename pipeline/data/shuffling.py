@@ -1,0 +1,98 @@
+"""The second pass of `shuffle: global` as a part of the stage: when it is needed, its workers, its parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from pipeline.config.root import Config
+from pipeline.console import say
+from pipeline.data.bucket import ShuffleJob, make_shuffle
+from pipeline.data.finish import Finish
+from pipeline.data.leases import Holder, Watch, take_when_free
+from pipeline.data.plan import Plan
+from pipeline.data.progress import ProgressLine
+from pipeline.data.receipts import read_receipts
+from pipeline.data.shuffle import Run, Shuffle
+from pipeline.data.tokenizing import ATTEMPTS, worker_count
+from pipeline.data.unit import order_key
+from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+from pipeline.errors import MachineError
+
+
+class Shuffling:
+    """The second pass over the sources of a run; without `shuffle: global` all of it does nothing."""
+
+    def __init__(self, config: Config, console: Console, dtype: np.dtype[Any]) -> None:
+        self._config = config
+        self._console = console
+        self._dtype = dtype
+        self._wanted = config.data.preprocess.shuffle == "global"
+
+    def is_done(self, plan: Plan) -> bool:
+        """Whether all of a source was shuffled before, so that what the first pass wrote is not needed."""
+        if not self._wanted:
+            return False
+        shuffles = self._shuffles(plan)
+        return shuffles is not None and all(shuffle.finished() for shuffle in shuffles.values())
+
+    def run(self, plan: Plan, finish: Finish) -> None:
+        """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
+        if not self._wanted:
+            return
+        shuffles = self._shuffles(plan)
+        assert shuffles is not None, "the first pass is done"
+        if not all(shuffle.finished() for shuffle in shuffles.values()):
+            folder = self._config.data_dir / plan.found.source.name
+            with take_when_free(folder, "shuffle", Watch(), self._say_waiting) as lease, lease.beating():
+                self._run([job for shuffle in shuffles.values() for job in shuffle.jobs()])
+        finish.parts = {name: shuffle.table() for name, shuffle in shuffles.items()}
+
+    def _say_waiting(self, holder: Holder) -> None:
+        say(self._console, f"waiting for {holder}, which shuffles")
+
+    def clean(self, plan: Plan) -> None:
+        """Remove what the first pass wrote of a source whose manifests are there."""
+        for shuffle in ((self._wanted and self._shuffles(plan)) or {}).values():
+            shuffle.remove_unshuffled()
+
+    def _shuffles(self, plan: Plan) -> dict[str, Shuffle] | None:
+        """The shuffles of a source by split; None if the first pass has units to make."""
+        folder = self._config.data_dir / plan.found.source.name
+        runs: dict[str, list[Run]] = {name: [] for name in plan.splits.names}
+        for unit in plan.units:
+            key, last = order_key(self._config.data.preprocess.seed, unit), False
+            for receipt in read_receipts(folder, unit.index):
+                if receipt["config_hash"] != plan.config_hash:
+                    return None
+                for name, table in runs.items():
+                    table.append(Run.of(receipt, name, key))
+                last = receipt["last"]
+            if not last:
+                return None
+        return {name: Shuffle(folder, name, table, self._dtype, plan.config_hash) for name, table in runs.items()}
+
+    def _run(self, jobs: list[ShuffleJob]) -> None:
+        if not jobs:
+            return
+        attempts: Counter[ShuffleJob] = Counter()
+        with (
+            ProgressLine(self._console, sum(job.bytes for job in jobs), len(jobs), 0, "shuffling") as line,
+            Workers[ShuffleJob, Any](make_shuffle, (), worker_count(self._config, len(jobs))) as workers,
+        ):
+            for event in workers.run(jobs):
+                if isinstance(event, Advanced):
+                    line.advance(event.amount)
+                elif isinstance(event, Done):
+                    line.unit_done(0)
+                elif isinstance(event, Failed):
+                    raise event.error
+                elif isinstance(event, Died):
+                    attempts[event.job] += 1
+                    say(self._console, f"{event.how} while it held {event.job}; attempt {attempts[event.job]}")
+                    if attempts[event.job] >= ATTEMPTS:
+                        raise MachineError(f"{event.job} failed {ATTEMPTS} times: {event.how}")
+                    workers.add(event.job)

@@ -1,0 +1,214 @@
+"""The units of a run on worker processes: what failed is tried again, what another command holds is waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from pipeline.config.root import Config
+from pipeline.console import say
+from pipeline.data import store
+from pipeline.data.engines import Choice, EngineDiffers
+from pipeline.data.progress import ProgressLine, counted
+from pipeline.data.sources import EMPTY
+from pipeline.data.unit import CONDEMNED_FILE, Busy, Condemned, UnitDone, UnitJob, make_tokenize, read_condemned
+from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.data.workers import Event
+
+ATTEMPTS = 3
+"""A unit that failed so often is given up."""
+FAILURES_FILE = "failures.jsonl"
+"""In a source's folder: one line for every time that a unit failed."""
+_GIVEN_UP_AT_MOST = 10
+"""After so many units that were given up, the fault is not theirs."""
+_LOOK_AGAIN_S = 1.0
+_WARN_AFTER_RECORDS = 1000
+
+
+@dataclass
+class Outcome:
+    """What became of the units.
+
+    Attributes:
+        units: units that this run made, wholly or in part.
+        failed: units that were given up, with how they failed last.
+        condemned: the engine gave other ids than `tokenizers`, so its units have to be made again.
+    """
+
+    units: int = 0
+    failed: list[tuple[UnitJob, str]] = field(default_factory=list)
+    condemned: str | None = None
+
+
+def worker_count(config: Config, jobs: int) -> int:
+    """Worker processes for so many jobs."""
+    return min(config.data.preprocess.workers or len(os.sched_getaffinity(0)), jobs)
+
+
+def tokenize_units(
+    config: Config,
+    console: Console,
+    jobs: Sequence[UnitJob],
+    units: int,
+    tokenizer: Path,
+    choose_engine: Callable[[], Choice],
+) -> Outcome:
+    """Make all of the units, or find out which cannot be made.
+
+    Args:
+        config: the run.
+        console: where progress goes.
+        jobs: the units that are not done.
+        units: of all sources, done ones too.
+        tokenizer: folder of the tokenizer.
+        choose_engine: what computes the ids; asked while the workers start.
+
+    Raises:
+        UserError: something in the config or the data has to be mended first.
+        OSError: the disk is full or read-only, say.
+    """
+    args = (tokenizer, config.data.preprocess.verify_rate)
+    total_bytes = sum(job.unit.bytes for job in jobs)
+    with Workers[UnitJob, UnitDone | Busy](make_tokenize, args, worker_count(config, len(jobs))) as workers:
+        engine = choose_engine()
+        with ProgressLine(console, total_bytes, len(jobs), units - len(jobs)) as line:
+            run = _Run(config, console, line, workers, tokenizer / CONDEMNED_FILE, engine.name)
+            return run.run([replace(job, engine=engine.which) for job in jobs])
+
+
+class _Run:
+    """One pool of workers and what happens in it."""
+
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        line: ProgressLine,
+        workers: Workers[UnitJob, UnitDone | Busy],
+        condemned: Path,
+        engine: str,
+    ) -> None:
+        self._console = console
+        self._line = line
+        self._workers = workers
+        self._condemned = condemned
+        self._engine = engine
+        self._limit = config.data.preprocess.max_error_rate
+        self._outcome = Outcome()
+        self._attempts: Counter[tuple[str, int]] = Counter()
+        self._advanced: Counter[tuple[str, int]] = Counter()
+        self._records: Counter[str] = Counter()
+        self._bad: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    def run(self, jobs: Sequence[UnitJob]) -> Outcome:
+        waiting: list[UnitJob] = list(jobs)
+        said_holders: set[str] = set()
+        while waiting:
+            held: list[tuple[UnitJob, str]] = []
+            for event in self._workers.run(waiting):
+                if isinstance(event, Done) and isinstance(event.result, Busy):
+                    held.append((event.job, event.result.holder))
+                    continue
+                self._handle(event)
+                if self._outcome.condemned or len(self._outcome.failed) >= _GIVEN_UP_AT_MOST:
+                    return self._outcome
+            waiting = [job for job, _ in held]
+            if new := {holder for _, holder in held} - said_holders:
+                said_holders |= new
+                say(self._console, f"waiting for {counted(len(held), 'unit')} held by {', '.join(sorted(new))}")
+            if held:
+                time.sleep(_LOOK_AGAIN_S)
+        return self._outcome
+
+    def _handle(self, event: Event[UnitJob, UnitDone | Busy]) -> None:
+        job = event.job
+        name = (job.source.folder.name, job.unit.index)
+        if isinstance(event, Advanced):
+            self._advanced[name] += event.amount
+            self._line.advance(event.amount)
+        elif isinstance(event, Done):
+            assert isinstance(event.result, UnitDone)
+            self._outcome.units += event.result.made > 0
+            # Bytes that were only estimated, or passed over, count now.
+            self._line.advance(job.unit.bytes - self._advanced.pop(name, 0))
+            self._line.unit_done(event.result.tokens)
+            self._watch_rejected(job, event.result)
+        elif isinstance(event, Died):
+            self._failed(job, event.how)
+        else:
+            self._raised(event)
+
+    def _raised(self, event: Failed[UnitJob]) -> None:
+        error = event.error
+        if isinstance(error, EngineDiffers):
+            self._condemn(str(error))
+        elif isinstance(error, Condemned):
+            self._outcome.condemned = str(error)
+        elif isinstance(error, UserError) or _concerns_all(error):
+            raise error
+        else:
+            self._failed(event.job, f"{type(error).__name__}: {error}", "\n".join(getattr(error, "__notes__", [])))
+
+    def _failed(self, job: UnitJob, how: str, details: str = "") -> None:
+        name = (job.source.folder.name, job.unit.index)
+        self._attempts[name] += 1
+        attempt = self._attempts[name]
+        self._line.advance(-self._advanced.pop(name, 0))
+        record = {
+            "unit": job.unit.index,
+            "attempt": attempt,
+            "how": how,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+        }
+        journal = store.JsonLines(job.source.folder / FAILURES_FILE)
+        journal.write(record)
+        journal.close()
+        what = "it is given up" if attempt == ATTEMPTS else "it will be tried again"
+        say(self._console, f"{how} while it held {job}; attempt {attempt} of {ATTEMPTS}, {what}")
+        if details and attempt == ATTEMPTS:
+            say(self._console, details)
+        if attempt < ATTEMPTS:
+            self._workers.add(job)
+        else:
+            self._outcome.failed.append((job, how))
+
+    def _condemn(self, evidence: str) -> None:
+        store.put_json(self._condemned, read_condemned(self._condemned) | {self._engine: evidence})
+        self._outcome.condemned = self._engine
+        say(self._console, f"{evidence}; everything that {self._engine} wrote is made again with another engine")
+
+    def _watch_rejected(self, job: UnitJob, done: UnitDone) -> None:
+        """Say once, while there is time to stop, that a source has more bad records than are allowed."""
+        source = job.source.folder.name
+        self._records[source] += done.records
+        self._bad[source] += sum(count for reason, count in done.rejected.items() if reason != EMPTY)
+        records, bad = self._records[source], self._bad[source]
+        if records >= _WARN_AFTER_RECORDS and bad > self._limit * records and source not in self._warned:
+            self._warned.add(source)
+            reasons = ", ".join(f"{count} {reason}" for reason, count in done.rejected.items() if reason != EMPTY)
+            say(
+                self._console,
+                f"warning: {bad} of the first {records} records of {source} are bad, more than "
+                f"data.preprocess.max_error_rate {self._limit} allows in the end (in {job}: {reasons or 'none'})",
+            )
+
+
+def _concerns_all(error: Exception) -> bool:
+    """Whether other units would fail in the same way: the disk is full, say."""
+    everywhere = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EMFILE}
+    return isinstance(error, OSError) and error.errno in everywhere

@@ -1,0 +1,91 @@
+"""The preprocess command as processes: started, watched, killed; and what it may leave behind."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config import Config
+from tests.tiny import command
+
+
+def write_run_file(config: Config, path: Path) -> Path:
+    """A run file of a config."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
+    return path
+
+
+def start(file: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start the command in a process group of its own."""
+    return subprocess.Popen(
+        command("preprocess", file),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def receipts(config: Config) -> int:
+    """Links, and buckets of a global shuffle, that are done."""
+    return sum(1 for _ in config.data_dir.glob("*/receipts/**/*.json"))
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], timeout: float = 60) -> None:
+    """Wait until something is so, while a process runs."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def left_behind(config: Config) -> list[Path]:
+    """Temporary files and leases."""
+    return [
+        path
+        for path in config.data_dir.rglob("*")
+        if path.is_file() and (path.name.endswith(".tmp") or "leases" in path.parts)
+    ]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process started."""
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def workers(pid: int) -> list[int]:
+    """Worker processes of the command."""
+    found = []
+    for child in children(pid):
+        try:
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone(pids: list[int]) -> None:
+    """Wait until processes that are not our children have ended."""
+    deadline = time.monotonic() + 30
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"{pids} are still there"
+        time.sleep(0.01)

@@ -1,0 +1,105 @@
+"""The engine of a run: the same datasets with each of them, also where texts contain special tokens."""
+
+import json
+import os
+from importlib import metadata
+
+import orjson
+import pytest
+import tokenizers
+
+from pipeline.data.dataset import Dataset
+from pipeline.data.manifest import verify
+from pipeline.data.preprocess import preprocess, run_tokenizer
+from tests.data import mixed
+from tests.data.runs import datasets, make_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """What is proved of an engine is kept for this module alone."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return mixed.write(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, tmp_path_factory):
+    """A run with `tokenizers`."""
+    config = config_of(tmp_path_factory.mktemp("reference"), corpus, "tokenizers")
+    preprocess(config)
+    return config
+
+
+def config_of(root, corpus, engine, **settings):
+    """Units of several links, with long documents, metadata and bad records."""
+    settings |= {"unit_bytes": 8000, "max_document_bytes": 3000, "max_error_rate": 0.1, "workers": 2, "engine": engine}
+    return make_config(root, mixed.sources(corpus), preprocess=settings)
+
+
+def report(config, name):
+    return json.loads((config.data_dir / name / "report.json").read_text())
+
+
+def own(name):
+    """Name and version of the library that is installed."""
+    return f"{name} {metadata.version(name)}"
+
+
+@pytest.mark.parametrize(("setting", "engine"), [("auto", "gigatoken"), ("fastokens", "fastokens")])
+def test_the_same_bytes_with_any_engine(corpus, reference, tmp_path, setting, engine, capsys):
+    pytest.importorskip(engine)
+    config = config_of(tmp_path, corpus, setting)
+    preprocess(config)
+    assert datasets(config) == datasets(reference)  # manifests too: which engine it was is in receipts and report
+    for source in config.data.sources:
+        assert list(report(config, source.name)["engines"]) == [own(engine)]
+        assert list(report(reference, source.name)["engines"]) == [own("tokenizers")]
+        made = report(config, source.name)["splits"]
+        documents = sum(split["documents"] for split in made.values())
+        assert documents <= report(config, source.name)["checked"] <= 2 * documents  # at least 64 a link; pieces too
+        assert report(reference, source.name)["checked"] == 0
+    assert f"engine: {own(engine)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", "gigatoken", "fastokens"])
+@pytest.mark.parametrize("allowed", [[], ["<|sep|>"]])
+def test_special_tokens_in_texts(tmp_path, engine, allowed):
+    """The end of a document is never forged; what `allow_special` names is let through, and nothing else."""
+    pytest.importorskip(engine)
+    texts = ["<|endoftext|>", "a<|endoftext|>b" * 5, "<|sep|>x<|sep|>", "<|pad|> y", "<|endoftext|><|sep|><|pad|>"]
+    texts = [f"{text}{number}" for number, text in enumerate(texts * 10)]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts))
+    config = make_config(
+        tmp_path,
+        [{"name": "s", "type": "jsonl", "paths": [f"{tmp_path}/a.jsonl"]}],
+        heldout=0,
+        tokenizer={"train": {"vocab_size": 300}, "special_tokens": ["<|sep|>", "<|pad|>"], "allow_special": allowed},
+        preprocess={"engine": engine},
+    )
+    assert preprocess(config).documents == 50
+    dataset = Dataset.open(config.data_dir / "s" / "train")
+    ids = dataset.read(0, dataset.tokens).tolist()
+    engine_ = tokenizers.Tokenizer.from_file(str(config.data_dir / "tokenizer" / "tokenizer.json"))
+    end, sep, pad = (engine_.token_to_id(token) for token in ("<|endoftext|>", "<|sep|>", "<|pad|>"))
+    assert ids.count(end) == 50
+    assert ids.count(sep) == (30 if allowed else 0)
+    assert ids.count(pad) == 0
+    tokenizer = run_tokenizer(config)
+    found = set()
+    for document in range(50):
+        start, stop = dataset.document_start(document), dataset.document_start(document + 1)
+        part = dataset.read(start, stop - start)
+        assert part[-1] == end
+        found.add(tokenizer.decode(part[:-1]))
+    assert found == set(texts)
+    assert verify(dataset.folder).problems == []

@@ -1,0 +1,219 @@
+"""Lines and text, plain and compressed, against a plain reading of the whole content."""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+import subprocess
+import sys
+
+import orjson
+import pytest
+import xxhash
+import zstandard
+
+from pipeline.data.records import MAX_RECORD_BYTES
+from pipeline.data.sources import EMPTY, Reader, UnitReader, line_of
+from tests.data.reading import LINES, check_chain, check_resume, files, middle, read, together, units
+
+TEXT = Reader("text", "text", "id")
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lambda data: lzma.compress(data, preset=0),
+}
+COMPRESSED = pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
+ALL = pytest.mark.parametrize("suffix", COMPRESS)
+
+
+def mixed_lines(count, seed=0):
+    """Records, empty ones, bad ones and blank lines, with every line end."""
+    chance = random.Random(seed)
+    kinds = [
+        *(lambda i: orjson.dumps({"id": f"r{i}", "text": "é" * chance.choice([1, 5, 300]), "url": f"u{i}"}),) * 4,
+        lambda i: orjson.dumps({"text": f"no id {i}"}),
+        lambda i: b'{"text": ""}',
+        lambda i: b"nonsense",
+        lambda i: b'{"text": null}',
+        lambda i: b"",
+        lambda i: b"  \t ",
+    ]
+    return [chance.choice(kinds)(i) + chance.choice([b"\n", b"\r\n"]) for i in range(count)]
+
+
+def write(tmp_path, suffix, data, name="a.jsonl"):
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(COMPRESS[suffix](data))
+    return path
+
+
+@ALL
+@pytest.mark.parametrize("seed", range(3))
+def test_resume_behind_every_record(tmp_path, suffix, seed):
+    """In units of one file and of several, with a byte order mark, and a last line without an end."""
+    paths = [
+        write(tmp_path, suffix, b"\xef\xbb\xbf" + b"".join(mixed_lines(15, seed)), "a"),
+        write(tmp_path, suffix, b"", "b"),
+        write(tmp_path, suffix, b"".join(mixed_lines(12, seed + 50)).rstrip(), "c"),
+    ]
+    found = files(*paths)
+    for unit in units(found, LINES, 400):
+        check_resume(unit, LINES)
+    whole = together(*units(found, LINES, 300))
+    documents = check_resume(whole, LINES)
+    assert len(documents) > 15
+    check_chain(whole, LINES, 4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_resume_in_the_middle_of_a_file(tmp_path, seed):
+    raw = b"".join(mixed_lines(25, seed))
+    unit = units(files(write(tmp_path, "", raw)), LINES)[0]
+    chance = random.Random(seed)
+    for _ in range(6):
+        start, end = sorted(chance.sample(range(len(raw)), 2))
+        check_resume(middle(unit, start, end), LINES)
+
+
+@COMPRESSED
+def test_compressed_is_as_plain(tmp_path, suffix):
+    """Same rows, lines, bytes, reasons and hash; only the names differ."""
+    raw = b"".join(mixed_lines(300))
+    results = []
+    for kind in ("", suffix):
+        (unit,) = units(files(write(tmp_path, kind, raw)), LINES)
+        reader = UnitReader(unit, LINES)
+        documents = [(d.id.replace(suffix, ""), d.text, d.row, d.line, d.byte, d.reason) for d in reader]
+        results.append((documents, reader.input_hash, reader.input_bytes, reader.pieces))
+        assert reader.bytes_read == unit.bytes
+        assert unit.linked == (kind != "")
+    assert results[0] == results[1]
+    assert results[0][1:3] == (xxhash.xxh3_128_hexdigest(raw), len(raw))
+
+
+def test_the_hash_of_a_link_is_that_of_its_bytes(tmp_path):
+    raw = b"".join(mixed_lines(60, 3))
+    (unit,) = units(files(write(tmp_path, ".gz", raw)), LINES)
+    reader = UnitReader(unit, LINES)
+    for document in reader:
+        if document.row == 20:
+            break
+    end = reader.position[1]
+    rest = UnitReader(unit, LINES, reader.position)
+    list(rest)
+    assert reader.input_hash == xxhash.xxh3_128_hexdigest(raw[:end])
+    assert rest.input_hash == xxhash.xxh3_128_hexdigest(raw[end:])
+
+
+@COMPRESSED
+def test_a_compressed_file_is_never_cut(tmp_path, suffix):
+    path = write(tmp_path, suffix, b"".join(mixed_lines(500)))
+    (unit,) = units(files(path), LINES, 10)
+    assert [(p.start, p.end) for p in unit.pieces] == [(0, path.stat().st_size)]
+
+
+@COMPRESSED
+@pytest.mark.parametrize("part", [0.4, 0.9])
+def test_a_truncated_file(tmp_path, suffix, part):
+    """The records before the cut, then one that says where it is; a restart behind it yields nothing."""
+    raw = [orjson.dumps({"text": random.Random(i).randbytes(150).hex()}) + b"\n" for i in range(9000)]
+    path = write(tmp_path, suffix, b"".join(raw))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    *good, bad = read(path, LINES)
+    name = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}[suffix]
+    assert bad.reason == f"truncated {name} file"
+    assert len(raw) * part / 2 < len(good) < len(raw) * part * 1.1
+    assert [d.text for d in good] == [json.loads(line)["text"] for line in raw[: len(good)]]
+    assert (bad.byte, bad.line, bad.row) == (sum(map(len, raw[: len(good)])), len(good), len(good))
+    assert line_of(str(path), bad.byte) == len(good) + 1
+    (unit,) = units(files(path), LINES)
+    reader = UnitReader(unit, LINES)
+    list(reader)
+    assert reader.position == (1, -1, 0, len(good) + 1)
+    assert list(UnitReader(unit, LINES, reader.position)) == []
+
+
+@COMPRESSED
+def test_resume_before_and_behind_a_cut(tmp_path, suffix):
+    """The next file of the unit is read as if nothing had been."""
+    cut = write(tmp_path, suffix, b"".join(mixed_lines(30)), "a")
+    cut.write_bytes(cut.read_bytes()[:-5])
+    (unit,) = units(files(cut, write(tmp_path, suffix, b"".join(mixed_lines(10, 1)), "b")), LINES)
+    documents = check_resume(unit, LINES)
+    assert sum(str(d.reason).startswith("truncated") for d in documents) == 1
+    assert documents[-1].piece == 1
+
+
+@COMPRESSED
+def test_text_that_is_compressed(tmp_path, suffix):
+    paths = [
+        write(tmp_path, suffix, b"\xef\xbb\xbfone\r\n\x00", "a.txt"),
+        write(tmp_path, suffix, b"", "b.txt"),
+        write(tmp_path, suffix, b"bad \xff", "c.txt"),
+        write(tmp_path, suffix, b"x" * (MAX_RECORD_BYTES + 1), "d.txt"),
+        write(tmp_path, suffix, b"x" * 1000, "e.txt"),
+        write(tmp_path, suffix, b"last", "f.txt"),
+    ]
+    paths[4].write_bytes(paths[4].read_bytes()[:-3])
+    (unit,) = units(files(*paths), TEXT)
+    got = check_resume(unit, TEXT)
+    assert [(d.id, d.text) for d in got if d.reason is None] == [
+        (f"a.txt{suffix}", "one\r\n\x00"),
+        (f"f.txt{suffix}", "last"),
+    ]
+    reasons = [d.reason for d in got if d.reason]
+    assert reasons[:3] == [EMPTY, "not UTF-8", "longer than 32 MiB"]
+    assert reasons[3].startswith("truncated ")
+
+
+def test_metadata(tmp_path):
+    raw = b"""
+{"text": "a", "url": "u", "when": {"b": [1, null, 2.5], "a": "\\u00e9"}, "other": 1}
+{"text": "b", "when": null}
+{"text": "c"}
+{"url": "rejected"}
+{"text": "d", "when": %s}
+""" % (b"[" * 900 + b"]" * 900)
+    path = write(tmp_path, "", raw)
+    got = read(path, Reader("jsonl", "text", "id", ("when", "url", "when")))
+    # What is nested deeper than can be written is null.
+    assert [d.metadata for d in got] == [
+        '{"url":"u","when":{"a":"é","b":[1,null,2.5]}}'.encode(),
+        b'{"when":null}',
+        b"{}",
+        None,
+        b'{"when":null}',
+    ]
+    assert {d.metadata for d in read(path, Reader("jsonl", "text", "id"))} == {None}
+
+
+def test_deep_nesting_and_keys_that_are_there_twice(tmp_path):
+    deep = b"[" * 100_000 + b"]" * 100_000
+    path = write(tmp_path, "", b'{"text": "a", "x": %s}\n{"text": "one", "id": "p", "id": "q", "text": "two"}\n' % deep)
+    bad, good = read(path, LINES)
+    assert (bad.reason, good.text, good.id) == ("invalid JSON", "two", "q")
+    assert bad.detail
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_line_that_is_a_bomb_takes_no_memory(tmp_path, suffix):
+    """A line of 400 MB in a file of some kB is rejected, and the next one is read."""
+    bomb = COMPRESS[suffix](b'{"text": "') + COMPRESS[suffix](b"x" * 20_000_000) * 20
+    path = tmp_path / f"bomb.jsonl{suffix}"
+    path.write_bytes(bomb + COMPRESS[suffix](b'"}\n{"text": "next"}\n'))
+    code = """
+import sys
+from pipeline.data.files import find_files
+from pipeline.data.sources import Reader, Unit, UnitReader, cut
+reader = Reader("jsonl", "text", "id")
+(pieces,) = cut(find_files([sys.argv[1]], [], "k"), reader, 2**30)
+print([(d.reason, d.text, d.line) for d in UnitReader(Unit(0, "s", pieces), reader)])
+print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    documents, peak = run.stdout.splitlines()
+    assert documents == "[('longer than 32 MiB', '', 0), (None, 'next', 1)]"
+    assert int(peak) < 180_000  # kB; Python and what is imported are 50 MB of it

@@ -1,0 +1,136 @@
+"""Worker processes: what they answer, how they end, and what is known of one that dies."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.context import SpawnProcess
+
+import pytest
+
+from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+
+
+def make_doubler(base):
+    return lambda job, progress: doubled(job, progress, base)
+
+
+def doubled(job, progress, base):
+    if job == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job == "abort":
+        os.abort()
+    if job == "half":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        frame = sys._getframe()
+        while frame.f_code.co_name != "_serve":
+            frame = frame.f_back
+        # The length of a message, as `multiprocessing` writes it, and some of the message.
+        os.write(frame.f_locals["connection"].fileno(), (100_000).to_bytes(4, "big") + b"x" * 1000)
+        time.sleep(60)
+    if job == "leave":
+        os._exit(3)
+    if job == "fail":
+        raise OSError(28, "No space left on device", "somewhere")
+    progress(1)
+    return base + 2 * job
+
+
+def results(events):
+    return sorted((event.job, event.result) for event in events if isinstance(event, Done))
+
+
+def test_results_and_progress():
+    with Workers(make_doubler, (100,), 3) as workers:
+        events = list(workers.run(list(range(20))))
+    assert results(events) == [(job, 100 + 2 * job) for job in range(20)]
+    advanced = [event for event in events if isinstance(event, Advanced)]
+    assert sorted(event.job for event in advanced) == list(range(20))
+    assert sum(event.amount for event in advanced) == 20
+    assert len(events) == 40
+
+
+@pytest.mark.parametrize(("job", "how"), [("die", "SIGKILL"), ("leave", "exit code 3"), ("abort", "SIGABRT")])
+def test_a_death_is_reported_and_the_others_go_on(job, how):
+    with Workers(make_doubler, (0,), 2) as workers:
+        events = list(workers.run([1, 2, job, 3, 4, job, 5]))
+        assert len(workers._processes) == 2
+        died = [event for event in events if isinstance(event, Died)]
+        assert [event.job for event in died] == [job, job]
+        assert all(f"died by {how}" in event.how for event in died)
+        assert ("memory" in died[0].how) == (how == "SIGKILL")
+        assert results(events) == [(n, 2 * n) for n in range(1, 6)]
+        assert results(workers.run([6])) == [(6, 12)]
+
+
+def test_a_worker_killed_inside_of_an_answer():
+    """Half of a long answer has come."""
+    with Workers(make_doubler, (0,), 1) as workers:
+        events = list(workers.run(["half", 1]))
+    assert [event.job for event in events if isinstance(event, Died)] == ["half"]
+    assert results(events) == [(1, 2)]
+
+
+def test_an_idle_worker_that_dies():
+    with Workers(make_doubler, (0,), 1) as workers:
+        assert results(workers.run([1])) == [(1, 2)]
+        (process,) = workers._processes.values()
+        process.kill()
+        process.join()
+        events = list(workers.run([2, 3]))
+        assert [event.job for event in events if isinstance(event, Died)] == [2]
+        assert results(events) == [(3, 6)]
+
+
+def test_a_job_that_is_added_while_others_run():
+    with Workers(make_doubler, (0,), 2) as workers:
+        found = []
+        for event in workers.run(["die", 1]):
+            found.append(event)
+            if isinstance(event, Died):
+                workers.add(7)
+        assert results(found) == [(1, 2), (7, 14)]
+
+
+def test_an_error_keeps_its_kind_and_path():
+    with Workers(make_doubler, (0,), 1) as workers:
+        failed, *_, done = workers.run(["fail", 1])
+    assert isinstance(failed, Failed)
+    assert (failed.error.errno, failed.error.filename) == (28, "somewhere")
+    assert any("in a worker process, running fail" in note for note in failed.error.__notes__)
+    assert done == Done(1, 2)
+
+
+def test_an_interrupt_between_two_starts_is_not_lost(monkeypatch):
+    started = []
+    real = SpawnProcess.start
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(self)
+        started.append(self)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Workers(make_doubler, (0,), 2)
+    assert len(started) == 2  # they are all known when it comes, so that all of them are ended
+    assert all(process.exitcode is not None for process in started)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_workers_leave_interrupts_to_the_parent():
+    with Workers(make_doubler, (0,), 2) as workers:
+        for process in workers._processes.values():
+            os.kill(process.pid, signal.SIGINT)
+        assert len(results(workers.run(list(range(8))))) == 8
+        for process in workers._processes.values():
+            os.kill(process.pid, signal.SIGINT)
+        assert len(results(workers.run(list(range(8))))) == 8
+
+
+def test_leaving_early_ends_the_processes():
+    with Workers(make_doubler, (0,), 2) as workers:
+        next(workers.run(list(range(1000))))
+        processes = list(workers._processes.values())
+    assert all(process.exitcode is not None for process in processes)
