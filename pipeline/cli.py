@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -88,9 +88,15 @@ def preprocess(
     run: Run,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, write nothing.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Show how far it is, from any shell, and leave.")] = False,
 ) -> None:
-    """Turn documents into tokens: data.sources -> datasets."""
+    """Turn documents into tokens: data.sources -> datasets. The same command goes on where one ended."""
     config = _load(run, overrides)
+    if status:
+        from pipeline.data.status import print_status
+
+        print_status(Console(), config, str(run))
+        return
     from slurm.local import preprocess as stage
 
     stage(config, dry_run=dry_run)
@@ -196,15 +202,60 @@ def data_verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
-    from pipeline.data.manifest import REPAIR_DAMAGED, verify
+    from pipeline.data.manifest import verify
 
     found = verify(folder)
     for problem in found.problems:
         _say("bad:", problem)
+    for repair in found.repairs:
+        _say("to repair:", repair)
     if found.problems:
-        _say("to repair:", REPAIR_DAMAGED)
         raise typer.Exit(EXIT_OTHER)
     print(f"{folder}: {found}: everything is as it was written")
+
+
+@data_app.command("merge")
+def data_merge(
+    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="A dataset's folder, like DATA_DIR/SOURCE/train.")],
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="PREFIX.bin and PREFIX.idx are written.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+) -> None:
+    """Write a dataset as a single .bin/.idx pair, for tools that want one."""
+    from pipeline.data.merge import merge
+
+    print(merge(dataset, prefix, force=force, console=Console()))
+
+
+@data_app.command("adopt")
+def data_adopt(
+    prefixes: Annotated[
+        list[Path], typer.Argument(metavar="PREFIX...", help="Paths without suffix, globs or folders.")
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the source that is made.")],
+    tokenizer: Annotated[Path, typer.Option(help="The tokenizer.json that the files were made with.")],
+    end_of_document: Annotated[str, typer.Option(help="The token that closes every document.")] = "<|endoftext|>",
+    special_token: Annotated[list[str] | None, typer.Option(help="A further special token; may be repeated.")] = None,
+    split: Annotated[str, typer.Option(help="Split that the documents become.")] = "train",
+    link: Annotated[
+        Literal["symlink", "hardlink", "copy"], typer.Option(help="How the dataset refers to the files.")
+    ] = "symlink",
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="Copy, with the missing ends of documents.")] = False,
+) -> None:
+    """Make a dataset of .bin/.idx files of Megatron-LM, NeMo or GPT-NeoX, checked and without a second copy."""
+    from pipeline.data.adopt import adopt
+
+    report = adopt(
+        prefixes,
+        to,
+        tokenizer=tokenizer,
+        end_of_document=end_of_document,
+        special_tokens=special_token or [],
+        split=split,
+        link=link,
+        append_eod=append_eod,
+        console=Console(),
+    )
+    print(report)
 
 
 def main() -> None:

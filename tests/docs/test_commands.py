@@ -35,7 +35,7 @@ data:
   sources:
     - name: stdlib
       paths: ["${{sysconfig:stdlib}}/json/*.py", "${{sysconfig:stdlib}}/email/*.py"]
-  heldout: 0.3
+  splits: {{heldout: 0.3}}
   preprocess: {{workers: 1}}
 tokenizer: {{train: {{vocab_size: 300}}}}
 model: {{layers: 1, dim: 32, heads: 2, kv_heads: 1, ffn_dim: 64}}
