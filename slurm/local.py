@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from pipeline.config import Config
+from pipeline.errors import Stopped
 from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -22,8 +27,26 @@ def preprocess(config: Config, *, dry_run: bool = False) -> None:
     if dry_run:
         stage(config, dry_run=True)
         return
-    with _ledger(config).stage("preprocess"):
+    with _ledger(config).stage("preprocess"), _terminate_stops():
         stage(config)
+
+
+@contextmanager
+def _terminate_stops() -> Iterator[None]:
+    """SIGTERM, which schedulers send at the end of the time, ends the stage as Ctrl-C does, and says so."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
+        raise Stopped("SIGTERM came; what was committed is kept, the same command goes on from there")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def train(config: Config, console: Console | None = None) -> int:

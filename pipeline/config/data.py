@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Literal
 
@@ -23,6 +24,14 @@ class HubConfig(Section):
     """Commit, tag or branch; kept as a commit in the plan. Without it, the newest commit when the plan is made."""
     data_files: list[str] = Field(default_factory=list)
     """Files of it, as `load_dataset` takes them; by default those of the split."""
+
+
+def _likely_type(path: str) -> str | None:
+    """The type of files that are named like this, if it is not `text`."""
+    stem, suffix = os.path.splitext(path)
+    if suffix in (".gz", ".zst", ".bz2", ".xz"):
+        suffix = os.path.splitext(stem)[1]
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}.get(suffix)
 
 
 class SourceConfig(Section):
@@ -63,6 +72,10 @@ class SourceConfig(Section):
     def _one_way(self) -> SourceConfig:
         if [bool(self.paths), self.hub is not None, self.dataset is not None].count(True) != 1:
             raise ValueError("give exactly one of paths (files to preprocess), hub and dataset (a dataset folder)")
+        kinds = {kind for path in self.paths if (kind := _likely_type(path)) is not None}
+        if "type" not in self.model_fields_set and kinds:
+            kind = min(kinds)
+            raise ValueError(f"type is not set, and without it each {kind} file is one document: write type: {kind}")
         if (self.type == "hub") != (self.hub is not None):
             raise ValueError("type: hub and the key hub belong together")
         return self
@@ -77,7 +90,8 @@ class PreprocessConfig(Section):
     workers: int | None = Field(default=None, ge=1)
     """Worker processes; by default one a core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
-    """Work is cut into units of at most this much text, a small source into 64; a unit is redone after a crash."""
+    """Work is cut into units of at most this much text; a source below 64 of them into up to 64 units of about 48 MiB
+    at least. A unit, or a link of one, is redone after a crash."""
     engine: Literal["auto", "tokenizers", "gigatoken", "fastokens"] = "auto"
     """What computes the ids that the `tokenizers` library defines. `auto` takes the fastest one that is installed and
     proves on hard texts, and again on a sample of every unit, that its ids are the same."""

@@ -7,7 +7,6 @@ import glob
 import os
 import re
 import shutil
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,10 +31,10 @@ from pipeline.data.foreign import (
 )
 from pipeline.data.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.data.indexed import PROVENANCE, HashedFile, IndexedPart, part_files, part_prefix
-from pipeline.data.manifest import MANIFEST_FILE, PART, Manifest, read_manifest, write_dataset
+from pipeline.data.manifest import PART, Manifest, read_manifest, write_dataset
 from pipeline.data.merge import StreamedIndex, check_space
 from pipeline.data.plan import CODE_VERSION
-from pipeline.data.receipts import TRAIN
+from pipeline.data.receipts import MANIFEST_FILE, TRAIN
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.errors import UserError
 
@@ -370,13 +369,7 @@ class _Adoption:
 
 
 def _remove_stale(final: Path) -> None:
-    """Remove what adoptions of this host that were killed left half-written."""
-    host = socket.gethostname().split(".")[0]
-    for path in final.parent.glob(f".{final.name}.{host}.*{store.TEMPORARY_SUFFIX}"):
-        process = path.name.split(".")[-3]
-        try:
-            os.kill(int(process), 0)
-        except ProcessLookupError:
+    """Remove what adoptions that were killed left half-written."""
+    for path in final.parent.glob(f".{final.name}.*{store.TEMPORARY_SUFFIX}"):
+        if store.is_stale(path):
             shutil.rmtree(path, ignore_errors=True)
-        except (OSError, ValueError):
-            pass  # it lives, under another user; or the name is not by `store.temporary`

@@ -13,7 +13,7 @@ from pipeline.data import store
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS
 from pipeline.data.plan import SourceFiles, counting_job, cut_units
 from pipeline.data.progress import ProgressLine
-from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings
+from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.tokenizing import ATTEMPTS, worker_count
 from pipeline.data.unit import UnitJob, make_sample_hashes
 from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
@@ -24,7 +24,7 @@ def find_splits(config: Config, console: Console, sources: list[SourceFiles]) ->
     """The splits of each source by its name.
 
     Raises:
-        UserError: a source has fewer documents than its splits are to have.
+        UserError: a source has fewer documents than its splits are to have, or none beside them.
     """
     wanted = documents_wanted(config.data)
     if not wanted:
@@ -47,7 +47,7 @@ def _planned(config: Config, found: SourceFiles) -> Splits | None:
 
 
 def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) -> Splits:
-    """Read all documents for the smallest hashes among them."""
+    """Read all documents for the smallest hashes among them: one more than wanted, to see that some are left."""
     settings = config.data.preprocess
     say(console, f"{found.source.name}: looking at all documents, because data.splits has numbers of them")
     source = counting_job(found, config, Splits((), (), config.data.split_by == "id"))
@@ -57,14 +57,14 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
     advanced: Counter[UnitJob] = Counter()
     with (
         ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
-        Workers[UnitJob, list[int]](make_sample_hashes, (wanted,), worker_count(config, len(jobs))) as workers,
+        Workers[UnitJob, list[int]](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
     ):
         for event in workers.run(jobs):
             if isinstance(event, Advanced):
                 line.advance(event.amount)
                 advanced[event.job] += event.amount
             elif isinstance(event, Done):
-                smallest = list(heapq.merge(smallest, event.result))[:wanted]
+                smallest = list(heapq.merge(smallest, event.result))[: wanted + 1]
                 line.unit_done(0)
             elif isinstance(event, Failed):
                 raise event.error
@@ -76,8 +76,13 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
                 line.advance(-advanced.pop(event.job, 0))
                 workers.add(event.job)
     if len(smallest) < wanted:
-        names = ", ".join(f"{name}: {split}" for name, split in config.data.splits.items())
         raise UserError(
-            f"source {found.source.name!r} has {len(smallest)} documents, too few for data.splits ({names}); lower them"
+            f"source {found.source.name!r} has {len(smallest)} documents, too few for data.splits "
+            f"({splits_in_words(config.data)}); lower them"
         )
-    return make_splits(config.data, smallest)
+    if len(smallest) == wanted:
+        raise UserError(
+            f"source {found.source.name!r}: data.splits ({splits_in_words(config.data)}) leave nothing to train on: "
+            f"they take all of its {wanted} documents; lower the numbers"
+        )
+    return make_splits(config.data, smallest, found.source.name)

@@ -232,9 +232,9 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
     """
     reference: Engine = _Tokenizers(tokenizer)
     if setting == "tokenizers":
-        return Choice("tokenizers", reference.name, f"{reference.name}, as asked for")
+        return Choice("tokenizers", reference.name, "as asked for")
     if guilty := condemned & {_installed(which) for which in FAST}:
-        return Choice("tokenizers", reference.name, f"{reference.name}, because {min(guilty)} gave other ids")
+        return Choice("tokenizers", reference.name, f"because {min(guilty)} gave other ids")
     reasons = []
     for which in FAST if setting == "auto" else (cast(Which, setting),):
         try:
@@ -243,7 +243,7 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
             if setting != "auto":
                 raise
             reasons.append(str(error).removeprefix(_KEY).removesuffix(_ADVICE))
-    return Choice("tokenizers", reference.name, f"{reference.name}, because {' and '.join(reasons)}")
+    return Choice("tokenizers", reference.name, f"because {' and '.join(reasons)}")
 
 
 def _proved(which: Which, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> Choice:
@@ -254,7 +254,7 @@ def _proved(which: Which, reference: str, tokenizer: Tokenizer, cache_folder: Pa
     proof = prove(engine, which, tokenizer, cache_folder)
     if proof.failure:
         raise UserError(f"{_KEY}{engine.name} {proof.failure}{_ADVICE}")
-    return Choice(which, engine.name, f"{engine.name}: its ids of {proof.texts:,} hard texts are those of {reference}")
+    return Choice(which, engine.name, f"its ids of {proof.texts:,} hard texts are those of {reference}")
 
 
 class Check:

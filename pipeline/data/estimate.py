@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.config.data import PreprocessConfig
 from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data.cache import cache_folder
@@ -18,10 +19,13 @@ from pipeline.data.sources import Unit, UnitReader, check_columns
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenizing import worker_count
+from pipeline.data.unit import cut_text
 
 SAMPLE_BYTES = 2**20
-"""Bytes of input of each source that are read and encoded."""
+"""Bytes on disk, or of text, of each source that are read and encoded."""
 SAMPLE_S = 2.0
+_ENCODED_BYTES = 4 * SAMPLE_BYTES
+"""Of a document that is longer, the rest is taken to be like its beginning."""
 _FILES_SHOWN = 3
 _TOKENS_A_BYTE = 0.25
 """Of text, where there is no tokenizer yet: English with a vocabulary of some ten thousand entries."""
@@ -45,7 +49,10 @@ class Sample:
 
 
 def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) -> None:
-    """Print units, bytes, and estimates of tokens and time. Writes nothing."""
+    """Print units, bytes, and estimates of tokens and time.
+
+    Writes nothing but the engine's proof, in the user's cache folder.
+    """
     settings, train = config.data.preprocess, config.tokenizer.train
     say(console, f"output: {config.data_dir}")
     tokenizer = _tokenizer(config)
@@ -65,7 +72,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     for found in sources:
         check_columns(found.files, found.reader)
         units = cut_units(found, settings.seed, settings.unit_bytes)
-        samples[found.source.name] = sample = _sample(units, found, engine)
+        samples[found.source.name] = sample = take_sample(units, found, engine, settings)
         share = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
         workers = worker_count(config, max(len(units), 1))
         took = sample.seconds * share / workers
@@ -111,31 +118,80 @@ def _engine(config: Config, tokenizer: Tokenizer) -> Choice:
     return choose_engine(config.data.preprocess.engine, tokenizer, cache_folder() / "engines", set())
 
 
-def _sample(units: list[Unit], found: SourceFiles, engine: Engine | None) -> Sample:
-    """Read from units in their keyed order until there is enough."""
+def take_sample(units: list[Unit], found: SourceFiles, engine: Engine | None, settings: PreprocessConfig) -> Sample:
+    """Read from units in their keyed order until there is enough, and encode it in batches of bounded size.
+
+    Args:
+        units: of the source.
+        found: the source.
+        engine: what encodes; None if there is no tokenizer yet.
+        settings: of the run.
+    """
     sample = Sample()
-    started = time.perf_counter()
+    batches = None if engine is None else _Batches(engine, min(settings.max_document_bytes, engine.batch_bytes))
+    documents, is_enough, started = 0, False, time.perf_counter()
     for unit in units:
-        reader = UnitReader(unit, found.reader)
-        texts: list[str] = []
+        reader, before = UnitReader(unit, found.reader), sample.disk_bytes
         for document in reader:
-            if document.reason is None:
-                texts.append(document.text)
-            if sample.disk_bytes + reader.bytes_read >= SAMPLE_BYTES or time.perf_counter() - started > SAMPLE_S:
+            raw = document.text.encode()
+            is_long = len(raw) > settings.max_document_bytes and settings.on_long_document == "reject"
+            if document.reason is None and not is_long:
+                documents += 1
+                sample.text_bytes += len(raw)
+                if batches is not None:
+                    batches.add(raw)
+            sample.disk_bytes = before + reader.bytes_read
+            is_full = documents > 0 and max(sample.disk_bytes, sample.text_bytes) >= SAMPLE_BYTES
+            if is_enough := is_full or time.perf_counter() - started > SAMPLE_S:
                 break
-        sample.disk_bytes += max(reader.bytes_read, 1)
-        text_bytes = sum(len(text.encode()) for text in texts)
-        sample.text_bytes += text_bytes
-        if engine is None:
-            sample.tokens += round(text_bytes * _TOKENS_A_BYTE) + len(texts)
-        else:
-            for first in range(0, len(texts), engine.batch_documents):
-                sample.tokens += len(engine.encode(texts[first : first + engine.batch_documents]).ids)
-            sample.tokens += len(texts)
-        if sample.disk_bytes >= SAMPLE_BYTES or time.perf_counter() - started > SAMPLE_S:
+        sample.disk_bytes = before + max(reader.bytes_read, 1)
+        if is_enough:
             break
-    sample.seconds = time.perf_counter() - started
+    if batches is None:
+        sample.tokens = round(sample.text_bytes * _TOKENS_A_BYTE) + documents
+        sample.seconds = time.perf_counter() - started
+    else:
+        batches.flush()
+        share = sample.text_bytes / max(batches.bytes, 1)
+        sample.tokens = round(batches.tokens * share) + documents
+        # What was passed over would have taken its time.
+        sample.seconds = time.perf_counter() - started + batches.seconds * (share - 1 if batches.bytes else 0)
     return sample
+
+
+class _Batches:
+    """Encodes documents as workers do: many short ones at a time, long ones in pieces. Not more than is needed."""
+
+    def __init__(self, engine: Engine, piece_bytes: int) -> None:
+        self.bytes = self.tokens = 0
+        """What was encoded."""
+        self.seconds = 0.0
+        self._engine = engine
+        self._piece_bytes = piece_bytes
+        self._texts: list[str] = []
+        self._held = 0
+
+    def add(self, raw: bytes) -> None:
+        """Take a document."""
+        for text in cut_text(raw, self._piece_bytes):
+            size = len(text.encode())
+            if self.bytes + self._held + size > _ENCODED_BYTES:
+                return
+            if self._held + size > self._engine.batch_bytes:
+                self.flush()
+            self._texts.append(text)
+            self._held += size
+            if len(self._texts) >= self._engine.batch_documents:
+                self.flush()
+
+    def flush(self) -> None:
+        """Encode what has gathered."""
+        if self._texts:
+            started = time.perf_counter()
+            self.tokens += len(self._engine.encode(self._texts).ids)
+            self.seconds += time.perf_counter() - started
+            self.bytes += self._held
+            self._texts, self._held = [], 0
 
 
 def _rounded(count: float) -> str:

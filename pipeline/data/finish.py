@@ -54,15 +54,18 @@ class SourceReport:
     """Links by the engine that computed their ids."""
     checked: int = 0
     """Documents whose ids were compared with those of `tokenizers`."""
+    condemned: dict[str, str] = field(default_factory=dict)
+    """Engines that gave other ids than `tokenizers`, with the evidence: what they wrote was made again."""
     first_rejected: dict[str, str] = field(default_factory=dict)
     """By reason, file and line of the first."""
     written: list[Path] = field(default_factory=list)
     """Datasets and files that this run finished or mended."""
 
     def as_json(self) -> dict[str, Any]:
-        """What goes into `report.json`: the same for the same data, whoever made it."""
+        """What goes into `report.json`."""
         return {
             "checked": self.checked,
+            "condemned": self.condemned,
             "engines": self.engines,
             "records": self.records,
             "rejected": self.rejected,
@@ -86,15 +89,25 @@ def read_links(plan: Plan, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 class Finish:
-    """Finishes one source. Memory: a hundred bytes a link."""
+    """Finishes one source. Memory: some hundred bytes a link.
 
-    def __init__(self, plan: Plan, config: Config, tokenizer: Tokenizer, start_over: str) -> None:
+    Args:
+        plan: of the source.
+        config: the run.
+        tokenizer: of the run.
+        start_over: how to begin again with mended files, for messages.
+        condemned: engines that were seen to give other ids than `tokenizers`, with the evidence.
+    """
+
+    def __init__(
+        self, plan: Plan, config: Config, tokenizer: Tokenizer, start_over: str, condemned: dict[str, str]
+    ) -> None:
         self._plan = plan
         self._config = config
         self._tokenizer = tokenizer
         self._start_over = start_over
         self._folder = config.data_dir / plan.found.source.name
-        self.report = SourceReport(plan.found.source.name, self._folder, len(plan.units))
+        self.report = SourceReport(plan.found.source.name, self._folder, len(plan.units), condemned=condemned)
         self.parts: dict[str, npt.NDArray[Any]] = {}
         """`PART` records of each split in the order of the dataset."""
 
@@ -166,14 +179,17 @@ class Finish:
 
     def _check_rejected(self, rejected: Counter[str]) -> None:
         bad = rejected.total() - rejected[EMPTY]
-        limit = self._config.data.preprocess.max_error_rate
+        settings = self._config.data.preprocess
+        # With `fail`, links may be left of a run that skipped.
+        limit = settings.max_error_rate if settings.on_error == "skip" else 0
         if bad > limit * self.report.records:
             path = self._folder / REJECTED_FILE
+            allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"
             with path.open("rb") as lines:
                 first = next(record for record in map(orjson.loads, lines) if record["reason"] != EMPTY)
             raise UserError(
                 f"source {self.report.name!r}: {bad} of {counted(self.report.records, 'record')} "
-                f"{'is' if bad == 1 else 'are'} bad, more than data.preprocess.max_error_rate {limit} allows: "
+                f"{'is' if bad == 1 else 'are'} bad, more than data.preprocess.{allowed} allows: "
                 f"{_reasons(rejected)}. The first is {first['where']} ({first['reason']}); all are in {path}. Either "
                 f"mend the data or the source's settings and {self._start_over}; or raise the limit"
             )

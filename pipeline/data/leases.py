@@ -20,12 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 
 import orjson
 
-from pipeline.data import store
+from pipeline.data import machine, store
 from pipeline.data.indexed import numbered
 
 LEASES = "leases"
@@ -87,7 +86,7 @@ class Record:
 
     def is_running(self) -> bool | None:
         """Whether the process is there; None if this cannot be known from here."""
-        if (self.boot or self.host, self.namespace) != (_boot() or socket.gethostname(), _namespace()):
+        if (self.boot or self.host, self.namespace) != (machine.boot() or socket.gethostname(), machine.namespace()):
             return None
         found = _process(self.pid)
         if found is not None and self.started is not None:
@@ -322,8 +321,8 @@ def _new_record() -> Record:
         host=socket.gethostname(),
         pid=pid,
         started=None if found is None else found[1],
-        boot=_boot(),
-        namespace=_namespace(),
+        boot=machine.boot(),
+        namespace=machine.namespace(),
         nonce=secrets.token_hex(8),
         began=_BEGAN,
         since=time.time(),
@@ -414,22 +413,6 @@ def _put_back(aside: Path, path: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
         os.rename(aside, path)
-
-
-@cache
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-@cache
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _process(pid: int) -> tuple[str, int] | None:

@@ -17,12 +17,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipeline.data import store
 from pipeline.data.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.data.indexed import PROVENANCE, IndexedPart, metadata_file, part_files, part_prefix
-from pipeline.data.receipts import RECEIPT_KEYS, TRAIN, receipt_path
+from pipeline.data.receipts import MANIFEST_FILE, RECEIPT_KEYS, TRAIN, receipt_path
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
 
 PLAN_FILE = "plan.json"
-MANIFEST_FILE = "manifest.json"
 PARTS_FILE = "parts.bin"
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
 FORMAT_VERSION = 2
@@ -129,7 +128,7 @@ def write_dataset(
         parts_hash=xxhash.xxh3_128_hexdigest(data),
         **({"dtype": tokenizer.dtype.name} | manifest),
     )
-    if _is_written(folder, result, data):
+    if _is_written(folder, result, data, tokenizer):
         return result, False
     tokenizer.save(folder)
     store.put(folder / PARTS_FILE, data)
@@ -137,10 +136,10 @@ def write_dataset(
     return result, True
 
 
-def _is_written(folder: Path, manifest: Manifest, parts: bytes) -> bool:
+def _is_written(folder: Path, manifest: Manifest, parts: bytes, tokenizer: Tokenizer) -> bool:
     try:
         same = read_manifest(folder) == manifest and (folder / PARTS_FILE).read_bytes() == parts
-        return same and Tokenizer.open(folder).fingerprint == manifest.tokenizer.fingerprint
+        return same and tokenizer.is_saved_in(folder)
     except (UserError, OSError, ValueError):
         return False
 

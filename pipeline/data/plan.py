@@ -17,7 +17,8 @@ from pipeline.data import store
 from pipeline.data.bucket import UNSHUFFLED
 from pipeline.data.files import File, find_files
 from pipeline.data.hashing import key, value_hash
-from pipeline.data.manifest import MANIFEST_FILE, PLAN_FILE, PLAN_KEYS, Manifest
+from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS, Manifest
+from pipeline.data.receipts import MANIFEST_FILE
 from pipeline.data.sources import Hub, Reader, Unit, cut, expected_text_bytes, unit_size
 from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ class Plan:
         as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
         raise UserError(
             f"{folder} was made from something else than source {self.found.source.name!r} is now:\n"
-            + "\n".join(f"  {difference}" for difference in differences)
+            + "\n".join(f"  {difference}" for difference in differences or ["where the splits end"])
             + f"\nTokens of both must not be mixed. Restore what differs; or remove {folder} to make it again; or set "
             f"data.dir to another folder{as_it_is}."
         )
@@ -179,6 +180,7 @@ def counting_job(
         splits_long=settings.on_long_document == "split",
         config_hash=config_hash,
         below=UNSHUFFLED if settings.shuffle == "global" else "",
+        has_parts=True,
         fail_on_error=settings.on_error == "fail",
         start_over=start_over,
     )
@@ -230,11 +232,18 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
 
 def _setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     words = {"code_version": "version of the preprocess stage", "tokenizer": "tokenizer (fingerprint)"}
+    # Where the splits end follows from the settings and the files.
     return [
-        f"{words.get(name, name)}: {old.get(name)!r} then, {new.get(name)!r} now"
-        for name in sorted({*old, *new})
+        f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"
+        for name in sorted({*old, *new} - {"ends of splits"})
         if old.get(name) != new.get(name)
     ]
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
+        return f"{value // 2**20}MiB"
+    return repr(value)
 
 
 def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:

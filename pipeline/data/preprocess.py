@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -26,9 +26,10 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.engines import Choice, choose_engine
 from pipeline.data.finish import Finish, SourceReport
 from pipeline.data.leases import Watch, sweep, take_when_free
+from pipeline.data.manifest import PLAN_FILE
 from pipeline.data.plan import Plan, SourceFiles, find_source_files, make_plan, source_job
 from pipeline.data.progress import counted, print_report
-from pipeline.data.receipts import TRAIN, read_receipt
+from pipeline.data.receipts import MANIFEST_FILE, TRAIN, read_receipt, read_receipts
 from pipeline.data.shuffling import Shuffling
 from pipeline.data.sources import START, Unit, check_columns
 from pipeline.data.splits import Splits
@@ -37,6 +38,9 @@ from pipeline.data.tokenizer_stage import ORIGIN_FILE, prepare_tokenizer, run_to
 from pipeline.data.tokenizing import ATTEMPTS, tokenize_units
 from pipeline.data.unit import CONDEMNED_FILE, SourceJob, UnitJob, input_stat, read_condemned, receipt_stands
 from pipeline.errors import MachineError, UserError
+
+_ROUNDS = 10
+"""How often units may turn out to be missing again, because an engine was condemned or another command was at work."""
 
 __all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
 
@@ -92,6 +96,14 @@ def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
     Raises:
         UserError: one is not finished, or damaged.
     """
+    for number, source in enumerate(config.data.sources):
+        folder = dataset_folder(config, source, split)
+        if source.dataset is not None and not folder.exists():
+            raise UserError(
+                f"data.sources.{number}.dataset: {source.dataset} has no split {split!r}, there is no {folder}; name "
+                f"another one (train.validation.split, eval.split), make it (`pipeline data adopt --split {split}`), "
+                "or train without validation (train.validation.samples: 0)"
+            )
     return {source.name: Dataset.open(dataset_folder(config, source, split)) for source in config.data.sources}
 
 
@@ -125,12 +137,21 @@ def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:
             _check_dataset(config, number, source, tokenizer)
     plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
     for plan in plans:
-        plan.freeze(config.data_dir / plan.found.source.name)
+        _freeze(plan, config.data_dir / plan.found.source.name)
     _remove_stale(config, plans)
     try:
         return _Stage(config, console, tokenizer, plans).run(started)
     finally:
         _remove_stale(config, plans)
+
+
+def _freeze(plan: Plan, folder: Path) -> None:
+    """Freeze a plan; of two commands with other plans, one is refused."""
+    if (folder / PLAN_FILE).exists():
+        plan.freeze(folder)
+        return
+    with take_when_free(folder, "plan", Watch(), lambda _: None):
+        plan.freeze(folder)
 
 
 class _Stage:
@@ -149,7 +170,11 @@ class _Stage:
         done = 0
         failed: list[str] = []
         before: list[UnitJob] = []
-        while (missing := list(self._missing())) and not failed:
+        for _ in range(_ROUNDS):
+            self._retract()
+            missing = list(self._missing())
+            if not missing or failed:
+                break
             outcome = tokenize_units(
                 self._config,
                 self._console,
@@ -160,46 +185,85 @@ class _Stage:
             )
             done += outcome.units
             failed = [f"{job}: {how}" for job, how in outcome.failed]
-            if missing == before and not outcome.units and not outcome.condemned:
+            if missing == before and not (outcome.units or outcome.condemned or failed):
                 missing = []  # only the times of files were to be noted, on a disk that cannot be written
                 break
             before = missing
         unfinished = {job.unit.source for job in missing}
-        reports = [self._finish(plan) for plan in self._plans if plan.found.source.name not in unfinished]
+        problem = self._problem(failed, unfinished)
+        reports = []
+        for plan in self._plans:
+            if plan.found.source.name not in unfinished:
+                try:
+                    reports.append(self._finish(plan))
+                except UserError as error:
+                    raise MachineError(f"{problem}\n{error}") if problem else error from None
         report = PreprocessReport(reports, done, time.monotonic() - started)
         print_report(self._console, report, self._config.data.splits)
-        if unfinished:
-            raise MachineError(
-                f"{counted(len(failed), 'unit')} failed {ATTEMPTS} times:\n"
-                + "\n".join(f"  {line}" for line in failed)
-                + f"\nWithout them {', '.join(sorted(unfinished))} cannot be finished. What was made stays; mend the "
-                "cause, and the same command goes on from there"
-            )
+        if problem:
+            raise MachineError(problem)
         return report
+
+    def _problem(self, failed: list[str], unfinished: set[str]) -> str:
+        """Why some sources cannot be finished; empty if all can."""
+        if not unfinished:
+            return ""
+        what = f"{counted(len(failed), 'unit')} failed {ATTEMPTS} times:\n" + "".join(f"  {line}\n" for line in failed)
+        if not failed:
+            what = "units are made and unmade again and again, is another command at work with other settings?\n"
+        return (
+            f"{what}Without them {', '.join(sorted(unfinished))} cannot be finished. What was made stays; mend the "
+            "cause, and the same command goes on from there"
+        )
+
+    def _condemned(self) -> dict[str, str]:
+        return read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
 
     def _missing(self) -> Iterator[UnitJob]:
         """The units that have a link without a complete receipt, or whose input has another time."""
-        condemned = read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
+        condemned = self._condemned()
         for plan in self._plans:
             source = self._jobs[plan.found.source.name]
-            if not self._shuffling.is_done(plan):
-                yield from (UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, condemned))
+            if self._shuffling.is_done(plan, condemned):
+                source = replace(source, has_parts=False)
+            yield from (UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, condemned))
+
+    def _retract(self) -> None:
+        """Take back manifests of sources whose parts will be made again with other bytes, or by a whole first pass."""
+        condemned = self._condemned()
+        for plan in self._plans:
+            folder = self._config.data_dir / plan.found.source.name
+            manifests = [path for name in plan.splits.names if (path := folder / name / MANIFEST_FILE).exists()]
+            if not manifests or not self._is_retracted(plan, folder, condemned):
+                continue
+            with self._shuffling.alone(plan):
+                if self._is_retracted(plan, folder, condemned):
+                    for path in manifests:
+                        path.unlink(missing_ok=True)
+
+    def _is_retracted(self, plan: Plan, folder: Path, condemned: dict[str, str]) -> bool:
+        if self._config.data.preprocess.shuffle == "global":
+            return not self._shuffling.is_done(plan, condemned)
+        return bool(condemned) and any(
+            receipt["engine"] in condemned for unit in plan.units for receipt in read_receipts(folder, unit.index)
+        )
 
     def _choose_engine(self) -> Choice:
-        folder = tokenizer_folder(self._config)
-        condemned = set(read_condemned(folder / CONDEMNED_FILE))
-        choice = choose_engine(
-            self._config.data.preprocess.engine, self._tokenizer, cache_folder() / "engines", condemned
-        )
+        setting, condemned = self._config.data.preprocess.engine, set(self._condemned())
+        choice = choose_engine(setting, self._tokenizer, cache_folder() / "engines", condemned)
         say(self._console, f"engine: {choice.name} ({choice.why})")
         return choice
 
     def _finish(self, plan: Plan) -> SourceReport:
-        finish = Finish(plan, self._config, self._tokenizer, _start_over(self._config, plan))
+        finish = Finish(plan, self._config, self._tokenizer, _start_over(self._config, plan), self._condemned())
         finish.check()
-        self._shuffling.run(plan, finish)
-        report = finish.write()
-        self._shuffling.clean(plan)
+        if not self._shuffling.has_work(plan):
+            self._shuffling.run(plan, finish)
+            return finish.write()
+        with self._shuffling.alone(plan):
+            self._shuffling.run(plan, finish)
+            report = finish.write()
+            self._shuffling.clean(plan)
         return report
 
 

@@ -14,6 +14,7 @@ from pipeline.errors import UserError
 
 TRAIN = "train"
 """The split of the documents that no other split takes."""
+MANIFEST_FILE = "manifest.json"
 RECEIPT_KEYS = (
     "unit",
     "link",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from pipeline.config.root import Config
 from pipeline.console import say
-from pipeline.data.bucket import ShuffleJob, make_shuffle
+from pipeline.data.bucket import UNSHUFFLED, ShuffleJob, make_shuffle
 from pipeline.data.finish import Finish
 from pipeline.data.leases import Holder, Watch, take_when_free
 from pipeline.data.plan import Plan
@@ -32,12 +34,33 @@ class Shuffling:
         self._dtype = dtype
         self._wanted = config.data.preprocess.shuffle == "global"
 
-    def is_done(self, plan: Plan) -> bool:
-        """Whether all of a source was shuffled before, so that what the first pass wrote is not needed."""
+    def has_work(self, plan: Plan) -> bool:
+        """Whether there is something to shuffle, or to remove afterwards."""
+        folder = self._config.data_dir / plan.found.source.name
+        left = any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
+        return self._wanted and (left or not self.is_done(plan, {}))
+
+    def is_done(self, plan: Plan, condemned: Mapping[str, str]) -> bool:
+        """Whether all of a source was shuffled before, so that what the first pass wrote is not needed.
+
+        Args:
+            plan: of the source.
+            condemned: engines whose ids are not trusted any more.
+        """
         if not self._wanted:
             return False
-        shuffles = self._shuffles(plan)
+        shuffles = self._shuffles(plan, condemned)
         return shuffles is not None and all(shuffle.finished() for shuffle in shuffles.values())
+
+    @contextmanager
+    def alone(self, plan: Plan) -> Iterator[None]:
+        """One command at a time shuffles, finishes and removes what the first pass wrote of a source."""
+        if not self._wanted:
+            yield
+            return
+        folder = self._config.data_dir / plan.found.source.name
+        with take_when_free(folder, "shuffle", Watch(), self._say_waiting) as lease, lease.beating():
+            yield
 
     def run(self, plan: Plan, finish: Finish) -> None:
         """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
@@ -46,9 +69,7 @@ class Shuffling:
         shuffles = self._shuffles(plan)
         assert shuffles is not None, "the first pass is done"
         if not all(shuffle.finished() for shuffle in shuffles.values()):
-            folder = self._config.data_dir / plan.found.source.name
-            with take_when_free(folder, "shuffle", Watch(), self._say_waiting) as lease, lease.beating():
-                self._run([job for shuffle in shuffles.values() for job in shuffle.jobs()])
+            self._run([job for shuffle in shuffles.values() for job in shuffle.jobs()])
         finish.parts = {name: shuffle.table() for name, shuffle in shuffles.items()}
 
     def _say_waiting(self, holder: Holder) -> None:
@@ -59,14 +80,14 @@ class Shuffling:
         for shuffle in ((self._wanted and self._shuffles(plan)) or {}).values():
             shuffle.remove_unshuffled()
 
-    def _shuffles(self, plan: Plan) -> dict[str, Shuffle] | None:
+    def _shuffles(self, plan: Plan, condemned: Mapping[str, str] | None = None) -> dict[str, Shuffle] | None:
         """The shuffles of a source by split; None if the first pass has units to make."""
         folder = self._config.data_dir / plan.found.source.name
         runs: dict[str, list[Run]] = {name: [] for name in plan.splits.names}
         for unit in plan.units:
             key, last = order_key(self._config.data.preprocess.seed, unit), False
             for receipt in read_receipts(folder, unit.index):
-                if receipt["config_hash"] != plan.config_hash:
+                if receipt["config_hash"] != plan.config_hash or receipt["engine"] in (condemned or {}):
                     return None
                 for name, table in runs.items():
                     table.append(Run.of(receipt, name, key))

@@ -15,6 +15,7 @@ import xxhash
 
 from pipeline.data.hashing import key
 from pipeline.data.receipts import TRAIN
+from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.config.data import DataConfig
@@ -63,12 +64,17 @@ def split_names(config: DataConfig) -> list[str]:
     return [TRAIN, *config.splits]
 
 
+def splits_in_words(config: DataConfig) -> str:
+    """`data.splits` in one line."""
+    return ", ".join(f"{name}: {split}" for name, split in config.splits.items())
+
+
 def documents_wanted(config: DataConfig) -> int:
     """Documents of all splits that have a number of them; 0 if all have shares."""
     return sum(split.documents or 0 for split in config.splits.values())
 
 
-def make_splits(config: DataConfig, smallest: Sequence[int] = ()) -> Splits:
+def make_splits(config: DataConfig, smallest: Sequence[int] = (), source: str = "") -> Splits:
     """The splits of a source.
 
     Args:
@@ -76,6 +82,10 @@ def make_splits(config: DataConfig, smallest: Sequence[int] = ()) -> Splits:
         smallest: if a split has a number: the smallest hashes of the source's documents, as many as
             `documents_wanted`, ascending. Equal texts have equal hashes and
             stay together, so a split may get some more.
+        source: its name, for the message.
+
+    Raises:
+        UserError: numbers and shares together leave nothing to train on.
     """
     names = [TRAIN]
     ends: list[int] = []
@@ -86,11 +96,18 @@ def make_splits(config: DataConfig, smallest: Sequence[int] = ()) -> Splits:
             end = max(end, smallest[wanted - 1] + 1) if wanted else end
             names.append(name)
             ends.append(end)
+    counted = end
     for name, split in config.splits.items():
         if split.documents is None:
-            end = min(end + int(split.share * 2**64), 2**64)
+            end += int(split.share * 2**64)
             names.append(name)
             ends.append(end)
+    if end >= 2**64:
+        raise UserError(
+            f"source {source!r}: data.splits ({splits_in_words(config)}) leave nothing to train on: the documents "
+            f"that are counted take {counted / 2**64:.1%} of its hashes, the shares {(end - counted) / 2**64:.1%}; "
+            "lower the numbers or the shares"
+        )
     return Splits(tuple(names), tuple(ends), config.split_by == "id")
 
 

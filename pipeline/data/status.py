@@ -20,8 +20,9 @@ from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.leases import PATIENCE_S, read_leases
-from pipeline.data.manifest import MANIFEST_FILE, PLAN_FILE, PLAN_KEYS
+from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS
 from pipeline.data.progress import WIDE, counted, size
+from pipeline.data.receipts import MANIFEST_FILE
 from pipeline.data.tally import Counts, Tally, whole
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, tokenizer_folder
 from pipeline.data.tokenizing import ATTEMPTS, FAILURES_FILE

@@ -1,29 +1,34 @@
 """The only way to disk: write under a temporary name in the same folder, flush, rename.
 
 A reader sees the old file or the new one, never a part of one. Whatever is left under a temporary name after a crash
-is nobody's: `pipeline` commands pass it over.
+is nobody's: `pipeline` commands pass it over, and remove it when they can tell.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
-import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from pipeline.data import machine
 from pipeline.errors import UserError
 
 TEMPORARY_SUFFIX = ".tmp"
+FOREIGN_S = 7 * 86_400.0
+"""A temporary file of another machine or container that nobody has written for so long is nobody's."""
+_TEMPORARY = re.compile(r"\..+\.(?P<space>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def temporary(final: Path) -> Path:
-    """A name beside `final` that no other process uses: host, pid and a nonce are part of it."""
-    host = socket.gethostname().split(".")[0]
-    return final.with_name(f".{final.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    """A name beside `final` that no other process uses: a pid, where that pid is known, and a nonce are part of it."""
+    space = machine.pid_space()
+    return final.with_name(f".{final.name}.{space}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
 def sync(path: Path) -> None:
@@ -66,7 +71,12 @@ def put(final: Path, data: bytes) -> None:
 
 def put_json(final: Path, value: Any) -> None:
     """`put` for JSON, indented and with sorted keys so that equal content is equal bytes."""
-    put(final, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE))
+    put(final, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON as `put_json` writes it."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
 def get_json(path: Path, *keys: str) -> Any:
@@ -85,18 +95,30 @@ def get_json(path: Path, *keys: str) -> Any:
     return value
 
 
-def remove_if_stale(tmp: Path) -> None:
-    """Remove a file with a name by `temporary` if the process of this host that made it is gone."""
-    fields = tmp.name.rsplit(".", 4)
-    if len(fields) != 5 or fields[1] != socket.gethostname().split(".")[0] or not fields[2].isdigit():
-        return
+def is_stale(tmp: Path) -> bool:
+    """Whether nobody writes a file with a name by `temporary` any more.
+
+    The process that made it is looked up. That of another machine or container cannot be: there the age decides.
+    """
+    name = _TEMPORARY.fullmatch(tmp.name)
+    if name is None:
+        return False
     try:
-        os.kill(int(fields[2]), 0)
+        if name["space"] != machine.pid_space():
+            return time.time() - tmp.stat().st_mtime > FOREIGN_S
+        os.kill(int(name["pid"]), 0)
     except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass  # it lives, under another user; or the file is gone
+    return False
+
+
+def remove_if_stale(tmp: Path) -> None:
+    """Remove a file with a name by `temporary` that nobody writes any more."""
+    if is_stale(tmp):
         with contextlib.suppress(OSError):  # on a disk that cannot be written it stays
             tmp.unlink()
-    except OSError:
-        pass  # it lives, under another user
 
 
 class JsonLines:

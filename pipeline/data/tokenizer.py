@@ -154,13 +154,26 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
+        for name, data in self._files.items():
+            store.put(folder / name, data)
+
+    def is_saved_in(self, folder: Path) -> bool:
+        """Whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
+        try:
+            if all((folder / name).read_bytes() == data for name, data in self._files.items()):
+                return True
+            return Tokenizer.open(folder).fingerprint == self.fingerprint
+        except (UserError, OSError):
+            return False
+
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
         text = self._engine.to_str(pretty=True)
         special = {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)}
         if self.allow_special:
             text = _flagged(text, self.allow_special, special=True)  # what they are for every other reader
             special["allow_special"] = self.allow_special
-        store.put(folder / TOKENIZER_FILE, text.encode())
-        store.put_json(folder / SPECIAL_FILE, special)
+        return {TOKENIZER_FILE: text.encode(), SPECIAL_FILE: store.json_bytes(special)}
 
     @cached_property
     def fingerprint(self) -> str:

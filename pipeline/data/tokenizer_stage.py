@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from pipeline.config.root import Config
 from pipeline.data import store
 from pipeline.data.hashing import key, value_hash
 from pipeline.data.plan import SourceFiles
-from pipeline.data.sources import Piece, Unit, UnitReader, cut
+from pipeline.data.sources import START, Piece, Position, Unit, UnitReader, cut, expected_text_bytes
 from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.errors import UserError
@@ -18,8 +19,13 @@ from pipeline.errors import UserError
 ORIGIN_FILE = "origin.json"
 SAMPLE_BYTES = 2**18
 """Size of the pieces of files that a sample is drawn from."""
+_TABLE_BYTES = 2**26
+"""Size of the pieces of tables, which are not read to their ends. Where row groups are large, most smaller pieces would
+be empty."""
 _CANDIDATE_BYTES = 2**34
 """Of a larger corpus, only a keyed share of the pieces is looked at, so that the list of them stays small."""
+_Candidate = tuple[int, Piece]
+"""Number of a source, and a piece of one of its files."""
 
 
 def tokenizer_folder(config: Config) -> Path:
@@ -174,35 +180,78 @@ def _other_tokenizer(config: Config, difference: str) -> UserError:
 def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Iterator[str]:
     """Documents of the training split from a keyed sample of all files, about `tokenizer.train.max_bytes` of text.
 
-    The sample is made of whole small files and of lines from pieces of large ones, so only about as much is read.
+    The sample is made of whole small files, of lines from pieces of large ones, and of beginnings of compressed files
+    and of pieces of tables, so only about as much is read. The more text one of those is expected to have, the more it
+    gives.
 
     Raises:
         UserError: there is no document to train on.
     """
     assert config.tokenizer.train is not None
     wanted = config.tokenizer.train.max_bytes
-    total = sum(found.bytes for found in sources)
-    limit = 2**64 * max(4 * wanted, _CANDIDATE_BYTES) // max(total, 1)
-    candidates: list[tuple[int, int, tuple[Piece, ...]]] = []
-    for number, found in enumerate(sources):
-        for file in found.files:
-            for pieces in cut([file], found.reader, SAMPLE_BYTES):
-                draw = key(config.data.preprocess.seed, "tokenizer", found.source.name, file.name, pieces[0].start)
-                if draw < limit:
-                    candidates.append((draw, number, pieces))
-    candidates.sort(key=lambda candidate: candidate[:2])
-    taken = 0
-    for _, number, pieces in candidates:
-        found = sources[number]
-        for document in UnitReader(Unit(0, found.source.name, pieces), found.reader):
-            raw = document.text.encode()
-            if document.reason is None and splits[found.source.name].of(raw, document.id) == 0:
-                taken += len(raw)
-                yield document.text
-        if taken >= wanted:
-            return
+    draws = _draws(config, sources)
+    reached: dict[_Candidate, Position | None] = {}
+    taken = asked = begin = 0
+    while taken < wanted:
+        # There may be less text than expected; then there is another turn. Because turns grow, they are few, and few
+        # times what was read before is decompressed again.
+        count = max(-(-(wanted - taken) // SAMPLE_BYTES), asked)
+        asked += count
+        turn = Counter(draws[begin : begin + count])
+        begin += count
+        if not turn:  # there may be more text than expected, too
+            unread = [candidate for candidate, position in reached.items() if position is not None]
+            turn = Counter(dict.fromkeys(unread, -(-count // max(len(unread), 1))))
+        if not turn:
+            break
+        for candidate, shares in turn.items():
+            start = reached.get(candidate, START)
+            if start is None:
+                continue
+            number, piece = candidate
+            found = sources[number]
+            reader = UnitReader(Unit(0, found.source.name, (piece,)), found.reader, start)
+            reached[candidate] = None
+            for document in reader:
+                raw = document.text.encode()
+                if document.reason is None and splits[found.source.name].of(raw, document.id) == 0:
+                    taken += len(raw)
+                    yield document.text
+                    if taken >= wanted:
+                        return
+                if piece.linked and reader.input_bytes >= shares * SAMPLE_BYTES:
+                    reached[candidate] = reader.position
+                    break
     if not taken:
         raise UserError(
             f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
             "sound document for the training split; check paths, type and text_key of the sources, and data.splits"
         )
+
+
+def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:
+    """Pieces of files in a keyed order; one that is expected to have n times SAMPLE_BYTES of text is there n times.
+
+    Of a large corpus it is a keyed share of that.
+    """
+    assert config.tokenizer.train is not None
+    total = sum(expected_text_bytes(file, found.reader) for found in sources for file in found.files)
+    enough = max(4 * config.tokenizer.train.max_bytes, _CANDIDATE_BYTES)
+    limit = min(2**64 * enough // max(total, 1), 2**64)
+    draws: list[tuple[int, int, Piece]] = []
+    for number, found in enumerate(sources):
+        size = _TABLE_BYTES if found.reader.type in ("parquet", "arrow") else SAMPLE_BYTES
+        for file in found.files:
+            expected = expected_text_bytes(file, found.reader)
+            for (piece,) in cut([file], found.reader, size):
+                name = (config.data.preprocess.seed, "tokenizer", found.source.name, file.name, piece.start)
+                first = key(*name)
+                bytes = expected * (piece.end - piece.start) // max(file.size, 1)
+                times = max(bytes // SAMPLE_BYTES, 1) if piece.linked else 1
+                if times == 1:
+                    draws += [(first, number, piece)] if first < limit else []
+                else:
+                    some = (times * limit + 2**64 - 1 - first) >> 64  # rounded up or down, by the key
+                    draws += [(key(*name, i) * limit >> 64, number, piece) for i in range(some)]
+    draws.sort(key=lambda draw: draw[:2])
+    return [(number, piece) for _, number, piece in draws]

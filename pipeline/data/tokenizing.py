@@ -18,7 +18,7 @@ from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.engines import Choice, EngineDiffers
-from pipeline.data.progress import ProgressLine, counted
+from pipeline.data.progress import ProgressLine
 from pipeline.data.sources import EMPTY
 from pipeline.data.unit import CONDEMNED_FILE, Busy, Condemned, UnitDone, UnitJob, make_tokenize, read_condemned
 from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
@@ -128,7 +128,7 @@ class _Run:
             waiting = [job for job, _ in held]
             if new := {holder for _, holder in held} - said_holders:
                 said_holders |= new
-                say(self._console, f"waiting for {counted(len(held), 'unit')} held by {', '.join(sorted(new))}")
+                say(self._console, f"waiting for units that {' and '.join(sorted(new))} has")
             if held:
                 time.sleep(_LOOK_AGAIN_S)
         return self._outcome
@@ -210,5 +210,5 @@ class _Run:
 
 def _concerns_all(error: Exception) -> bool:
     """Whether other units would fail in the same way: the disk is full, say."""
-    everywhere = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EMFILE}
+    everywhere = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
     return isinstance(error, OSError) and error.errno in everywhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -18,7 +19,7 @@ from pipeline.data.engines import Check, Engine, Which, open_engine
 from pipeline.data.hashing import key, value_hash
 from pipeline.data.indexed import HashedFile, part_prefix
 from pipeline.data.leases import Lease, Watch, take
-from pipeline.data.receipts import files_are_there, read_receipt, receipt_path, rejected_path
+from pipeline.data.receipts import MANIFEST_FILE, files_are_there, read_receipt, receipt_path, rejected_path
 from pipeline.data.sources import EMPTY, START, Document, Position, Reader, Unit, UnitReader, line_of, where
 from pipeline.data.splits import Splits, split_hash
 from pipeline.data.spool import Spool
@@ -26,6 +27,8 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.workers import Progress
 from pipeline.errors import UserError
 
+LINK_RECORDS = 2**20
+"""A link ends after so many records, however short: memory grows with their number."""
 CONDEMNED_FILE = "condemned.json"
 """Beside the tokenizer: engines that were seen to give other ids than `tokenizers`, with the evidence."""
 
@@ -45,6 +48,8 @@ class SourceJob:
     config_hash: str
     below: str
     """Sub-folder of each split's folder that parts are written to."""
+    has_parts: bool
+    """Whether the parts have to be there; not when a global shuffle has taken all documents out of them."""
     fail_on_error: bool
     start_over: str
     """How to begin again with mended files, for messages."""
@@ -135,12 +140,19 @@ def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | 
         Condemned: another process saw that.
         OSError: the disk is full, say; nothing half-written stays.
     """
-    lease = take(job.source.folder, job.unit.index, bench.watch)
+    try:
+        lease = take(job.source.folder, job.unit.index, bench.watch)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        # All that can be done on such a disk is to compare input that has other times than in the receipts.
+        return _Worker(job, bench, progress, lambda _: None).run()
     if not isinstance(lease, Lease):
         return Busy(str(lease))
     try:
-        with lease:
-            return _Worker(job, bench, progress, lease).run()
+        # A thread of its own, because passing over what was read before can take long.
+        with lease, lease.beating():
+            return _Worker(job, bench, progress, lease.beat).run()
     except OSError as error:
         if error.filename is None:
             error.filename = str(job.source.folder)  # a failed write does not say where
@@ -198,14 +210,14 @@ def cut_text(raw: bytes, limit: int) -> Iterator[str]:
 class _Worker:
     """Goes through the links of one unit."""
 
-    def __init__(self, job: UnitJob, bench: Bench, progress: Progress, lease: Lease) -> None:
+    def __init__(self, job: UnitJob, bench: Bench, progress: Progress, beat: Progress) -> None:
         self._job = job
         self._source = job.source
         self._unit = job.unit
         self._bench = bench
         self._engine = bench.engine(job.engine)
         self._progress = progress
-        self._lease = lease
+        self._beat = beat
         self._done = 0
         self._stat = input_stat(job.unit)
 
@@ -239,7 +251,7 @@ class _Worker:
     def _advance(self, amount: int) -> None:
         self._progress(amount)
         self._done += amount
-        self._lease.beat(self._done)
+        self._beat(self._done)
 
     def _make(self, link: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
         """Read on until the link is full or the unit ends, and commit."""
@@ -276,7 +288,7 @@ class _Worker:
                 elif writer.add(document, raw):
                     self._advance(reader.bytes_read - reported)
                     reported = reader.bytes_read
-                if reader.input_bytes >= limit:
+                if reader.input_bytes >= limit or reader.records >= LINK_RECORDS:
                     last = False
                     break
             writer.flush()
@@ -451,8 +463,21 @@ def receipt_stands(source: SourceJob, receipt: Any, start: Position, condemned: 
         and receipt["config_hash"] == source.config_hash
         and tuple(receipt["start"]) == start
         and receipt["engine"] not in condemned
-        and files_are_there(source.folder, receipt, source.below)
+        and (not source.has_parts or files_are_there(source.folder, receipt, source.below) or _is_shuffled(source))
     )
+
+
+def _is_shuffled(source: SourceJob) -> bool:
+    """Whether a global shuffle was finished, by another command just now: it removes the parts of its first pass."""
+    if not source.below:
+        return False
+    try:
+        return all(
+            store.get_json(source.folder / name / MANIFEST_FILE)["config_hash"] == source.config_hash
+            for name in source.splits.names
+        )
+    except FileNotFoundError:
+        return False
 
 
 def _rejected_record(document: Document) -> dict[str, Any]:

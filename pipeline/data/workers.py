@@ -33,6 +33,10 @@ _PATIENCE_S = 10.0
 """How long workers may take to clean up before they are killed."""
 
 
+class _Abandoned(BaseException):
+    """The pipe to the parent is closed. No `Exception`: a job must not take it for an error of its own."""
+
+
 @dataclass(frozen=True)
 class Advanced(Generic[J]):
     """A job got on by some amount."""
@@ -137,9 +141,14 @@ class Workers(Generic[J, R]):
         connection.close()
         process.join(_PATIENCE_S)
         code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join()
         with _interrupts_wait():
             self._start()
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        if code is None:
+            return f"worker process {process.pid} closed its pipe, did not end within {_PATIENCE_S:g} s, and was killed"
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         memory = " (the system sends it when memory runs out; fewer data.preprocess.workers need less)"
         return f"worker process {process.pid} died by {how}{memory if how == 'SIGKILL' else ''}"
 
@@ -199,10 +208,13 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that files being written are removed
 
     def progress(amount: int) -> None:
-        connection.send(("progress", amount))
+        try:
+            connection.send(("progress", amount))
+        except ConnectionError:
+            raise _Abandoned from None
 
-    # A closed pipe means that the parent is gone or wants no more.
-    with contextlib.suppress(EOFError, ConnectionError):
+    # A closed pipe means that the parent is gone or wants no more. What a job raises never gets here.
+    with contextlib.suppress(_Abandoned, EOFError, ConnectionError):
         run: Callable[[Any, Progress], Any] | None = None
         with contextlib.suppress(Exception):  # the first job will say why
             run = make(*args)
@@ -211,8 +223,6 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
             try:
                 run = run or make(*args)
                 result = run(job, progress)
-            except ConnectionError:
-                return
             except Exception as error:
                 if not isinstance(error, UserError):
                     error.add_note(f"in a worker process, running {job}:\n{traceback.format_exc()}")

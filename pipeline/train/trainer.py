@@ -92,7 +92,8 @@ class Trainer:
         mesh = self._setup.mesh
         datasets = open_datasets(config, "train")
         self._loader: Loader = open_loader(config, datasets, dp_rank=mesh.rank("batch"), dp_size=mesh.size("batch"))
-        self._heldout = open_heldout(config, config.train.validation.split)
+        validation = config.train.validation
+        self._heldout = open_heldout(config, validation.split) if validation.samples else {}
         self._schedule = Schedule(
             train.schedule,
             train.duration.in_tokens(train.batch_size * train.sequence_length),

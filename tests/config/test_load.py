@@ -440,3 +440,15 @@ def test_splits_are_shares_or_numbers(tmp_path: Path) -> None:
     assert config.data.model_dump()["splits"] == {"heldout": 0.02, "test": "1000 documents"}
     again = load(write(tmp_path), ["data.splits.heldout=7 documents"])
     assert again.data.splits["heldout"].documents == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("a.jsonl", "jsonl"), ("b/*.jsonl.zst", "jsonl"), ("c.parquet", "parquet"), ("d.txt", None)]
+)
+def test_a_type_that_was_forgotten(tmp_path: Path, path: str, kind: str | None) -> None:
+    source = f"data.sources=[{{name: a, paths: [{path}]}}]"
+    if kind is None:
+        load(write(tmp_path), [source])
+    else:
+        assert f"write type: {kind}" in refused(write(tmp_path), source)
+    load(write(tmp_path), [f"data.sources=[{{name: a, type: text, paths: [{path}]}}]"])

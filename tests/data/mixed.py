@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from tests.data.runs import text
+from pipeline.config import Config
+from tests.data.runs import make_config, text
 
 KEPT = ["url", "n"]
 
@@ -137,3 +139,19 @@ def _json(name: str, data: bytes) -> list[Expected]:
         kept = {key: record[key] for key in KEPT if key in record}
         result.append(Expected(str(record.get("id", f"{name}@{start}")), record["text"], kept))
     return result
+
+
+def config_of(root: Path, corpus: Path, engine: str, **settings: Any) -> Config:
+    """A config with units of several links, long documents, metadata and bad records."""
+    settings |= {"unit_bytes": 8000, "max_document_bytes": 3000, "max_error_rate": 0.1, "workers": 2, "engine": engine}
+    return make_config(root, sources(corpus), preprocess=settings)
+
+
+def report(config: Config, name: str) -> Any:
+    """The `report.json` of a source."""
+    return json.loads((config.data_dir / name / "report.json").read_text())
+
+
+def own(name: str) -> str:
+    """Name and version of a library that is installed."""
+    return f"{name} {metadata.version(name)}"

@@ -1,10 +1,8 @@
 """An engine that gives another id in the middle of a run: condemned, and everything it made is made again."""
 
 import json
-import os
 import re
 import shutil
-from importlib import metadata
 
 import orjson
 import pytest
@@ -13,42 +11,15 @@ from pipeline.data.manifest import verify
 from pipeline.data.preprocess import preprocess
 from pipeline.errors import UserError
 from tests.data import broken_engine, mixed
-from tests.data.runs import datasets, make_config, tree
+from tests.data.runs import datasets, tree
 from tests.data.stage import left_behind, start, write_run_file
 
 MARK = "the engine errs at these words"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """What is proved of an engine is kept for this module alone."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return mixed.write(tmp_path_factory.mktemp("corpus"))
-
-
-def config_of(root, corpus, engine, **settings):
-    """Units of several links, with long documents, metadata and bad records."""
-    settings |= {"unit_bytes": 8000, "max_document_bytes": 3000, "max_error_rate": 0.1, "workers": 2, "engine": engine}
-    return make_config(root, mixed.sources(corpus), preprocess=settings)
-
-
-def report(config, name):
-    return json.loads((config.data_dir / name / "report.json").read_text())
-
-
-def own(name):
-    """Name and version of the library that is installed."""
-    return f"{name} {metadata.version(name)}"
 
 
 @pytest.fixture
@@ -70,9 +41,9 @@ def marked(tmp_path, corpus):
 
 
 def test_an_engine_that_errs_is_condemned_and_its_units_made_again(tmp_path, marked, errs):
-    expected = config_of(tmp_path / "expected", marked, "tokenizers")
+    expected = mixed.config_of(tmp_path / "expected", marked, "tokenizers")
     preprocess(expected)
-    config = config_of(tmp_path, marked, "auto")
+    config = mixed.config_of(tmp_path, marked, "auto")
     process = start(write_run_file(config, tmp_path / "run.yaml"))
     said = process.communicate(timeout=120)[0].replace("\n", " ")
     assert process.returncode == 0, said
@@ -88,7 +59,7 @@ def test_an_engine_that_errs_is_condemned_and_its_units_made_again(tmp_path, mar
     assert list(condemned) == ["gigatoken 9.9"]
     assert "document marked" in condemned["gigatoken 9.9"]
     for source in config.data.sources:
-        assert list(report(config, source.name)["engines"]) == [own("tokenizers")]
+        assert list(mixed.report(config, source.name)["engines"]) == [mixed.own("tokenizers")]
     assert left_behind(config) == []
     assert verify(config.data_dir).problems == []
     before = tree(config.data_dir)
@@ -99,9 +70,9 @@ def test_an_engine_that_errs_is_condemned_and_its_units_made_again(tmp_path, mar
 
 def test_units_of_an_earlier_run_are_made_again(tmp_path, marked, errs):
     """No sample found it when they were made; the one of a later run, which has some units left to do, does."""
-    expected = config_of(tmp_path / "expected", marked, "tokenizers")
+    expected = mixed.config_of(tmp_path / "expected", marked, "tokenizers")
     preprocess(expected)
-    config = config_of(tmp_path, marked, "gigatoken", verify_rate=0.0)
+    config = mixed.config_of(tmp_path, marked, "gigatoken", verify_rate=0.0)
     (tmp_path / "broken" / "sitecustomize.py").write_text("import pipeline.data.engines as e\ne.CHECK_MIN = 0\n")
     process = start(write_run_file(config, tmp_path / "run.yaml"))
     said = process.communicate(timeout=120)[0]
@@ -120,7 +91,7 @@ def test_units_of_an_earlier_run_are_made_again(tmp_path, marked, errs):
 
 def test_an_engine_asked_for_that_does_not_load(tmp_path, corpus, monkeypatch):
     broken_engine.install(tmp_path / "broken", monkeypatch, load="raise ValueError('this format is not known')")
-    config = config_of(tmp_path, corpus, "gigatoken")
+    config = mixed.config_of(tmp_path, corpus, "gigatoken")
     with pytest.raises(UserError, match=r"data\.preprocess\.engine: gigatoken 9\.9 cannot load this tokenizer"):
         preprocess(config)
     assert left_behind(config) == []

@@ -1,9 +1,5 @@
 """The engine of a run: the same datasets with each of them, also where texts contain special tokens."""
 
-import json
-import os
-from importlib import metadata
-
 import orjson
 import pytest
 import tokenizers
@@ -15,18 +11,6 @@ from tests.data import mixed
 from tests.data.runs import datasets, make_config
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """What is proved of an engine is kept for this module alone."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return mixed.write(tmp_path_factory.mktemp("corpus"))
@@ -35,40 +19,26 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(corpus, tmp_path_factory):
     """A run with `tokenizers`."""
-    config = config_of(tmp_path_factory.mktemp("reference"), corpus, "tokenizers")
+    config = mixed.config_of(tmp_path_factory.mktemp("reference"), corpus, "tokenizers")
     preprocess(config)
     return config
-
-
-def config_of(root, corpus, engine, **settings):
-    """Units of several links, with long documents, metadata and bad records."""
-    settings |= {"unit_bytes": 8000, "max_document_bytes": 3000, "max_error_rate": 0.1, "workers": 2, "engine": engine}
-    return make_config(root, mixed.sources(corpus), preprocess=settings)
-
-
-def report(config, name):
-    return json.loads((config.data_dir / name / "report.json").read_text())
-
-
-def own(name):
-    """Name and version of the library that is installed."""
-    return f"{name} {metadata.version(name)}"
 
 
 @pytest.mark.parametrize(("setting", "engine"), [("auto", "gigatoken"), ("fastokens", "fastokens")])
 def test_the_same_bytes_with_any_engine(corpus, reference, tmp_path, setting, engine, capsys):
     pytest.importorskip(engine)
-    config = config_of(tmp_path, corpus, setting)
+    config = mixed.config_of(tmp_path, corpus, setting)
     preprocess(config)
     assert datasets(config) == datasets(reference)  # manifests too: which engine it was is in receipts and report
     for source in config.data.sources:
-        assert list(report(config, source.name)["engines"]) == [own(engine)]
-        assert list(report(reference, source.name)["engines"]) == [own("tokenizers")]
-        made = report(config, source.name)["splits"]
+        assert list(mixed.report(config, source.name)["engines"]) == [mixed.own(engine)]
+        assert list(mixed.report(reference, source.name)["engines"]) == [mixed.own("tokenizers")]
+        made = mixed.report(config, source.name)["splits"]
         documents = sum(split["documents"] for split in made.values())
-        assert documents <= report(config, source.name)["checked"] <= 2 * documents  # at least 64 a link; pieces too
-        assert report(reference, source.name)["checked"] == 0
-    assert f"engine: {own(engine)}" in capsys.readouterr().out
+        # At least 64 a link, and the pieces of long ones.
+        assert documents <= mixed.report(config, source.name)["checked"] <= 2 * documents
+        assert mixed.report(reference, source.name)["checked"] == 0
+    assert f"engine: {mixed.own(engine)}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ["tokenizers", "gigatoken", "fastokens"])

@@ -173,3 +173,17 @@ def test_a_worker_that_dies_while_documents_are_counted(corpus, done, tmp_path):
     assert "; attempt 1 of 3" in said
     assert "attempt 2" not in said
     check_finished(config, expected)
+
+
+def test_sigterm_ends_it_with_a_word(run):
+    """As a scheduler does at the end of the time: the exit code says that it may be started again."""
+    config, file = run
+    process = start(file)
+    wait_for(lambda: receipts(config) >= 2, process)
+    held = workers(process.pid)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "stopped: SIGTERM came; what was committed is kept" in said.replace("\n", " ")
+    gone(held)
+    assert left_behind(config) == []

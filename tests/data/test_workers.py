@@ -1,5 +1,6 @@
 """Worker processes: what they answer, how they end, and what is known of one that dies."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from multiprocessing.context import SpawnProcess
 
 import pytest
 
+from pipeline.data import workers as workers_module
 from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
 
 
@@ -23,18 +25,32 @@ def doubled(job, progress, base):
         os.abort()
     if job == "half":
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        frame = sys._getframe()
-        while frame.f_code.co_name != "_serve":
-            frame = frame.f_back
         # The length of a message, as `multiprocessing` writes it, and some of the message.
-        os.write(frame.f_locals["connection"].fileno(), (100_000).to_bytes(4, "big") + b"x" * 1000)
+        os.write(_pipe().fileno(), (100_000).to_bytes(4, "big") + b"x" * 1000)
         time.sleep(60)
     if job == "leave":
         os._exit(3)
+    if job == "reset":
+        raise ConnectionResetError(104, "Connection reset by peer", "hf://datasets/some/shard")
+    if job == "hang":
+        _pipe().close()
+        time.sleep(60)
+    if job == "endless":
+        while True:
+            with contextlib.suppress(Exception):  # a job may take errors for its own
+                progress(1)
     if job == "fail":
         raise OSError(28, "No space left on device", "somewhere")
     progress(1)
     return base + 2 * job
+
+
+def _pipe():
+    """The worker's end of the pipe."""
+    frame = sys._getframe()
+    while frame.f_code.co_name != "_serve":
+        frame = frame.f_back
+    return frame.f_locals["connection"]
 
 
 def results(events):
@@ -100,6 +116,39 @@ def test_an_error_keeps_its_kind_and_path():
     assert (failed.error.errno, failed.error.filename) == (28, "somewhere")
     assert any("in a worker process, running fail" in note for note in failed.error.__notes__)
     assert done == Done(1, 2)
+
+
+def test_a_connection_that_a_job_lost_is_an_error_of_the_job():
+    """Of the network, say; the pipe to the parent is fine."""
+    with Workers(make_doubler, (0,), 1) as workers:
+        (process,) = workers._processes.values()
+        failed, *_, done = workers.run(["reset", 1])
+        assert isinstance(failed, Failed)
+        assert type(failed.error) is ConnectionResetError
+        assert failed.error.filename == "hf://datasets/some/shard"
+        assert done == Done(1, 2)
+        assert list(workers._processes.values()) == [process]
+
+
+def test_a_worker_whose_parent_is_gone_leaves():
+    with Workers(make_doubler, (0,), 1) as workers:
+        next(workers.run(["endless"]))
+        ((connection, process),) = workers._processes.items()
+        connection.close()
+        process.join(20)
+        assert process.exitcode == 0
+        del workers._processes[connection]
+
+
+def test_a_worker_that_lost_its_pipe_and_lives_is_killed(monkeypatch):
+    monkeypatch.setattr(workers_module, "_PATIENCE_S", 0.5)
+    with Workers(make_doubler, (0,), 1) as workers:
+        (process,) = workers._processes.values()
+        events = list(workers.run(["hang", 1]))
+        assert process.exitcode == -signal.SIGKILL
+    (died,) = [event for event in events if isinstance(event, Died)]
+    assert died.how == f"worker process {process.pid} closed its pipe, did not end within 0.5 s, and was killed"
+    assert results(events) == [(1, 2)]
 
 
 def test_an_interrupt_between_two_starts_is_not_lost(monkeypatch):

@@ -1,0 +1,90 @@
+"""Temporary files: whose they are, and which of them nobody needs any more."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipeline.data import store
+from pipeline.data.adopt import _remove_stale
+
+MAKE = "import sys; from pathlib import Path; from pipeline.data import store\n"
+MAKE += "tmp = store.temporary(Path(sys.argv[1])); tmp.touch(); print(tmp, flush=True)\n"
+
+
+def make(path, *before, after=""):
+    """A temporary file by another process; the process, and the file."""
+    command = [*before, sys.executable, "-c", MAKE + after, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return process, type(path)(process.stdout.readline().strip())
+
+
+def test_what_a_dead_process_left_is_removed_and_a_living_one_s_is_not(tmp_path):
+    process, tmp = make(tmp_path / "a.b.bin", after="sys.stdin.read()")
+    store.remove_if_stale(tmp)
+    assert tmp.exists()
+    process.communicate()
+    store.remove_if_stale(tmp)
+    assert not tmp.exists()
+
+
+@pytest.fixture
+def in_a_container():
+    """A command line that runs a command with pids of its own."""
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*command, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    return command
+
+
+def test_a_process_of_another_container_is_not_taken_for_dead(tmp_path, in_a_container):
+    """It has the same host name, and its pid is nobody's here, or another's."""
+    process, tmp = make(tmp_path / "a.bin", *in_a_container, after="sys.stdin.read()")
+    own = store.temporary(tmp_path / "a.bin")
+    assert tmp.name.split(".")[3] != own.name.split(".")[3]
+    store.remove_if_stale(tmp)
+    assert tmp.exists()
+    process.communicate()
+    store.remove_if_stale(tmp)
+    assert tmp.exists()  # nobody here can know
+    old = time.time() - 7 * 86_400
+    os.utime(tmp, (old + 60, old + 60))
+    store.remove_if_stale(tmp)
+    assert tmp.exists()
+    os.utime(tmp, (old - 60, old - 60))
+    store.remove_if_stale(tmp)
+    assert not tmp.exists()
+
+
+def test_age_says_nothing_about_a_living_process(tmp_path):
+    tmp = store.temporary(tmp_path / "a.bin")
+    tmp.touch()
+    os.utime(tmp, (0, 0))
+    store.remove_if_stale(tmp)
+    assert tmp.exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".a.tmp", "a.host.1.0123abcd.tmp", ".a.host.x.0123abcd.tmp", ".a.host.1.ab.tmp", ".tmp"]
+)
+def test_other_names_are_not_ours(tmp_path, name):
+    (tmp_path / name).touch()
+    os.utime(tmp_path / name, (0, 0))
+    store.remove_if_stale(tmp_path / name)
+    assert (tmp_path / name).exists()
+
+
+def test_a_name_is_short(tmp_path):
+    assert len(store.temporary(tmp_path / "x").name) <= len(".x.") + 30
+
+
+def test_half_an_adoption_of_another_container_stays(tmp_path, in_a_container):
+    process, tmp = make(tmp_path / "train", *in_a_container, after="tmp.unlink(); tmp.mkdir(); sys.stdin.read()")
+    _remove_stale(tmp_path / "train")
+    process.communicate()
+    assert tmp.exists()
+    os.utime(tmp, (0, 0))
+    _remove_stale(tmp_path / "train")
+    assert not tmp.exists()
