@@ -24,7 +24,8 @@ _XZ_MEMORY = 2**28
 """What an .xz file may ask for; `xz -9` needs 65 MiB."""
 
 FORMATS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
-_MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00"}
+MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00"}
+"""What files of each begin with."""
 
 
 class StreamError(Exception):
@@ -114,7 +115,7 @@ class Decompressed(io.RawIOBase):
 
     def _members(self) -> Iterator[bytes]:
         """What the members of a gzip, bzip2 or xz file hold."""
-        magic = _MAGIC[self._name]
+        magic = MAGIC[self._name]
         data, first = self.read_input(), True
         if not data:
             raise self._truncated()
@@ -252,7 +253,7 @@ class _Frames:
     def _advance(self, head: int) -> None:
         if self._state == "magic":
             self._any = True
-            if head == int.from_bytes(_MAGIC["zstd"], "little"):
+            if head == int.from_bytes(MAGIC["zstd"], "little"):
                 self._state = "descriptor"
             else:  # a frame to skip, or something that the library will refuse
                 self._state = "size" if head >> 4 == 0x184D2A5 else "unknown"

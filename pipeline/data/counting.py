@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 
 from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import store
+from pipeline.data.leases import Lease, Watch, take
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS
 from pipeline.data.plan import SourceFiles, counting_job, cut_units
-from pipeline.data.progress import ProgressLine
+from pipeline.data.progress import ProgressLine, counted
+from pipeline.data.sources import EMPTY
 from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.tokenizing import ATTEMPTS, worker_count
-from pipeline.data.unit import UnitJob, make_sample_hashes
+from pipeline.data.unit import Smallest, UnitJob, make_sample_hashes
 from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
 from pipeline.errors import MachineError, UserError
 
@@ -29,7 +34,14 @@ def find_splits(config: Config, console: Console, sources: list[SourceFiles]) ->
     wanted = documents_wanted(config.data)
     if not wanted:
         return {found.source.name: make_splits(config.data) for found in sources}
-    return {found.source.name: _planned(config, found) or _counted(config, console, found, wanted) for found in sources}
+    return {
+        found.source.name: known_splits(config, found) or _counted(config, console, found, wanted) for found in sources
+    }
+
+
+def known_splits(config: Config, found: SourceFiles) -> Splits | None:
+    """The splits of a source if none of its documents has to be read for them."""
+    return _planned(config, found) if documents_wanted(config.data) else make_splits(config.data)
 
 
 def _planned(config: Config, found: SourceFiles) -> Splits | None:
@@ -53,18 +65,23 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
     source = counting_job(found, config, Splits((), (), config.data.split_by == "id"))
     jobs = [UnitJob(source, unit) for unit in cut_units(found, settings.seed, settings.unit_bytes)]
     smallest: list[int] = []
+    records = 0
+    rejected: Counter[str] = Counter()
     attempts: Counter[UnitJob] = Counter()
     advanced: Counter[UnitJob] = Counter()
     with (
+        _counting_lease(source.folder),
         ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
-        Workers[UnitJob, list[int]](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
+        Workers[UnitJob, Smallest](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
     ):
         for event in workers.run(jobs):
             if isinstance(event, Advanced):
                 line.advance(event.amount)
                 advanced[event.job] += event.amount
             elif isinstance(event, Done):
-                smallest = list(heapq.merge(smallest, event.result))[: wanted + 1]
+                smallest = list(heapq.merge(smallest, event.result.hashes))[: wanted + 1]
+                records += event.result.records
+                rejected += event.result.rejected
                 line.unit_done(0)
             elif isinstance(event, Failed):
                 raise event.error
@@ -76,6 +93,17 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
                 line.advance(-advanced.pop(event.job, 0))
                 workers.add(event.job)
     if len(smallest) < wanted:
+        bad = Counter({reason: count for reason, count in rejected.items() if reason != EMPTY})
+        if bad.total() > len(smallest):
+            reasons = ", ".join(
+                f"{count:,} {reason}" if len(bad) > 1 else reason for reason, count in bad.most_common()
+            )
+            raise UserError(
+                f"source {found.source.name!r}: {bad.total():,} of {counted(records, 'record')} "
+                f"{'is' if bad.total() == 1 else 'are'} bad: {reasons}. What is left is too few for data.splits "
+                f"({splits_in_words(config.data)}); mend the source's type or text_key, or the data; "
+                "`pipeline preprocess RUN.yaml --dry-run` shows more"
+            )
         raise UserError(
             f"source {found.source.name!r} has {len(smallest)} documents, too few for data.splits "
             f"({splits_in_words(config.data)}); lower them"
@@ -86,3 +114,17 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
             f"they take all of its {wanted} documents; lower the numbers"
         )
     return make_splits(config.data, smallest, found.source.name)
+
+
+@contextmanager
+def _counting_lease(folder: Path) -> Iterator[None]:
+    """A lease that only shows `--status` that somebody is at work; two commands may count at a time."""
+    try:
+        lease = take(folder, "counting", Watch())
+    except OSError:  # a disk that cannot be written: whatever needs it says so
+        lease = None
+    if not isinstance(lease, Lease):
+        yield
+        return
+    with lease, lease.beating():
+        yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -12,14 +13,20 @@ from pipeline.config.data import PreprocessConfig
 from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data.cache import cache_folder
+from pipeline.data.compression import FORMATS, MAGIC, compression_of
+from pipeline.data.counting import known_splits
 from pipeline.data.engines import Choice, Engine, choose_engine, open_engine
-from pipeline.data.plan import SourceFiles, cut_units
-from pipeline.data.progress import counted, size
-from pipeline.data.sources import Unit, UnitReader, check_columns
+from pipeline.data.plan import SourceFiles, cut_units, make_plan
+from pipeline.data.progress import NOTHING_TO_DO, counted, size
+from pipeline.data.records import HUB_PREFIX
+from pipeline.data.sources import EMPTY, Unit, UnitReader, check_columns
+from pipeline.data.splits import Splits, split_names
+from pipeline.data.status import SourceState, read_state
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.tokenizer_stage import ORIGIN_FILE, run_tokenizer, tokenizer_folder
+from pipeline.data.tokenizer_stage import ORIGIN_FILE, check_tokenizer_settings, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import cut_text
+from pipeline.errors import UserError
 
 SAMPLE_BYTES = 2**20
 """Bytes on disk, or of text, of each source that are read and encoded."""
@@ -27,6 +34,8 @@ SAMPLE_S = 2.0
 _ENCODED_BYTES = 4 * SAMPLE_BYTES
 """Of a document that is longer, the rest is taken to be like its beginning."""
 _FILES_SHOWN = 3
+_DETAIL_SHOWN = 80
+"""Characters."""
 _TOKENS_A_BYTE = 0.25
 """Of text, where there is no tokenizer yet: English with a vocabulary of some ten thousand entries."""
 
@@ -40,23 +49,67 @@ class Sample:
         text_bytes: bytes of text in them.
         tokens: of that text, with end of document.
         seconds: for reading and encoding, in one process.
+        documents: that were read.
+        records: that were read, good or bad.
+        rejected: records by reason.
+        details: of the first one of each reason.
+        first_bad: file of the first record that is rejected and not empty.
     """
 
     disk_bytes: int = 0
     text_bytes: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    documents: int = 0
+    records: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    details: dict[str, str] = field(default_factory=dict)
+    first_bad: str = ""
+
+    @property
+    def bad(self) -> int:
+        """Records that are rejected and not just empty."""
+        return self.rejected.total() - self.rejected[EMPTY]
+
+    def reject(self, reason: str, detail: str, path: str) -> None:
+        """Count a record."""
+        self.rejected[reason] += 1
+        # Of a record without the key, its keys say enough.
+        self.details.setdefault(reason, detail.partition(": {")[0][:_DETAIL_SHOWN])
+        if reason != EMPTY:
+            self.first_bad = self.first_bad or path
+
+    @property
+    def in_words(self) -> str:
+        """How many records are bad, and why."""
+        reasons = [
+            f"{count:,} {reason}" + (f" ({self.details[reason]})" if self.details[reason] else "")
+            for reason, count in self.rejected.most_common()
+            if reason != EMPTY
+        ]
+        are = "is" if self.bad == 1 else "are"
+        return f"{self.bad:,} of {counted(self.records, 'sampled record')} {are} bad: {', '.join(reasons)}"
 
 
 def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) -> None:
     """Print units, bytes, and estimates of tokens and time.
 
     Writes nothing but the engine's proof, in the user's cache folder.
+
+    Raises:
+        UserError: the sample of a source has bad records and no document.
     """
+    if not sources:
+        say(console, NOTHING_TO_DO)
+        return
     settings, train = config.data.preprocess, config.tokenizer.train
     say(console, f"output: {config.data_dir}")
     tokenizer = _tokenizer(config)
     say(console, f"tokenizer: {config.tokenizer.path if train is None else f'trained, {train.vocab_size:,} entries'}")
+    try:
+        check_tokenizer_settings(config)
+    except UserError as error:
+        say(console, f"would be refused: {error}")
     engine: Engine | None = None
     if tokenizer is not None:
         choice = _engine(config, tokenizer)
@@ -69,10 +122,13 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         column.justify = "right"
     seconds = 0.0
     samples = {}
+    problems = []
     for found in sources:
         check_columns(found.files, found.reader)
         units = cut_units(found, settings.seed, settings.unit_bytes)
         samples[found.source.name] = sample = take_sample(units, found, engine, settings)
+        if sample.bad and not sample.documents:
+            problems.append(_problem(config, found, sample))
         share = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
         workers = worker_count(config, max(len(units), 1))
         took = sample.seconds * share / workers
@@ -86,11 +142,19 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             _rounded(sample.tokens * share),
             _duration(took) if engine is not None else "-",
         )
+    if problems:
+        raise UserError("\n".join(problems))
     console.print(table)
+    states = {state.name: state for state in read_state(config)}
     for found in sources:
         more = len(found.files) - _FILES_SHOWN
         files = [file.path for file in found.files[:_FILES_SHOWN]] + ([f"and {more:,} more"] if more > 0 else [])
         say(console, f"{found.source.name}: {', '.join(files)}")
+        sample = samples[found.source.name]
+        if sample.bad:
+            say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
+        if made := _made(config, found, tokenizer, states[found.source.name]):
+            say(console, f"{found.source.name}: {made}")
     read = size(sum(sample.text_bytes for sample in samples.values()))
     if engine is None:
         say(
@@ -118,6 +182,52 @@ def _engine(config: Config, tokenizer: Tokenizer) -> Choice:
     return choose_engine(config.data.preprocess.engine, tokenizer, cache_folder() / "engines", set())
 
 
+def _problem(config: Config, found: SourceFiles, sample: Sample) -> str:
+    """What to do about a source of which no sampled record is a document."""
+    key = f"data.sources.{config.data.sources.index(found.source)}"
+    keys = f"{key}.type (now {found.reader.type})"
+    if found.reader.type != "text":
+        keys = f"{key}.text_key (now {found.reader.text_key!r}) or {keys}"
+    advice = _hint(found, sample) or f"set {keys} to what the files are, or mend them"
+    return f"{key} ({found.source.name}): {sample.in_words}; the first is in {sample.first_bad}; {advice}"
+
+
+def _hint(found: SourceFiles, sample: Sample) -> str:
+    """What the file of the first bad record is by its first bytes, if that is not what it is read as; else empty."""
+    path, type = sample.first_bad, found.reader.type
+    if not path or path.startswith(HUB_PREFIX):
+        return ""
+    with open(path, "rb") as file:
+        head = file.read(8)
+    if head.startswith(b"PAR1") and type != "parquet":
+        return "it looks like Parquet: type: parquet"
+    for suffix, name in FORMATS.items():
+        if head.startswith(MAGIC[name]):
+            if type not in ("text", "jsonl"):
+                return f"it is {name}-compressed: decompress it"
+            if compression_of(path) != name:
+                return f"it is {name}-compressed: name it {suffix}"
+    return ""
+
+
+def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state: SourceState) -> str:
+    """What is there of a source's datasets, or why the stage would not go on with them; empty if nothing is there."""
+    if not state.units:
+        return f"would be refused: {state.problem}" if state.problem else ""
+    if tokenizer is not None:
+        # Where documents would have to be counted, files or data.splits differ, and the ends do not matter.
+        unknown = Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
+        plan = make_plan(found, tokenizer, config, known_splits(config, found) or unknown)
+        try:
+            if differences := plan.differences(state.folder):
+                return f"would be refused: {'; '.join(differences)}"
+        except UserError as error:
+            return f"would be refused: {error}"
+    if state.state == "finished":
+        return "finished"
+    return f"{state.done:,} of {counted(state.units, 'unit')} {'is' if state.units == 1 else 'are'} done"
+
+
 def take_sample(units: list[Unit], found: SourceFiles, engine: Engine | None, settings: PreprocessConfig) -> Sample:
     """Read from units in their keyed order until there is enough, and encode it in batches of bounded size.
 
@@ -129,31 +239,37 @@ def take_sample(units: list[Unit], found: SourceFiles, engine: Engine | None, se
     """
     sample = Sample()
     batches = None if engine is None else _Batches(engine, min(settings.max_document_bytes, engine.batch_bytes))
-    documents, is_enough, started = 0, False, time.perf_counter()
+    is_enough, started = False, time.perf_counter()
     for unit in units:
         reader, before = UnitReader(unit, found.reader), sample.disk_bytes
         for document in reader:
             raw = document.text.encode()
             is_long = len(raw) > settings.max_document_bytes and settings.on_long_document == "reject"
-            if document.reason is None and not is_long:
-                documents += 1
+            sample.records += 1
+            if document.reason is not None:
+                sample.reject(document.reason, document.detail, unit.pieces[document.piece].file.path)
+            elif is_long:
+                reason = f"longer than data.preprocess.max_document_bytes ({settings.max_document_bytes})"
+                sample.reject(reason, "", unit.pieces[document.piece].file.path)
+            else:
+                sample.documents += 1
                 sample.text_bytes += len(raw)
                 if batches is not None:
                     batches.add(raw)
             sample.disk_bytes = before + reader.bytes_read
-            is_full = documents > 0 and max(sample.disk_bytes, sample.text_bytes) >= SAMPLE_BYTES
+            is_full = sample.documents > 0 and max(sample.disk_bytes, sample.text_bytes) >= SAMPLE_BYTES
             if is_enough := is_full or time.perf_counter() - started > SAMPLE_S:
                 break
         sample.disk_bytes = before + max(reader.bytes_read, 1)
         if is_enough:
             break
     if batches is None:
-        sample.tokens = round(sample.text_bytes * _TOKENS_A_BYTE) + documents
+        sample.tokens = round(sample.text_bytes * _TOKENS_A_BYTE) + sample.documents
         sample.seconds = time.perf_counter() - started
     else:
         batches.flush()
         share = sample.text_bytes / max(batches.bytes, 1)
-        sample.tokens = round(batches.tokens * share) + documents
+        sample.tokens = round(batches.tokens * share) + sample.documents
         # What was passed over would have taken its time.
         sample.seconds = time.perf_counter() - started + batches.seconds * (share - 1 if batches.bytes else 0)
     return sample

@@ -74,22 +74,34 @@ class Plan:
             folder.mkdir(parents=True, exist_ok=True)
             store.put_json(path, self._as_json())
             return
-        try:
-            old = store.get_json(path, *PLAN_KEYS)
-        except UserError as error:
-            raise UserError(f"{error}; restore it, or remove {folder} to make the dataset again") from None
-        if old["config_hash"] == self.config_hash:
+        differences = self.differences(folder)
+        if not differences:
             return
-        differences = _setting_differences(old["settings"], self.settings)
-        differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
         finished = all((folder / split / MANIFEST_FILE).is_file() for split in self.splits.names)
         as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
         raise UserError(
             f"{folder} was made from something else than source {self.found.source.name!r} is now:\n"
-            + "\n".join(f"  {difference}" for difference in differences or ["where the splits end"])
+            + "\n".join(f"  {difference}" for difference in differences)
             + f"\nTokens of both must not be mixed. Restore what differs; or remove {folder} to make it again; or set "
             f"data.dir to another folder{as_it_is}."
         )
+
+    def differences(self, folder: Path) -> list[str]:
+        """What this plan has else than the one that the folder was begun with; empty if that is the same.
+
+        Raises:
+            UserError: the plan that is there is damaged.
+            FileNotFoundError: there is none.
+        """
+        try:
+            old = store.get_json(folder / PLAN_FILE, *PLAN_KEYS)
+        except UserError as error:
+            raise UserError(f"{error}; restore it, or remove {folder} to make the dataset again") from None
+        if old["config_hash"] == self.config_hash:
+            return []
+        differences = _setting_differences(old["settings"], self.settings)
+        differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
+        return differences or ["where the splits end"]
 
     def _as_json(self) -> dict[str, Any]:
         number = {file.name: i for i, file in enumerate(self.found.files)}

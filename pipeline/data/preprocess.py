@@ -28,7 +28,7 @@ from pipeline.data.finish import Finish, SourceReport
 from pipeline.data.leases import Watch, sweep, take_when_free
 from pipeline.data.manifest import PLAN_FILE
 from pipeline.data.plan import Plan, SourceFiles, find_source_files, make_plan, source_job
-from pipeline.data.progress import counted, print_report
+from pipeline.data.progress import NOTHING_TO_DO, counted, print_report
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN, read_receipt, read_receipts
 from pipeline.data.shuffling import Shuffling
 from pipeline.data.sources import START, Unit, check_columns
@@ -135,6 +135,8 @@ def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:
     for number, source in enumerate(config.data.sources):
         if source.dataset is not None:
             _check_dataset(config, number, source, tokenizer)
+    if not sources:
+        say(console, NOTHING_TO_DO)
     plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
     for plan in plans:
         _freeze(plan, config.data_dir / plan.found.source.name)

@@ -21,6 +21,7 @@ WIDE = 120
 """Columns of a terminal that the whole progress bar fits into; a narrower one gets less."""
 LINE_EVERY_S = 10.0
 """Off a terminal, a line of progress each so many seconds."""
+NOTHING_TO_DO = "nothing to do: all sources are datasets that were made before"
 
 
 def size(count: float) -> str:

@@ -21,7 +21,7 @@ from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.leases import PATIENCE_S, read_leases
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS
-from pipeline.data.progress import WIDE, counted, size
+from pipeline.data.progress import NOTHING_TO_DO, WIDE, counted, size
 from pipeline.data.receipts import MANIFEST_FILE
 from pipeline.data.tally import Counts, Tally, whole
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, tokenizer_folder
@@ -33,6 +33,7 @@ WINDOW_S = 600.0
 """The rate is that of this last stretch."""
 SHOWN = 20
 """Processes and failures of a source that are listed."""
+_BUSY = ("starting", "working")
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ class SourceState:
     Attributes:
         name: of the source.
         folder: where its plan, receipts and datasets are.
-        state: `not begun`, `damaged`, `working`, `waiting` (another source is being worked on), `stopped`, `tokenized`
-            (only the datasets' manifests are missing) or `finished`.
+        state: `not begun`, `starting` (a process is at work, but there is no plan yet), `damaged`, `working`, `waiting`
+            (another source is being worked on), `stopped`, `tokenized` (only the datasets' manifests are missing) or
+            `finished`.
         units: of the plan.
         done: units that are finished.
         in_work: units that a living process has.
@@ -126,6 +128,11 @@ class SourceState:
     problem: str = ""
 
     @property
+    def in_words(self) -> str:
+        """The state, as it is shown."""
+        return "tokenized, not finished" if self.state == "tokenized" else self.state
+
+    @property
     def failed(self) -> int:
         """Units that were given up, and that nobody tries again by now."""
         held = {worker.what for worker in self.workers if worker.state == "works"}
@@ -152,7 +159,7 @@ def read_state(config: Config) -> list[SourceState]:
     now = time.time()
     condemned = frozenset(_condemned(config))
     states = [_read_source(config, source, condemned, now) for source in config.data.sources if source.dataset is None]
-    if any(state.state == "working" for state in states):
+    if any(state.state in _BUSY for state in states):
         for state in states:
             if state.state == "stopped":
                 state.state = "waiting"
@@ -181,13 +188,15 @@ def _condemned(config: Config) -> dict[str, str]:
 
 def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str], now: float) -> SourceState:
     folder = config.data_dir / source.name
-    state = SourceState(source.name, folder)
+    state = SourceState(source.name, folder, workers=read_workers(folder, now))
+    working = [worker for worker in state.workers if worker.state == "works"]
     try:
         plan = store.get_json(folder / PLAN_FILE, *PLAN_KEYS)
         planned = (folder / PLAN_FILE).stat().st_mtime
         sizes = [sum(whole(end - start) for _, start, end in unit) for unit in plan["units"]]
         names = [str(name) for name in plan["splits"]]
     except FileNotFoundError:
+        state.state = "starting" if working else state.state
         return state
     except UserError as error:
         state.state, state.problem = "damaged", str(error)
@@ -195,8 +204,6 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
     except (TypeError, ValueError):
         state.state, state.problem = "damaged", f"{folder / PLAN_FILE} is damaged: its units are no byte ranges"
         return state
-    state.workers = read_workers(folder, now)
-    working = [worker for worker in state.workers if worker.state == "works"]
     tally = Tally(sizes, str(plan["config_hash"]), condemned)
     tally.read(folder / "receipts")
     state.units, state.done, state.redo = len(sizes), len(tally.done), len(tally.redo)
@@ -221,6 +228,7 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
     else:
         finished = all((folder / name / MANIFEST_FILE).is_file() for name in names)
         state.state = "finished" if finished else "tokenized"
+        state.rate = None  # nothing is left to be read
     return state
 
 
@@ -292,6 +300,9 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
         say(console, "tokenizer: there")
     elif making:
         say(console, f"tokenizer: being made by {making[0]}, for {duration(now - making[0].since)}")
+    elif config.tokenizer.path is not None:
+        path = config.tokenizer.path
+        say(console, f"tokenizer: {path}" + ("" if path.exists() else ", which is not there"))
     else:
         say(console, "tokenizer: not there yet")
     for engine, evidence in _condemned(config).items():
@@ -316,7 +327,7 @@ def _print_table(console: Console, states: list[SourceState]) -> None:
     for state in states:
         table.add_row(
             state.name,
-            state.state,
+            state.in_words,
             f"{state.done:,}/{state.units:,}",
             f"{size(state.bytes_done)}/{size(state.bytes)}",
             _share(state),
@@ -335,9 +346,9 @@ def _share(state: SourceState) -> str:
 
 
 def _summary(state: SourceState) -> str:
-    if state.state in ("not begun", "damaged"):
+    if state.state in ("not begun", "starting", "damaged"):
         return state.state
-    text = f"{state.state}; {state.done:,} of {counted(state.units, 'unit')} done"
+    text = f"{state.in_words}; {state.done:,} of {counted(state.units, 'unit')} done"
     text += f"; {size(state.bytes_done)} of {size(state.bytes)} ({_share(state)})"
     text += "" if state.rate is None else f", {size(state.rate)}/s"
     return text + ("" if state.eta_s is None else f", {duration(state.eta_s)} left")
@@ -361,8 +372,12 @@ def _details(state: SourceState, now: float) -> Iterator[str]:
     for worker in state.workers[:SHOWN]:
         work = f"unit {worker.what}, {size(worker.done)} done" if isinstance(worker.what, int) else worker.what
         ages = f"for {duration(now - worker.since)}, last sign of life {duration(worker.beat_s)} ago"
-        note = {"works": "", "silent": "; it is silent, another takes over", "gone": "; it is gone, another takes over"}
-        yield f"{worker}: {work}, {ages}{note[worker.state]}"
+        note = ""
+        if worker.state != "works":
+            its = "unit" if isinstance(worker.what, int) else "work"
+            by = "" if state.state in _BUSY else " by the next command"
+            note = f"; it is {worker.state}; its {its} will be taken over{by}"
+        yield f"{worker}: {work}, {ages}{note}"
     if len(state.workers) > SHOWN:
         yield f"and {len(state.workers) - SHOWN:,} more"
     for failure in state.failures[:SHOWN]:
@@ -376,7 +391,7 @@ def _details(state: SourceState, now: float) -> Iterator[str]:
 
 def _print_next(console: Console, states: list[SourceState], making: bool, run: str) -> None:
     command = f"`pipeline preprocess {run}`"
-    working = [state for state in states if state.state == "working"]
+    working = [state for state in states if state.state in _BUSY]
     rate = sum(state.rate or 0.0 for state in working)
     if working and rate and len(states) > 1 and all(state.units for state in states):
         left = sum(state.bytes - state.bytes_done for state in states)
@@ -384,14 +399,14 @@ def _print_next(console: Console, states: list[SourceState], making: bool, run: 
     if working or making:
         return
     if not states:
-        say(console, "nothing to do: all sources are datasets that were made before")
+        say(console, NOTHING_TO_DO)
     elif all(state.state == "finished" for state in states):
         say(console, "finished")
     elif all(state.state == "not begun" for state in states):
-        say(console, f"no process works on it; {command} begins")
+        say(console, f"nobody works on it; run {command} to begin")
     else:
         again = "; units that failed are tried again" if any(state.failed for state in states) else ""
-        say(console, f"no process holds a unit; {command} goes on{again}")
+        say(console, f"nobody works on it; run {command} to go on{again}")
 
 
 def duration(seconds: float) -> str:

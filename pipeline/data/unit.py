@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -92,6 +92,16 @@ class Busy:
     holder: str
 
 
+class Smallest(NamedTuple):
+    """What the documents of a unit say about where splits end."""
+
+    hashes: list[int]
+    """The smallest `split_hash` of its documents, ascending."""
+    records: int
+    rejected: Counter[str]
+    """Records by reason."""
+
+
 class Condemned(Exception):
     """The engine was condemned by another process while this one used it."""
 
@@ -159,21 +169,25 @@ def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | 
         raise
 
 
-def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> list[int]:
-    """The smallest `split_hash` of the unit's documents, as many as wanted, ascending."""
+def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> Smallest:
+    """The smallest `split_hash` of the unit's documents, as many as wanted."""
     found: list[int] = []
+    rejected: Counter[str] = Counter()
     reader = UnitReader(job.unit, job.source.reader)
     reported = 0
     for document in reader:
         raw = document.text.encode()
-        if job.source.reason_against(document, raw) is None:
+        reason = job.source.reason_against(document, raw)
+        if reason is not None:
+            rejected[reason] += 1
+        else:
             found.append(split_hash(document.id.encode() if job.source.splits.by_id else raw))
             if len(found) >= 2 * wanted + 10_000:
                 found = sorted(found)[:wanted]
                 progress(reader.bytes_read - reported)
                 reported = reader.bytes_read
     progress(reader.bytes_read - reported)
-    return sorted(found)[:wanted]
+    return Smallest(sorted(found)[:wanted], reader.records, rejected)
 
 
 def identity(unit: Unit) -> str:

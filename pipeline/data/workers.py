@@ -205,7 +205,7 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
     """What a worker process does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked so far
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that files being written are removed
+    signal.signal(signal.SIGTERM, _leave)  # so that files being written are removed
 
     def progress(amount: int) -> None:
         try:
@@ -229,6 +229,12 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
                 _send_error(connection, error)
             else:
                 connection.send(("done", result))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it leaves by itself, and quietly
+
+
+def _leave(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would only interrupt the leaving
+    sys.exit(1)
 
 
 def _send_error(connection: Connection, error: Exception) -> None:

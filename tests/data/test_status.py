@@ -112,7 +112,7 @@ def test_not_begun(tmp_path):
     ]
     said = shown(config)
     assert "tokenizer: not there yet" in said
-    assert "`pipeline preprocess my.yaml` begins" in said
+    assert "nobody works on it; run `pipeline preprocess my.yaml` to begin" in said
     assert not (tmp_path / "data").exists()
 
 
@@ -138,7 +138,7 @@ def test_counts(tmp_path):
     assert "sea: stopped; 5 of 10 units done; 5.0 kB of 10.0 kB (50%)" in said
     assert "train: 50 documents, 500 tokens" in said
     assert "rejected: 9 of 60 records: 6 empty, 3 not JSON" in said
-    assert "`pipeline preprocess my.yaml` goes on" in said
+    assert "nobody works on it; run `pipeline preprocess my.yaml` to go on" in said
 
 
 def test_links(tmp_path):
@@ -192,7 +192,7 @@ def test_who_works(tmp_path):
     said = shown(config)
     assert f"process {os.getpid()} on {socket.gethostname()}: unit 2, 400 B done, for 20 s" in said
     assert "process 77 on node8: unit 6" in said
-    assert "on node7: unit 5" in said and "it is silent" in said
+    assert "on node7: unit 5" in said and "it is silent; its unit will be taken over\n" in said
     assert "pipeline preprocess" not in said
 
 
@@ -340,13 +340,16 @@ def test_finished(tmp_path):
         write_receipt(folder, 0)
         write_receipt(folder, 1)
     assert [state.state for state in read_state(config)] == ["tokenized", "tokenized"]
-    assert "goes on" in shown(config)
+    said = shown(config)
+    assert "to go on" in said
+    assert "sea: tokenized, not finished; 2 of 2 units done" in said and "/s" not in said
     for name in ("sea", "land"):
         for split in ("train", "heldout"):
             (config.data_dir / name / split).mkdir()
             store.put_json(config.data_dir / name / split / "manifest.json", {})
     assert [state.state for state in read_state(config)] == ["finished", "finished"]
-    assert shown(config).endswith("finished\n")
+    said = shown(config)
+    assert said.endswith("finished\n") and "/s" not in said
     shutil.rmtree(config.data_dir / "sea" / "receipts")
     assert [state.state for state in read_state(config)] == ["stopped", "finished"]
 
@@ -360,6 +363,27 @@ def test_the_tokenizer(tmp_path):
         assert "pipeline preprocess" not in said
     store.put_json(folder / "origin.json", {})
     assert "tokenizer: there" in shown(config)
+
+
+def test_a_tokenizer_that_is_given(tmp_path):
+    config = config_of(tmp_path, "sea")
+    path = tmp_path / "t.json"
+    given = config.tokenizer.model_copy(update={"train": None, "path": path})
+    config = config.model_copy(update={"tokenizer": given})
+    assert f"tokenizer: {path}, which is not there\n" in shown(config)
+    path.write_text("{}")
+    assert f"tokenizer: {path}\n" in shown(config)
+
+
+def test_before_there_is_a_plan(tmp_path):
+    """Documents are counted, say."""
+    config = config_of(tmp_path, "sea", "land")
+    with take(config.data_dir / "sea", "counting", Watch()):
+        assert [state.state for state in read_state(config)] == ["starting", "not begun"]
+        said = shown(config)
+    assert f"sea: starting\n  process {os.getpid()} on {socket.gethostname()}: counting, for 0 s" in said
+    assert "nobody" not in said
+    assert "nobody works on it" in shown(config)
 
 
 def test_on_a_terminal(tmp_path):
@@ -422,4 +446,5 @@ def test_a_running_command_is_seen(tmp_path):
     process.communicate()
     [state] = read_state(config)
     assert (state.state, state.workers[0].state, state.bytes_done) == ("stopped", "gone", 0)
+    assert "it is gone; its unit will be taken over by the next command" in shown(config)
     assert Path(lease_path(folder, 1)).exists()
