@@ -203,7 +203,10 @@ def _interrupts_wait() -> Iterator[None]:
 
 def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress], Any]], args: tuple[Any, ...]) -> None:
     """What a worker process does."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    # The processes are the parallelism. One thread of its own, and not none: `tokenizers` takes a fifth less time in a
+    # thread, because that has another heap than the main one, which glibc keeps in worse order.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked so far
     signal.signal(signal.SIGTERM, _leave)  # so that files being written are removed
 
