@@ -88,7 +88,7 @@ class Record:
         """Whether the process is there; None if this cannot be known from here."""
         if (self.boot or self.host, self.namespace) != (machine.boot() or socket.gethostname(), machine.namespace()):
             return None
-        found = _process(self.pid)
+        found = machine.process(self.pid)
         if found is not None and self.started is not None:
             state, started = found
             return started == self.started and state not in "ZXx"  # a zombie only waits for its parent
@@ -316,7 +316,7 @@ def _lease_files(folder: Path) -> Iterator[Path]:
 
 def _new_record() -> Record:
     pid = os.getpid()
-    found = _process(pid)
+    found = machine.process(pid)
     return Record(
         host=socket.gethostname(),
         pid=pid,
@@ -413,12 +413,3 @@ def _put_back(aside: Path, path: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
         os.rename(aside, path)
-
-
-def _process(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process (proc(5), fields 3 and 22); None if they cannot be read."""
-    try:
-        values = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return values[0].decode(), int(values[19])
-    except (OSError, IndexError, ValueError):
-        return None

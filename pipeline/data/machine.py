@@ -32,3 +32,12 @@ def namespace() -> str:
 def pid_space() -> str:
     """Eight characters that all processes share whose pids can be looked up from here, and no others."""
     return xxhash.xxh3_64_hexdigest(f"{boot() or socket.gethostname()} {namespace()}".encode())[:8]
+
+
+def process(pid: int) -> tuple[str, int] | None:
+    """State and start time of a process (proc(5), fields 3 and 22); None if they cannot be read."""
+    try:
+        values = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return values[0].decode(), int(values[19])
+    except (OSError, IndexError, ValueError):
+        return None

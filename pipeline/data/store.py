@@ -106,7 +106,11 @@ def is_stale(tmp: Path) -> bool:
     try:
         if name["space"] != machine.pid_space():
             return time.time() - tmp.stat().st_mtime > FOREIGN_S
-        os.kill(int(name["pid"]), 0)
+        pid = int(name["pid"])
+        found = machine.process(pid)
+        if found is not None and found[0] in "ZX":  # dead, and its parent has not asked how yet
+            return True
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):

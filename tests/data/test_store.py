@@ -88,3 +88,20 @@ def test_half_an_adoption_of_another_container_stays(tmp_path, in_a_container):
     os.utime(tmp, (0, 0))
     _remove_stale(tmp_path / "train")
     assert not tmp.exists()
+
+
+def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        mine = store.temporary(tmp_path / "a.bin")
+        left = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{process.pid}."))
+        left.touch()
+        assert not store.is_stale(left)
+        process.kill()
+        deadline = time.monotonic() + 10
+        while not store.is_stale(left):  # it is a zombie until somebody waits for it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
