@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from pipeline.data.manifest import PART, write_dataset
 from pipeline.data.plan import CODE_VERSION, Plan, link_order
 from pipeline.data.progress import counted
 from pipeline.data.receipts import RECEIPT_KEYS, TRAIN, receipt_path, rejected_path
-from pipeline.data.sources import EMPTY, Piece, where
+from pipeline.data.sources import EMPTY, Piece, Unit, where
+from pipeline.data.splits import splits_in_words
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
 
@@ -74,13 +75,13 @@ class SourceReport:
         }
 
 
-def read_links(plan: Plan, folder: Path) -> Iterator[dict[str, Any]]:
-    """The receipts of all links, unit after unit.
+def read_links(units: Sequence[Unit], folder: Path) -> Iterator[dict[str, Any]]:
+    """The receipts of all links of the units, unit after unit.
 
     Raises:
         UserError: one is missing or damaged.
     """
-    for unit in plan.units:
+    for unit in units:
         for link in itertools.count():
             receipt: dict[str, Any] = store.get_json(receipt_path(folder, unit.index, link), *RECEIPT_KEYS)
             yield receipt
@@ -123,7 +124,7 @@ class Finish:
         report.splits = {name: SplitReport() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
-        for receipt in read_links(self._plan, self._folder):
+        for receipt in read_links(self._plan.units, self._folder):
             rejected.update(receipt["rejected"])
             engines[receipt["engine"]] += 1
             report.records += receipt["records"]
@@ -173,8 +174,7 @@ class Finish:
         kinds = [(bad, f"bad ({_reasons(rejected)})"), (empty, "empty"), (elsewhere, "held out")]
         what = " and ".join(f"{count} {'is' if count == 1 else 'are'} {kind}" for count, kind in kinds if count)
         found = f"of {counted(records, 'record')} {what}" if records else "its files hold no records"
-        splits = ", ".join(f"{name}: {split}" for name, split in self._config.data.splits.items())
-        lower = f", or lower data.splits ({splits})" if elsewhere else ""
+        lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""
         return UserError(f"source {self.report.name!r} has no document to train on: {found}; add documents{lower}")
 
     def _check_rejected(self, rejected: Counter[str]) -> None:
@@ -224,7 +224,10 @@ class Finish:
         lines_before = self._lines_before()
         # Units were cut from the files in their order.
         units = sorted(self._plan.units, key=lambda unit: (unit.pieces[0].file.name, unit.pieces[0].start))
-        for unit, receipt in self._rejecting(units):
+        for receipt in read_links(units, self._folder):
+            if not receipt["rejected"]:
+                continue
+            unit = self._plan.units[receipt["unit"]]
             with rejected_path(self._folder, unit.index, receipt["link"]).open("rb") as lines:
                 for record in map(orjson.loads, lines):
                     piece: Piece = unit.pieces[record["piece"]]
@@ -244,19 +247,10 @@ class Finish:
                     place = piece.file.name + str(entry["where"]).removeprefix(piece.file.path)
                     yield orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE), record["reason"], place
 
-    def _rejecting(self, units: list[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        for unit in units:
-            for link in itertools.count():
-                receipt = store.get_json(receipt_path(self._folder, unit.index, link))
-                if receipt["rejected"]:
-                    yield unit, receipt
-                if receipt["last"]:
-                    break
-
     def _lines_before(self) -> dict[tuple[str, int], int]:
         """Lines of each file before each of its pieces, by (name, start): from the counts in the receipts."""
         lines: Counter[tuple[str, int]] = Counter()
-        for receipt in read_links(self._plan, self._folder):
+        for receipt in read_links(self._plan.units, self._folder):
             pieces = self._plan.units[receipt["unit"]].pieces
             for number, (count, _) in receipt["pieces"].items():
                 piece = pieces[int(number)]
