@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
+from pipeline.config.blend import Bound
 
 
 class HubConfig(Section):
@@ -60,6 +61,12 @@ class SourceConfig(Section):
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the blend, relative to the other sources. Without any weight, shares are proportional to tokens."""
+    slice: tuple[Bound, Bound] | None = None
+    """Train only on the documents from the first place up to the second, like `[0, 0.9]` or `[0, 500 documents]`."""
+    max_epochs: float | None = Field(default=None, gt=0)
+    """Train on at most so many times the source's tokens; fractions are allowed."""
+    on_exhausted: Literal["renormalize", "stop", "repeat"] = "renormalize"
+    """At `max_epochs`: the other sources share its place, the run ends, or it goes on with a warning."""
 
     @field_validator("name")
     @classmethod
@@ -113,6 +120,15 @@ class PreprocessConfig(Section):
 _SPLIT_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 
 
+class LoaderConfig(Section):
+    """How training reads the datasets."""
+
+    read: Literal["mmap", "pread"] = "mmap"
+    """`pread` for file systems on which mapping files is slow or fails: errors can be retried there."""
+    prefetch: int = Field(default=2, ge=1)
+    """Steps that are read ahead."""
+
+
 class DataConfig(Section):
     """Sources, preprocessing and splits."""
 
@@ -127,6 +143,8 @@ class DataConfig(Section):
     """What decides a document's split: its text, so that equal texts are on one side everywhere, or its id."""
     preprocess: PreprocessConfig = PreprocessConfig()
     """How documents become tokens."""
+    loader: LoaderConfig = LoaderConfig()
+    """How training reads the datasets."""
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -139,6 +157,9 @@ class DataConfig(Section):
             raise ValueError(
                 f"splits: {', '.join(f'{k}: {v}' for k, v in self.splits.items())} leave nothing to train on"
             )
+        for source in self.sources:
+            if source.on_exhausted != "renormalize" and source.max_epochs is None:
+                raise ValueError(f"source {source.name}: on_exhausted says what to do at max_epochs, which is not set")
         weighted = [source.name for source in self.sources if source.weight is not None]
         if weighted and len(weighted) != len(names):
             without = [name for name in names if name not in weighted]

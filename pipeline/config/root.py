@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.blend import BlendConfig, StageConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig
 from pipeline.config.model import ModelConfig
@@ -24,6 +25,10 @@ class Config(Section):
     """What its processes use."""
     data: DataConfig
     """Documents and datasets."""
+    blend: BlendConfig = BlendConfig()
+    """Which source gives how much of what step."""
+    stage: StageConfig = StageConfig()
+    """What is copied to the node before training."""
     tokenizer: TokenizerConfig
     """Tokenizer."""
     model: ModelConfig
@@ -47,13 +52,39 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _blend_names(self) -> Config:
+        names = [source.name for source in self.data.sources]
+        used = [
+            (f"blend.phases.{number}.{key}", name)
+            for number, phase in enumerate(self.blend.phases)
+            for key, given in (
+                ("weights", phase.weights if isinstance(phase.weights, dict) else ()),
+                ("sources", phase.sources or ()),
+                ("slices", phase.slices),
+            )
+            for name in given
+        ]
+        used += [(f"blend.skip.{i}.source", skip.source) for i, skip in enumerate(self.blend.skip) if skip.source]
+        for key, name in used:
+            if name not in names:
+                raise ValueError(f"{key}: {name!r} is none of data.sources ({', '.join(names)})")
+        return self
+
+    @model_validator(mode="after")
     def _together(self) -> Config:
         rows = self.model.max_positions
-        if self.model.positions == "learned" and rows is not None and rows < self.train.sequence_length:
+        if self.model.positions == "learned" and rows is not None and rows < self.max_sequence_length:
             raise ValueError(
-                f"model.max_positions {rows} is less than train.sequence_length {self.train.sequence_length}"
+                f"model.max_positions {rows} is less than the longest sequence_length {self.max_sequence_length}"
             )
         return self
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest window of the run."""
+        phases = [phase.sequence_length for phase in self.blend.phases]
+        # A phase without one has train's, and without phases there is nothing else.
+        return max(length or self.train.sequence_length for length in phases or [None])
 
     @property
     def data_dir(self) -> Path:
@@ -63,4 +94,4 @@ class Config(Section):
     @property
     def max_positions(self) -> int:
         """Rows of a learned position embedding."""
-        return self.model.max_positions or self.train.sequence_length
+        return self.model.max_positions or self.max_sequence_length

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Duration, Section
+from pipeline.config.base import Count, Duration, Section
 
 
 class OptimizerConfig(Section):
@@ -56,6 +56,31 @@ class LossConfig(Section):
     """Coefficient of the mean squared log-partition function (PaLM)."""
     mask_document_start: bool = False
     """Do not train on the first token of a document, which has nothing of its document before it."""
+
+
+class ObjectiveConfig(Section):
+    """What the model learns to predict."""
+
+    type: Literal["causal", "fim"] = "causal"
+    """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
+    prefix, suffix and middle (Bavarian et al. 2022)."""
+    rate: float = Field(default=0.5, ge=0, le=1)
+    """fim: share of the documents that are rearranged."""
+    spm_rate: float = Field(default=0.5, ge=0, le=1)
+    """fim: share of those in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    sentinels: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    """fim: special tokens of the tokenizer that announce prefix, suffix and middle."""
+
+
+class BatchRampConfig(Section):
+    """A batch size that grows to train.batch_size in equal steps over a number of tokens."""
+
+    start: int = Field(ge=1)
+    """Batch size of the first step."""
+    increment: int = Field(ge=1)
+    """What each rise adds."""
+    tokens: Count = Field(ge=1)
+    """Target tokens after which the batch size is train.batch_size."""
 
 
 class PrecisionConfig(Section):
@@ -114,12 +139,16 @@ class TrainConfig(Section):
     """Tokens of a window."""
     batch_size: int = Field(default=32, ge=1)
     """Windows of a step, over all ranks."""
+    batch_ramp: BatchRampConfig | None = None
+    """Begin with smaller batches."""
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Windows of one forward and backward on one rank; the rest is accumulated. By default batch_size."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate schedule."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is predicted."""
     loss: LossConfig = LossConfig()
     """Loss."""
     precision: PrecisionConfig = PrecisionConfig()
@@ -130,6 +159,16 @@ class TrainConfig(Section):
     """Checkpoints."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics."""
+
+    @model_validator(mode="after")
+    def _ramp(self) -> TrainConfig:
+        ramp = self.batch_ramp
+        if ramp is not None and (self.batch_size - ramp.start <= 0 or (self.batch_size - ramp.start) % ramp.increment):
+            raise ValueError(
+                f"batch_ramp: from start {ramp.start}, rises of {ramp.increment} do not lead up to batch_size "
+                f"{self.batch_size}"
+            )
+        return self
 
 
 class ResumeConfig(Section):

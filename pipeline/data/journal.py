@@ -42,7 +42,9 @@ class SourceState(_Record):
     """A source in a segment."""
 
     tokens: int = Field(ge=1)
-    """Tokens of one lap's circular text."""
+    """Tokens of one lap's circular text: of the slice, if there is one."""
+    documents: tuple[int, int] | None = None
+    """The slice: documents [first, end) of the dataset; None for all of them."""
     weight: int = Field(ge=1, le=UNIT)
     """Share of the blend in units of 2**-32."""
     offset: int = Field(ge=0)
@@ -51,6 +53,10 @@ class SourceState(_Record):
     """Lap of its first sample of the segment."""
     cursor: int = Field(ge=0)
     """Position in that lap of its first sample of the segment."""
+    cap: int | None = Field(default=None, ge=0)
+    """Samples that it can give in this segment; None for no limit."""
+    stops: bool = False
+    """Whether the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
 
 class Segment(_Record):
@@ -75,6 +81,23 @@ class Segment(_Record):
         return self
 
 
+class Skip(_Record):
+    """Something that is not trained on: steps, samples, a source, or documents of it. Half-open ranges, from 0."""
+
+    steps: tuple[int, int] | None = None
+    """Steps [first, end), numbered from 0."""
+    samples: tuple[int, int] | None = None
+    """Global indices [first, end)."""
+    source: str | None = None
+    """Name of a source."""
+    documents: tuple[tuple[int, int], ...] = ()
+    """Ranges [first, end) of documents of the source's dataset; none for all of them."""
+    first_step: int = Field(ge=0)
+    """Holds from this step on."""
+    end_step: int | None = None
+    """Holds up to this step, not included; None for ever."""
+
+
 class Journal(_Record):
     """Everything that decides the order of the data, but for the tokens themselves."""
 
@@ -84,6 +107,8 @@ class Journal(_Record):
     """Seed of offsets, permutations and phases."""
     segments: list[Segment] = Field(min_length=1)
     """In the order of the run, without gaps."""
+    skips: tuple[Skip, ...] = ()
+    """What is not trained on. It moves no sample."""
 
     @model_validator(mode="after")
     def _contiguous(self) -> Journal:

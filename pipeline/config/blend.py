@@ -1,0 +1,192 @@
+"""`blend:` and `stage:`: phases of the run, what is passed over, and where parts are read from."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from pipeline.config.base import AbsPath, Duration, Section, Value, parse_count
+
+_RANGE = re.compile(r"^([0-9][0-9_]*)(?:\s*-\s*([0-9][0-9_]*))?$")
+_DOCUMENTS = re.compile(r"^(.+?)\s*documents?$")
+
+
+class Range(Value):
+    """Whole numbers: `7`, or `7-9` for 7, 8 and 9."""
+
+    first: int
+    last: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, (dict, Range)):
+            return value
+        found = _RANGE.match(str(value).strip()) if not isinstance(value, bool) else None
+        if found is None:
+            raise ValueError("must be a whole number or a range like '7-9', both ends included")
+        first = int(found[1])
+        return {"first": first, "last": int(found[2]) if found[2] else first}
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Range:
+        if self.last < self.first:
+            raise ValueError(f"the range ends ({self.last}) before it begins ({self.first})")
+        return self
+
+    @model_serializer
+    def _text(self) -> int | str:
+        return self.first if self.first == self.last else f"{self.first}-{self.last}"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": _RANGE.pattern, "examples": ["7-9"]}]}
+
+    def __str__(self) -> str:
+        return str(self._text())
+
+
+class Bound(Value):
+    """A place among the documents of a dataset: a share from 0 to 1 of them, or `500 documents` from the first."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    documents: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, (dict, Bound)):
+            return value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not 0 <= value <= 1:
+                raise ValueError("must be a share from 0 to 1, or a number like '500 documents'")
+            return {"share": value}
+        found = _DOCUMENTS.match(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError("must be a share from 0 to 1, or a number like '500 documents'")
+        return {"documents": parse_count(found[1])}
+
+    @model_serializer
+    def _text(self) -> float | str:
+        return self.share if self.documents is None else f"{self.documents} documents"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {
+            "anyOf": [
+                {"type": "number", "minimum": 0, "maximum": 1},
+                {"type": "string", "pattern": _DOCUMENTS.pattern, "examples": ["500 documents"]},
+            ]
+        }
+
+    def __str__(self) -> str:
+        return str(self._text())
+
+    def of(self, documents: int) -> int:
+        """The document at this place, of so many."""
+        if self.documents is not None:
+            return self.documents
+        # Floats stand for the shortest decimal that denotes them, as in the weights of a blend.
+        return int(Fraction(repr(self.share)) * documents)
+
+
+class PhaseConfig(Section):
+    """A part of the run with weights, sources, sequence length or batch size of its own."""
+
+    name: str = ""
+    """For tables and messages."""
+    until: Duration | None = None
+    """Where it ends, counted from the start of the run, in steps or target tokens: at the first step boundary at or
+    after that. All phases but the last need it; the last one lasts to the end of the run."""
+    weights: Literal["tokens"] | dict[str, float] | None = None
+    """By source; or `tokens` for shares that are proportional to tokens. By default the sources' own."""
+    sources: list[str] | None = None
+    """The sources that take part; by default those of `weights`, or all."""
+    temperature: float | None = Field(default=None, gt=0)
+    """In place of blend.temperature."""
+    slices: dict[str, tuple[Bound, Bound]] = Field(default_factory=dict)
+    """By source: read only the documents from the first place up to the second, in place of the source's `slice`."""
+    sequence_length: int | None = Field(default=None, ge=1)
+    """In place of train.sequence_length."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """In place of train.batch_size."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """In place of train.micro_batch_size."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PhaseConfig:
+        if isinstance(self.weights, dict):
+            if not self.weights:
+                raise ValueError("weights: give at least one source, or leave the key out")
+            if bad := [name for name, weight in self.weights.items() if weight <= 0]:
+                raise ValueError(f"weights: {bad[0]}: {self.weights[bad[0]]:g} is not above 0; leave the source out")
+            if self.sources is not None and set(self.sources) != set(self.weights):
+                raise ValueError("weights and sources name different sources; leave `sources` out")
+        if self.sources is not None and (not self.sources or len(set(self.sources)) != len(self.sources)):
+            raise ValueError(f"sources: give at least one, each once, got {self.sources}")
+        return self
+
+
+class SkipConfig(Section):
+    """Something not to train on. It moves no other sample. Give `steps`, `samples` or `source`."""
+
+    steps: Range | None = None
+    """Steps to pass over, numbered from 1 as in the metrics: their data is never used and the weights stay."""
+    samples: Range | None = None
+    """Global indices of samples, from 0, whose targets get no weight."""
+    source: str | None = None
+    """A source whose targets get no weight; with `documents`, only theirs."""
+    documents: list[Range] = Field(default_factory=list)
+    """Documents of `source`, numbered as `pipeline data where` and `when` do."""
+    from_step: int | None = Field(default=None, ge=1)
+    """The first step it holds for; by default the first step that is trained with the entry in the run file."""
+
+    @model_validator(mode="after")
+    def _one(self) -> SkipConfig:
+        if [self.steps, self.samples, self.source].count(None) != 2:
+            raise ValueError("give exactly one of steps, samples and source")
+        if self.documents and self.source is None:
+            raise ValueError("documents needs `source`, the source that they are in")
+        if self.steps is not None and self.steps.first == 0:
+            raise ValueError("steps: they are numbered from 1")
+        return self
+
+
+class BlendConfig(Section):
+    """Which source gives how much of what step. `docs/blend.md` is a guide."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Shares are proportional to weight ** (1 / temperature): 1 leaves the weights as they are, more evens them out."""
+    warn_epochs: float = Field(default=4.0, gt=0)
+    """Warn when the run reads a source more often than this."""
+    phases: list[PhaseConfig] = Field(default_factory=list)
+    """In the order of the run. Append to them while the run is under way; what was trained on cannot change."""
+    skip: list[SkipConfig] = Field(default_factory=list)
+    """What is not to be trained on."""
+
+    @model_validator(mode="after")
+    def _ends(self) -> BlendConfig:
+        for number, phase in enumerate(self.phases):
+            last = number == len(self.phases) - 1
+            if last and phase.until is not None:
+                raise ValueError(f"phases.{number}: the last phase lasts to the end of the run; leave `until` out")
+            if not last and phase.until is None:
+                raise ValueError(
+                    f"phases.{number}: `until` is missing; only the last phase lasts to the end of the run"
+                )
+        return self
+
+
+class StageConfig(Section):
+    """What is copied to the node before training."""
+
+    data: Literal["shared", "local"] = "shared"
+    """`local` copies the parts that the run needs to `dir`, checks their hashes, and reads them there."""
+    dir: AbsPath = Path("/tmp")
+    """Node-local folder for the copies; they stay there for the next start."""
