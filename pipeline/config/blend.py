@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator
@@ -188,5 +187,5 @@ class StageConfig(Section):
 
     data: Literal["shared", "local"] = "shared"
     """`local` copies the parts that the run needs to `dir`, checks their hashes, and reads them there."""
-    dir: AbsPath = Path("/tmp")
-    """Node-local folder for the copies; they stay there for the next start."""
+    dir: AbsPath | None = None
+    """Node-local folder for the copies, which stay for the next start; by default TMPDIR or /tmp."""

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
+from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
 from pipeline.config.root import Config
 from pipeline.config.schema import subsection
@@ -23,7 +24,12 @@ from pipeline.data.store import put
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
 
 _NAMES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true, false", Path: "path"}
-_VALUES: dict[Any, str] = {Duration: "duration", Share: "share, or number of documents"}
+_VALUES: dict[Any, str] = {
+    Duration: "duration",
+    Share: "share, or number of documents",
+    Bound: "share, or number of documents",
+    Range: "whole number or range",
+}
 _PARSERS: dict[Any, str] = {parse_count: "whole number", parse_bytes: "size in bytes", absolute_glob: "path or glob"}
 
 
