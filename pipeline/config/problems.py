@@ -109,7 +109,8 @@ def _meaning(path: KeyPath, root: type[Section]) -> str:
 def _suggestion(path: KeyPath, root: type[Section]) -> str:
     *parents, name = path
     name = str(name)
-    known = [key.path for key in keys(root)]
+    # Keys near the root first: they are what is meant more often.
+    known = sorted((key.path for key in keys(root)), key=lambda path: path.count("."))
     if "." in name and re.sub(r"\b\d+\b", "N", dotted(path)) in known:
         return "; in a file, write sections inside each other (dots are for the command line)"
     section = section_at(root, tuple(parents))

@@ -1,8 +1,13 @@
-"""The smallest run file that is valid, and a writer for variants of it."""
+"""The smallest run file that is valid, a writer for variants of it, and how bad ones are refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.errors import UserError
 
 MINIMAL = """\
 run:
@@ -27,3 +32,10 @@ def write(folder: Path, text: str = MINIMAL, name: str = "run.yaml") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def refused(path: Path, *overrides: str) -> str:
+    """The message with which the run file and its overrides are refused."""
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    return str(caught.value)

@@ -12,18 +12,12 @@ from hypothesis import strategies as st
 from pipeline.config.document import parse, render
 from pipeline.config.load import dump, find, load, packaged_configs
 from pipeline.errors import UserError
-from tests.config.runfile import MINIMAL, write
+from tests.config.runfile import MINIMAL, refused, write
 
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def refused(path: Path, *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load(path, overrides)
-    return str(caught.value)
 
 
 def test_values(tmp_path: Path) -> None:
@@ -124,8 +118,8 @@ corpus: x
         "run.yaml:13: model.norm: must be one of 'rmsnorm', 'layernorm'",
         "run.yaml:17: train.lr: unknown key; did you mean train.optimizer.lr?",
         "run.yaml:19: train.optimizer.betas: the list needs another entry",
-        "run.yaml:20: corpus: unknown key; a run file has the keys run, launch, data, tokenizer, model, train, "
-        "resume, eval, generate",
+        "run.yaml:20: corpus: unknown key; a run file has the keys run, launch, data, blend, stage, tokenizer, "
+        "model, train, resume, eval, generate",
     ]
 
 
@@ -133,7 +127,7 @@ corpus: x
     ("override", "hint"),
     [
         ("train.bach_size=1", "did you mean train.batch_size?"),
-        ("model.batch_size=1", "did you mean train.batch_size or eval.batch_size?"),
+        ("model.batch_size=1", "did you mean train.batch_size or eval.batch_size or blend.phases.N.batch_size?"),
         ("vocab_size=1", "did you mean tokenizer.train.vocab_size?"),
         ("trian.batch_size=1", "did you mean train?"),
         ("model.init.sdt=1", "did you mean model.init.std?"),
@@ -153,7 +147,7 @@ def test_dotted_key_in_a_file(tmp_path: Path) -> None:
 def test_checks_over_several_keys_have_a_place(tmp_path: Path) -> None:
     assert "run.yaml:9: model: dim 32 is not divisible by heads 5" in refused(write(tmp_path), "model.heads=5")
     message = refused(write(tmp_path), "model.positions=learned", "model.max_positions=8")
-    assert "command line: model.max_positions 8 is less than train.sequence_length 2048" in message
+    assert "command line: model.max_positions 8 is less than the longest sequence_length 2048" in message
 
 
 def test_missing_section_is_placed_in_the_file(tmp_path: Path) -> None:

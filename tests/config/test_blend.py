@@ -1,0 +1,78 @@
+"""Ranges, places among documents, and the rules of `blend:`."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config.blend import BlendConfig, Bound, PhaseConfig, Range, SkipConfig
+from pipeline.config.train import TrainConfig
+from tests.config.runfile import refused, write
+
+
+def test_ranges() -> None:
+    assert [(r.first, r.last) for r in map(Range.model_validate, (7, "7", "7-9", "1_000 - 2_000"))] == [
+        (7, 7),
+        (7, 7),
+        (7, 9),
+        (1000, 2000),
+    ]
+    assert [str(Range.model_validate(value)) for value in (7, "7-9")] == ["7", "7-9"]
+    for bad in ("9-7", "-1", "a", "1-2-3", True, 1.5):
+        with pytest.raises(ValidationError):
+            Range.model_validate(bad)
+
+
+def test_places_among_documents() -> None:
+    assert [Bound.model_validate(value).of(1000) for value in (0, 0.3, 1, "25 documents", "1K documents")] == [
+        0,
+        300,
+        1000,
+        25,
+        1000,
+    ]
+    # 0.29 * 100 is 28.999... in binary.
+    assert Bound.model_validate(0.29).of(100) == 29
+    for bad in (1.5, -0.1, "5", "half", True):
+        with pytest.raises(ValidationError):
+            Bound.model_validate(bad)
+
+
+def test_written_out_and_read_again() -> None:
+    values = {
+        "phases": [{"until": "10 steps", "slices": {"a": [0, "5 documents"]}}, {"weights": "tokens"}],
+        "skip": [{"steps": "3-4"}, {"source": "a", "documents": [3, "4-9"], "from_step": 2}],
+    }
+    blend = BlendConfig.model_validate(values)
+    assert BlendConfig.model_validate(blend.model_dump(mode="json")) == blend
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "message"),
+    [
+        (BlendConfig, {"phases": [{}, {}]}, r"phases.0: `until` is missing"),
+        (BlendConfig, {"phases": [{"until": "3 steps"}]}, r"phases.0: the last phase lasts to the end"),
+        (PhaseConfig, {"weights": {"a": 0}}, "a: 0 is not above 0; leave the source out"),
+        (PhaseConfig, {"weights": {}}, "at least one"),
+        (PhaseConfig, {"weights": {"a": 1}, "sources": ["b"]}, "different sources"),
+        (PhaseConfig, {"sources": ["a", "a"]}, "each once"),
+        (SkipConfig, {}, "exactly one of"),
+        (SkipConfig, {"steps": 1, "source": "a"}, "exactly one of"),
+        (SkipConfig, {"samples": 1, "documents": [1]}, "needs `source`"),
+        (SkipConfig, {"steps": "0-3"}, "numbered from 1"),
+        (
+            TrainConfig,
+            {"duration": "9 steps", "batch_size": 10, "batch_ramp": {"start": 4, "increment": 4, "tokens": 9}},
+            "rises of 4 do not lead up to batch_size 10",
+        ),
+    ],
+)
+def test_refused(section, value, message) -> None:
+    with pytest.raises(ValidationError, match=message):
+        section.model_validate(value)
+
+
+def test_names_of_sources_are_checked(tmp_path) -> None:
+    file = write(tmp_path)
+    assert "blend.skip.0.source: 'x' is none of data.sources" in refused(file, "blend.skip=[{source: x}]")
+    assert "blend.phases.0.weights: 'x' is none of" in refused(file, "blend.phases=[{weights: {x: 1}}]")
