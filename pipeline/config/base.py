@@ -181,10 +181,6 @@ class Duration(Value):
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"type": "string", "pattern": r"^.+\s*(steps?|tokens?)$", "examples": ["2000 steps", "10B tokens"]}
 
-    def in_tokens(self, tokens_per_step: int) -> int:
-        """This duration in target tokens, given the tokens of one step."""
-        return self.count if self.unit == "tokens" else self.count * tokens_per_step
-
 
 _DOCUMENTS = re.compile(r"^(.+?)\s*documents?$")
 

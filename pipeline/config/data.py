@@ -126,7 +126,7 @@ class LoaderConfig(Section):
     read: Literal["mmap", "pread"] = "mmap"
     """`pread` for file systems on which mapping files is slow or fails: errors can be retried there."""
     prefetch: int = Field(default=2, ge=1)
-    """Steps that are read ahead."""
+    """Steps that are read ahead; of small ones more."""
 
 
 class DataConfig(Section):

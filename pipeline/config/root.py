@@ -81,10 +81,8 @@ class Config(Section):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest window of the run."""
-        phases = [phase.sequence_length for phase in self.blend.phases]
-        # A phase without one has train's, and without phases there is nothing else.
-        return max(length or self.train.sequence_length for length in phases or [None])
+        """Tokens of the longest window that the run reads; validation and evaluation have train.sequence_length."""
+        return max([self.train.sequence_length, *(phase.sequence_length or 0 for phase in self.blend.phases)])
 
     @property
     def data_dir(self) -> Path:

@@ -174,5 +174,5 @@ class TrainConfig(Section):
 class ResumeConfig(Section):
     """What a resumed run may differ in from its checkpoint."""
 
-    allow: list[Literal["data", "tokenizer", "model", "code"]] = Field(default_factory=list)
+    allow: list[Literal["data", "tokenizer", "objective", "model", "code"]] = Field(default_factory=list)
     """Differences to accept, by name; each is otherwise an error that shows what differs."""
