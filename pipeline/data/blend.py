@@ -12,6 +12,7 @@ proofs. Everything here is part of order_version 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Context, Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -26,8 +27,32 @@ _UNLIMITED = 2**127
 _MAX_COUNT = 2**30
 
 
-def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
-    """Weights as integers that sum to 2**32, by the method of largest remainder; by name.
+def tempered(weights: Mapping[str, float], temperature: float) -> dict[str, Fraction]:
+    """Weights to the power of 1 / temperature, up to a common factor; by name.
+
+    With a temperature of 1 shares stay exactly as they are. Powers are computed with 50 decimal digits, since those of
+    floats differ between machines.
+
+    Args:
+        weights: Positive numbers by source.
+        temperature: Above 0. More than 1 evens shares out, less than 1 sharpens them.
+    """
+    exact = {name: _exact(weight) for name, weight in weights.items()}
+    if temperature == 1:
+        return exact
+    # A power below 1e-999 is 0: such a share is refused, whatever it is exactly.
+    context = Context(prec=50, Emin=-999, Emax=999, traps=[])
+    largest = max(exact.values())
+    exponent = context.divide(Decimal(1), Decimal(repr(temperature)))
+    ratios = {name: weight / largest for name, weight in exact.items()}
+    return {
+        name: Fraction(context.power(context.divide(Decimal(r.numerator), Decimal(r.denominator)), exponent))
+        for name, r in ratios.items()
+    }
+
+
+def integer_weights(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
+    """Weights as integers that sum to 2**32, by the method of largest remainder; by name, sorted.
 
     Floats stand for the shortest decimal that denotes them, so 0.1 and 0.3 are exactly 1 to 3. Ties go to the name that
     sorts first.
@@ -38,7 +63,7 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     Raises:
         UserError: A source's share of the whole is too small to get an integer.
     """
-    exact = {name: Fraction(repr(weight)) for name, weight in sorted(weights.items())}
+    exact = {name: _exact(weight) for name, weight in sorted(weights.items())}
     total = sum(exact.values())
     if total <= 0 or min(exact.values()) < 0:
         raise UserError(f"weights of the sources must be positive numbers, got {dict(weights)}")
@@ -50,10 +75,19 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     for name, integer in result.items():
         if integer == 0:
             raise UserError(
-                f"source {name!r} has weight {weights[name]:g} of {float(total):g} in all, less than the smallest "
-                f"share of a blend, 1 in {UNIT:,}: raise its weight in data.sources or leave the source out"
+                f"source {name!r} has weight {float(weights[name]):g} of {float(total):g} in all, less than the "
+                f"smallest share of a blend, 1 in {UNIT:,}: raise its weight or leave the source out"
             )
     return result
+
+
+def share_of_epochs(epochs: float, tokens: int) -> int:
+    """Whole tokens of so many epochs; 0.1 means one tenth."""
+    return int(_exact(epochs) * tokens)
+
+
+def _exact(weight: float | Fraction) -> Fraction:
+    return Fraction(repr(weight)) if isinstance(weight, float) else Fraction(weight)
 
 
 def keyed_offset(seed: int, name: str) -> int:
@@ -86,7 +120,8 @@ class Order:
         self._weights = list(weights)
         self._offsets = list(offsets)
         self._caps = [_UNLIMITED if cap is None else cap for cap in caps or [None] * len(names)]
-        self._capacity = sum(self._caps)
+        self.capacity: int | None = None if _UNLIMITED in self._caps else sum(self._caps)
+        """Samples that all sources have together; None for no limit."""
         self._name_rank = np.argsort(np.argsort(np.array(self.names)))
 
     def at(self, start: int, count: int) -> tuple[IntArray, IntArray]:
@@ -102,18 +137,11 @@ class Order:
         Returns:
             sources [count]: index into `names`.
             draws [count]: how many samples of that source come before.
-
-        Raises:
-            UserError: All sources are exhausted before the last position.
         """
         assert start >= 0 and 0 <= count < _MAX_COUNT
-        if start + count > self._capacity:
-            raise UserError(
-                f"all sources are exhausted at sample {self._capacity:,} of the run, but {start + count:,} samples are "
-                "needed: shorten train.duration, add sources, or let a source repeat"
-            )
         if count == 0:
             return np.empty(0, np.int64), np.empty(0, np.int64)
+        assert self.capacity is None or start + count <= self.capacity, (start, count, self.capacity)
         # All draws due in the integer interval [begin, end) of virtual time, which covers the positions asked for.
         begin, end = self._time(start), self._time(start + count - 1) + 1
         before, until = self._due_before(begin), self._due_before(end)
@@ -143,6 +171,51 @@ class Order:
         before = self._due_before(self._time(position - 1))
         source, _ = self.at(sum(before), position - sum(before))
         return [b + int(n) for b, n in zip(before, np.bincount(source, minlength=len(before)), strict=True)]
+
+    def position_of(self, source: int, draws: IntArray) -> IntArray:
+        """Where draws of a source come in the blend: the inverse of `at`.
+
+        Args:
+            source: Index into `names`.
+            draws [n]: 0 or more.
+
+        Returns:
+            [n]: positions; -1 for a draw that never comes, since the source has fewer samples (or, with a tiny weight,
+            since its position would need more than 63 bits).
+        """
+        # The samples before it, source by source: those with (x * 2**32 + v) / w below its own due time, compared as
+        # integers over both denominators. The numbers have up to 130 bits, hence arrays of Python's integers.
+        due = draws.astype(object) * UNIT + self._offsets[source]
+        divisor = UNIT * self._weights[source]
+        positions = draws.astype(object)
+        for other, (weight, offset, cap) in enumerate(zip(self._weights, self._offsets, self._caps, strict=True)):
+            if other == source:
+                continue
+            lead = due * weight - offset * self._weights[source]
+            ties_first = self.names[other] < self.names[source]
+            before = lead // divisor + 1 if ties_first else -(-lead // divisor)
+            positions = positions + np.minimum(np.maximum(before, 0), cap)
+        never = (draws >= self._caps[source]) | (positions >= 2**63)
+        return np.where(never, -1, positions).astype(np.int64)
+
+    def carry(self, position: int) -> list[int | None]:
+        """What the sources are owed after `position` samples, as the offsets of a blend that follows this one.
+
+        With the same weights the two together are this blend without an end; with others each source still gets its
+        share over both.
+
+        Returns:
+            v >= 0 of each source, in the order of `names`; None for an exhausted one.
+        """
+        if position == self.capacity:
+            return [None] * len(self.names)
+        time = self._time(position)
+        return [
+            None if count == cap else count * UNIT + offset - time * weight
+            for count, cap, offset, weight in zip(
+                self.counts(position), self._caps, self._offsets, self._weights, strict=True
+            )
+        ]
 
     def _due_before(self, time: int) -> list[int]:
         """Samples of each source due strictly before an integer time: ceil((t * w - v) / 2**32) within [0, cap]."""

@@ -1,36 +1,46 @@
 """The run's plan as it is written down: which samples each step is made of, and where each source stands.
 
 Steps, samples and tokens are three counters that only the journal relates. Step s, counted from 0, is made of the
-samples [first_sample + (s - first_step) * batch_size, + batch_size) of its segment. Past segments are frozen: the
-journal of a run is a prefix of every later journal of that run.
+samples [first_sample + (s - first_step) * batch_size, + batch_size) of its segment. The last segment has no end: a
+journal does not know how long the run is. What decided the steps that a run has made is frozen (`Journal.going_on`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Mapping
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.config import Config
-from pipeline.data.blend import UNIT, Order, integer_weights, keyed_offset
+from pipeline.data.blend import UNIT, Order
 from pipeline.data.hashing import value_hash
-from pipeline.data.permutation import IntArray
 from pipeline.errors import UserError
 
-_BLOCK = 1024
-"""Least number of positions looked up at once, and that for each 64 sources."""
+Interval = tuple[int, int]
+"""[first, end)"""
+What = str | tuple[str | None, tuple[Interval, ...]]
+"""What is skipped: "steps", "samples", or documents of a source."""
 
 
 class Sized(Protocol):
-    """Something with a number of tokens, like a dataset."""
+    """What a plan needs to know of a dataset."""
 
     @property
     def tokens(self) -> int:
         """Tokens in all."""
+        ...
+
+    @property
+    def documents(self) -> int:
+        """Documents in all."""
+        ...
+
+    def document_start(self, document: int) -> int:
+        """Offset of a document's first token; of the document after the last one, the number of tokens."""
         ...
 
 
@@ -58,6 +68,10 @@ class SourceState(_Record):
     stops: bool = False
     """Whether the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
+    def exhausted(self, samples: int) -> bool:
+        """Whether it has dropped out of the blend after so many samples of the segment."""
+        return not self.stops and samples == self.cap
+
 
 class Segment(_Record):
     """A stretch of the run with one batch size, one sequence length and one blend."""
@@ -80,6 +94,21 @@ class Segment(_Record):
             raise ValueError(f"weights must sum to {UNIT}, got {total}")
         return self
 
+    @property
+    def windows(self) -> dict[str, int]:
+        """Windows in a lap of each source."""
+        return {name: source.tokens // self.sequence_length for name, source in self.sources.items()}
+
+    def order(self) -> Order:
+        """Whose turn it is at each position of the segment."""
+        sources = self.sources.values()
+        return Order(
+            list(self.sources),
+            [source.weight for source in sources],
+            [source.offset for source in sources],
+            [None if source.stops else source.cap for source in sources],
+        )
+
 
 class Skip(_Record):
     """Something that is not trained on: steps, samples, a source, or documents of it. Half-open ranges, from 0."""
@@ -96,10 +125,45 @@ class Skip(_Record):
     """Holds from this step on."""
     end_step: int | None = None
     """Holds up to this step, not included; None for ever."""
+    given: bool = Field(default=False, exclude=True)
+    """Whether the run file says `from_step`; not written down, since it matters only where a run goes on."""
+
+    @property
+    def what(self) -> Hashable:
+        """What is skipped, whenever that is."""
+        return self.steps, self.samples, self.source, self.documents
+
+    def holds(self, step: int) -> bool:
+        """Whether it is in force in this step."""
+        return self.first_step <= step and (self.end_step is None or step < self.end_step)
+
+
+class Stretch(NamedTuple):
+    """Steps of the past that one rule decided, however many segments it was written in."""
+
+    first_step: int
+    batch_size: int
+    sequence_length: int
+    sources: dict[str, SourceState]
+    """As at the first step; `cap` is what an exhausted source gave, and None for all others."""
+    drawn: dict[str, int]
+    """Samples by source."""
+
+
+class Seen(NamedTuple):
+    """All that decided the steps before some step: equal for two journals that agree on those steps."""
+
+    seed: int
+    stretches: list[Stretch]
+    skips: dict[What, list[Interval]]
+    """Which steps, which samples, and which documents in which steps."""
 
 
 class Journal(_Record):
-    """Everything that decides the order of the data, but for the tokens themselves."""
+    """Everything that decides the order of the data, but for the tokens themselves.
+
+    Look-ups are cached in the object, so change a journal by making another one, not by `model_copy`.
+    """
 
     order_version: Literal[1] = 1
     """Version of the mathematics in `docs/sampler.md`."""
@@ -122,32 +186,10 @@ class Journal(_Record):
 
     @classmethod
     def plan(cls, config: Config, datasets: Mapping[str, Sized]) -> Journal:
-        """The journal of a run that starts now.
+        """The journal of a run that starts now: `phases.plan_journal`."""
+        from pipeline.data.phases import plan_journal  # it makes journals, so it cannot be imported above
 
-        Args:
-            config: The run file.
-            datasets: The training split of every source by name. Without weights, shares are proportional to tokens.
-
-        Raises:
-            UserError: A source's share is too small for the blend.
-        """
-        given = {source.name: source.weight for source in config.data.sources}
-        weights = integer_weights({name: given[name] or dataset.tokens for name, dataset in datasets.items()})
-        seed = config.run.seed
-        sources = {
-            name: SourceState(
-                tokens=datasets[name].tokens, weight=weight, offset=keyed_offset(seed, name), lap=0, cursor=0
-            )
-            for name, weight in weights.items()
-        }
-        segment = Segment(
-            first_step=0,
-            first_sample=0,
-            batch_size=config.train.batch_size,
-            sequence_length=config.train.sequence_length,
-            sources=sources,
-        )
-        return cls(seed=seed, segments=[segment])
+        return plan_journal(config, datasets)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types; equal journals give equal JSON with sorted keys."""
@@ -170,15 +212,32 @@ class Journal(_Record):
         """A hash of the whole journal, 32 hexadecimal digits."""
         return value_hash(self.to_json())
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """All sources of all segments, sorted."""
         return sorted({name for segment in self.segments for name in segment.sources})
 
+    # Counters
+
+    @cached_property
+    def _first_steps(self) -> list[int]:
+        return [segment.first_step for segment in self.segments]
+
+    @cached_property
+    def _first_samples(self) -> list[int]:
+        return [segment.first_sample for segment in self.segments]
+
+    @cached_property
+    def _first_tokens(self) -> list[int]:
+        """Targets drawn before each segment."""
+        samples = self._first_samples
+        drawn = [(b - a) * s.sequence_length for a, b, s in zip(samples, samples[1:], self.segments, strict=False)]
+        return list(accumulate(drawn, initial=0))
+
     def segment_number(self, step: int) -> int:
         """Index in `segments` of the one that `step` is in."""
         assert step >= 0
-        return bisect_right([segment.first_step for segment in self.segments], step) - 1
+        return bisect_right(self._first_steps, step) - 1
 
     def samples(self, step: int) -> range:
         """Global indices of the samples of `step`."""
@@ -187,86 +246,253 @@ class Journal(_Record):
         return range(first, first + segment.batch_size)
 
     def tokens(self, step: int) -> int:
-        """Targets drawn by all steps before `step`, masked ones included."""
-        total = 0
-        for segment, samples in self.drawn(step):
-            total += samples * segment.sequence_length
-        return total
+        """Targets drawn by all steps before `step`, masked and skipped ones included."""
+        number = self.segment_number(step)
+        segment = self.segments[number]
+        samples = (step - segment.first_step) * segment.batch_size
+        return self._first_tokens[number] + samples * segment.sequence_length
+
+    def step_of(self, sample: int) -> int:
+        """The step that a global sample index belongs to."""
+        assert sample >= 0
+        segment = self.segments[bisect_right(self._first_samples, sample) - 1]
+        return segment.first_step + (sample - segment.first_sample) // segment.batch_size
+
+    def step_at(self, tokens: int) -> int:
+        """The first step boundary at or after so many targets: the smallest step s with tokens(s) >= tokens."""
+        if tokens <= 0:
+            return 0
+        number = bisect_left(self._first_tokens, tokens) - 1
+        segment = self.segments[number]
+        missing = tokens - self._first_tokens[number]
+        return segment.first_step - (-missing // (segment.batch_size * segment.sequence_length))
 
     def drawn(self, step: int) -> list[tuple[Segment, int]]:
         """The segments that begin before `step`, each with its number of samples before `step`."""
-        ends = [segment.first_step for segment in self.segments[1:]] + [step]
+        ends = [*self._first_steps[1:], step]
         return [
             (segment, (min(end, step) - segment.first_step) * segment.batch_size)
             for segment, end in zip(self.segments, ends, strict=True)
             if segment.first_step < step
         ]
 
+    # Skips
 
-class Draws(NamedTuple):
-    """What samples are made of; three arrays of one length."""
+    @cached_property
+    def _skipped_steps(self) -> list[Skip]:
+        return [skip for skip in self.skips if skip.steps is not None]
 
-    source: IntArray
-    """Index into `Journal.names`."""
-    lap: IntArray
-    """Lap of the source."""
-    position: IntArray
-    """Position in the lap."""
+    @cached_property
+    def _masking(self) -> list[Skip]:
+        return [skip for skip in self.skips if skip.steps is None]
 
+    def is_skipped(self, step: int) -> bool:
+        """Whether the whole step is passed over."""
+        return any(skip.holds(step) and _contains(skip.steps, step) for skip in self._skipped_steps)
 
-class Sampler:
-    """The order of the run: global sample index -> (source, lap, position). A pure function of the journal.
-
-    Args:
-        journal: The plan.
-        counts: Instances in a lap, for each segment by source name.
-    """
-
-    def __init__(self, journal: Journal, counts: Sequence[Mapping[str, int]]) -> None:
-        self.journal = journal
-        self._counts = counts
-        self._orders = [
-            Order(
-                list(segment.sources),
-                [source.weight for source in segment.sources.values()],
-                [source.offset for source in segment.sources.values()],
-            )
-            for segment in journal.segments
+    def masks(self, step: int) -> list[Skip]:
+        """The skips of samples, documents and sources that hold in this step."""
+        if not self._masking:
+            return []
+        samples = self.samples(step)
+        return [
+            skip
+            for skip in self._masking
+            if skip.holds(step)
+            and (skip.samples is None or (skip.samples[0] < samples.stop and samples.start < skip.samples[1]))
         ]
-        # Steps are smaller than what a look-up costs least for, so blocks are kept and shared by neighbouring steps.
-        self._block = lru_cache(maxsize=8)(self._block_at)
 
-    def step(self, step: int) -> Draws:
-        """The samples of a step."""
-        number = self.journal.segment_number(step)
-        segment = self.journal.segments[number]
-        samples = self.journal.samples(step)
-        start, stop = samples.start - segment.first_sample, samples.stop - segment.first_sample
-        size = self._block_size(segment)
-        blocks = [self._block(number, block) for block in range(start // size, (stop - 1) // size + 1)]
-        joined = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
-        offset = start - start // size * size
-        return Draws(*(array[offset : offset + len(samples)] for array in joined))
+    # Going on
 
-    def targets(self, step: int) -> dict[str, int]:
-        """Targets drawn from each source by all steps before `step`, in closed form."""
-        total = dict.fromkeys(self.journal.names, 0)
-        for (segment, samples), order in zip(self.journal.drawn(step), self._orders, strict=False):
-            for name, count in zip(order.names, order.counts(samples), strict=True):
-                total[name] += count * segment.sequence_length
-        return total
+    def seen(self, step: int) -> Seen:
+        """All that decided the steps before `step`.
 
-    @staticmethod
-    def _block_size(segment: Segment) -> int:
-        return max(segment.batch_size, _BLOCK * (1 + len(segment.sources) // 64))
+        The end of the last segment is not part of it, nor is a limit that no source had reached, nor the way in which
+        equal steps are written down.
+        """
+        stretches: list[Stretch] = []
+        for segment, samples in self.drawn(step):
+            order = segment.order()
+            reached = samples if order.capacity is None else min(samples, order.capacity)
+            counts = dict(zip(order.names, order.counts(reached), strict=True))
+            first, sources, drawn = segment.first_step, segment.sources, counts
+            if stretches and _goes_on(stretches[-1], segment):
+                before = stretches.pop()
+                first, sources = before.first_step, before.sources
+                drawn = {name: before.drawn[name] + count for name, count in counts.items()}
+            caps = {name: drawn[name] if s.exhausted(counts[name]) else None for name, s in segment.sources.items()}
+            sources = {
+                name: source.model_copy(update={"cap": caps[name], "stops": False}) for name, source in sources.items()
+            }
+            stretches.append(Stretch(first, segment.batch_size, segment.sequence_length, sources, drawn))
+        return Seen(self.seed, stretches, self._skipped_before(step))
 
-    def _block_at(self, number: int, block: int) -> Draws:
-        segment, order, counts = self.journal.segments[number], self._orders[number], self._counts[number]
-        size = self._block_size(segment)
-        source, draw = order.at(block * size, size)
-        states = list(segment.sources.values())
-        place = np.array([state.cursor for state in states])[source] + draw
-        in_lap = np.array([counts[name] for name in order.names])[source]
-        lap = np.array([state.lap for state in states])[source] + place // in_lap
-        names = {name: index for index, name in enumerate(self.journal.names)}
-        return Draws(np.array([names[name] for name in order.names])[source], lap, place % in_lap)
+    def _skipped_before(self, step: int) -> dict[What, list[Interval]]:
+        found: dict[What, list[Interval]] = {}
+        for skip in self.skips:
+            first, end = skip.first_step, step if skip.end_step is None else min(skip.end_step, step)
+            if first >= end:
+                continue
+            what: What = (skip.source, skip.documents)
+            if skip.steps is not None:
+                what, first, end = "steps", max(first, skip.steps[0]), min(end, skip.steps[1])
+            elif skip.samples is not None:
+                first, end = self.samples(first).start, self.samples(end).start
+                what, first, end = "samples", max(first, skip.samples[0]), min(end, skip.samples[1])
+            if first < end:
+                found.setdefault(what, []).append((first, end))
+        return {what: _union(intervals) for what, intervals in found.items()}
+
+    def going_on(self, saved: Journal, step: int) -> Journal:
+        """This plan, made now, as the continuation of a run that has made `step` steps.
+
+        Skips of the run file hold from when they held before, or, if they are new, from `step` on; those that left the
+        run file have held until `step`.
+
+        Args:
+            saved: The journal that the run has had so far.
+            step: Steps that are done.
+
+        Raises:
+            UserError: This plan gives other steps before `step`; the message says where and what differs.
+        """
+        journal = Journal(seed=self.seed, segments=self.segments, skips=self._merged_skips(saved, step))
+        if journal.seen(step) != saved.seen(step):
+            raise UserError(_changed_past(saved, journal, step))
+        return journal
+
+    def _merged_skips(self, saved: Journal, step: int) -> tuple[Skip, ...]:
+        before = list(saved.skips)
+        now = []
+        for skip in self.skips:
+            same = next((old for old in before if old.what == skip.what and old.holds(max(step, old.first_step))), None)
+            first = skip.first_step
+            if same is not None:
+                before.remove(same)
+                first = skip.first_step if skip.given else same.first_step
+            elif not skip.given:
+                first = step
+            now.append(skip.model_copy(update={"first_step": first, "given": False}))
+        ended = [
+            old.model_copy(update={"end_step": step if old.end_step is None else min(old.end_step, step)})
+            for old in before
+            if old.first_step < step
+        ]
+        return (*ended, *now)
+
+
+def _contains(interval: Interval | None, number: int) -> bool:
+    return interval is not None and interval[0] <= number < interval[1]
+
+
+def _union(intervals: list[Interval]) -> list[Interval]:
+    """The same numbers as intervals that do not touch, ascending."""
+    result: list[Interval] = []
+    for first, end in sorted(intervals):
+        if result and first <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((first, end))
+    return result
+
+
+_PLACE = {"offset", "lap", "cursor", "cap", "stops"}
+"""What the steps before decide, and the limit that is left."""
+
+
+def _goes_on(stretch: Stretch, segment: Segment) -> bool:
+    """Whether a segment gives the samples that the stretch before it would have given without an end."""
+    return (stretch.batch_size, stretch.sequence_length) == (segment.batch_size, segment.sequence_length) and (
+        {name: source.model_dump(exclude=_PLACE) for name, source in stretch.sources.items()}
+        == {name: source.model_dump(exclude=_PLACE) for name, source in segment.sources.items()}
+    )
+
+
+def _changed_past(saved: Journal, now: Journal, step: int) -> str:
+    """Which of the first `step` steps is the first that differs, and in what."""
+    # What decided fewer steps is a part of what decided more, so the first step that differs is found by bisection.
+    same, other = 0, step
+    while other - same > 1:
+        middle = (same + other) // 2
+        if saved.seen(middle) == now.seen(middle):
+            same = middle
+        else:
+            other = middle
+    old, new = saved.seen(other), now.seen(other)
+    differences, advice = _differences(old, new, step)
+    return (
+        f"the run file now gives other data than the run was trained on: from step {other} of the {step} that are done "
+        f"(sample {saved.samples(same).start:,}, after {saved.tokens(same):,} tokens): {'; '.join(differences)}. "
+        f"{advice}"
+    )
+
+
+def _differences(old: Seen, new: Seen, step: int) -> tuple[list[str], str]:
+    """What differs between two pasts that are equal but for their last step, and what to do."""
+    if old.seed != new.seed:
+        return [f"run.seed {old.seed} -> {new.seed}"], f"Set run.seed to {old.seed} again."
+    one, two = old.stretches[-1], new.stretches[-1]
+    found = [
+        f"{key} {a} -> {b}"
+        for key, a, b in (
+            ("batch size", one.batch_size, two.batch_size),
+            ("sequence length", one.sequence_length, two.sequence_length),
+        )
+        if a != b
+    ]
+    found += [f"source {name!r} is no longer there" for name in sorted(one.sources.keys() - two.sources.keys())]
+    found += [f"source {name!r} is new" for name in sorted(two.sources.keys() - one.sources.keys())]
+    limits = []
+    for name in sorted(one.sources.keys() & two.sources.keys()):
+        a, b = one.sources[name], two.sources[name]
+        if a.weight != b.weight:
+            found.append(f"share of {name!r} {_share(a.weight, b.weight)} -> {_share(b.weight, a.weight)}")
+        if a.documents != b.documents:
+            found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
+        elif a.tokens != b.tokens:
+            found.append(f"source {name!r} has {a.tokens:,} -> {b.tokens:,} tokens")
+        if a.cap != b.cap:
+            limits.append(f"source {name!r} reached its max_epochs {_after(a.cap)} then and {_after(b.cap)} now")
+    if found:
+        return found, (
+            "What was trained on cannot change. To change what follows, keep the phase as it was, close it with "
+            f"`until: {step} steps` or later in blend.phases, and append another."
+        )
+    if limits:
+        return limits, (
+            "max_epochs can change until a source reaches it, to more than the source has given. After that, a later "
+            "phase can read another slice of the source."
+        )
+    if old.skips != new.skips:
+        # They differ in one step alone, so one of them has skipped more of it than the other.
+        skipped = [
+            f"{_what(what)}: skipped {'now, not then' if _count(new, what) > _count(old, what) else 'then, not now'}"
+            for what in sorted({*old.skips, *new.skips}, key=str)
+            if old.skips.get(what) != new.skips.get(what)
+        ]
+        return skipped, f"In blend.skip, leave from_step out, or set it to {step + 1} or later."
+    return ["where its sources stand"], "Go on with the run file and the version of the code that the run has had."
+
+
+def _share(weight: int, other: int) -> str:
+    return f"{weight / UNIT:.4g}" if f"{weight / UNIT:.4g}" != f"{other / UNIT:.4g}" else f"{weight}/2**32"
+
+
+def _slice(documents: Interval | None) -> str:
+    return "all" if documents is None else f"[{documents[0]}, {documents[1]})"
+
+
+def _after(cap: int | None) -> str:
+    return "later" if cap is None else f"after {cap:,} samples of the phase"
+
+
+def _what(what: What) -> str:
+    if isinstance(what, str):
+        return {"steps": "the step", "samples": "a sample of the step"}[what]
+    source, documents = what
+    numbers = ", ".join(f"{first}-{end - 1}" for first, end in documents)
+    return f"documents {numbers} of {source!r}" if numbers else f"source {source!r}"
+
+
+def _count(seen: Seen, what: What) -> int:
+    return sum(end - first for first, end in seen.skips.get(what, []))

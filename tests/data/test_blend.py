@@ -1,4 +1,5 @@
 import heapq
+import math
 from fractions import Fraction
 from math import inf
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.blend import UNIT, Order, integer_weights, keyed_offset
+from pipeline.data.blend import UNIT, Order, integer_weights, keyed_offset, share_of_epochs, tempered
 from pipeline.errors import UserError
 
 relaxed = settings(deadline=None, max_examples=50)
@@ -81,6 +82,34 @@ def test_big_ratios():
         integer_weights({"a": 0.0})
 
 
+@relaxed
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers(1, 10**15), min_size=1, max_size=8))
+def test_a_temperature_of_two_takes_roots(weights):
+    """Against square roots of integers, which `math` has exactly."""
+    scale = 10**30
+    roots = {name: Fraction(math.isqrt(weight * scale**2), scale) for name, weight in weights.items()}
+    total = sum(roots.values())
+    for name, integer in integer_weights(tempered(weights, 2.0)).items():
+        assert abs(integer - roots[name] * UNIT / total) < 1
+
+
+def test_temperatures():
+    weights = {"a": 0.1, "b": 0.3, "c": 0.6}
+    assert integer_weights(tempered(weights, 1)) == integer_weights(weights)
+    assert integer_weights(tempered({"a": 7, "b": 7}, 0.3)) == {"a": UNIT // 2, "b": UNIT // 2}
+    # A third: a cube. Very hot is even, very cold leaves nothing to all but the largest.
+    assert integer_weights(tempered({"a": 1, "b": 2}, 1 / 4)) == integer_weights({"a": 1, "b": 16})
+    assert max(integer_weights(tempered(weights, 1e12)).values()) <= UNIT // 3 + 1
+    for temperature in (0.02, 1e-300):
+        with pytest.raises(UserError, match="less than the smallest share"):
+            integer_weights(tempered(weights, temperature))
+
+
+def test_epochs_mean_what_they_say():
+    assert share_of_epochs(0.1, 10) == 1 and share_of_epochs(0.7, 10) == 7 and share_of_epochs(1.1, 30) == 33
+    assert share_of_epochs(2.5, 3) == 7 and share_of_epochs(4.0, 10**18) == 4 * 10**18
+
+
 def test_offsets_are_keyed_by_seed_and_name():
     offsets = {(seed, name): keyed_offset(seed, name) for seed in range(20) for name in ("a", "b", "c")}
     assert len(set(offsets.values())) == 60
@@ -104,8 +133,9 @@ def test_equal_to_the_enumeration_with_exhausted_sources(blend, start, count):
     caps = blend[3]
     order = Order(*blend)
     expected = enumerated(*blend, start + count)
-    if None not in caps and start + count > sum(caps):
-        with pytest.raises(UserError, match=f"exhausted at sample {sum(caps):,} "):
+    assert order.capacity == (None if None in caps else sum(caps))
+    if order.capacity is not None and start + count > order.capacity:
+        with pytest.raises(AssertionError):
             order.at(start, count)
     else:
         assert pairs(order, start, count) == expected[start:]
@@ -120,8 +150,7 @@ def test_the_last_sample_of_exhausted_sources_is_reached():
     order = Order(["a", "b"], [UNIT - 1, 1], [0, 5], [3, 4])
     assert pairs(order, 0, 7) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert order.counts(7) == [3, 4]
-    with pytest.raises(UserError):
-        order.at(7, 1)
+    assert order.capacity == 7 and order.carry(7) == [None, None]
 
 
 @relaxed
@@ -141,6 +170,63 @@ def test_random_access_equals_iteration(blend, start, cuts):
         assert m == seen[k]
         seen[k] += 1
     assert order.counts(position) == seen
+
+
+@relaxed
+@given(blend=blends(capped=True), far=st.sampled_from([0, 0, 10**12]))
+def test_position_of_is_the_inverse(blend, far):
+    order = Order(*blend)
+    start = far if order.capacity is None else 0
+    found = pairs(order, start, 300 if order.capacity is None else min(300, order.capacity))
+    for k, cap in enumerate(blend[3]):
+        own = [(position, m) for position, (source, m) in enumerate(found, start) if source == k]
+        positions = order.position_of(k, np.array([m for _, m in own], np.int64))
+        assert positions.dtype == np.int64 and positions.tolist() == [position for position, _ in own]
+        if cap is not None:
+            assert order.position_of(k, np.array([cap, cap + 1, 10**15])).tolist() == [-1] * 3
+        else:
+            # What is drawn later lies behind all that, and in order.
+            after = order.position_of(k, np.arange(5) + (own[-1][1] + 1 if own else order.counts(start)[k]))
+            assert ((after >= start + len(found)).all() and (np.diff(after) > 0).all()) or (after == -1).any()
+
+
+def test_position_of_a_tiny_share():
+    order = Order(["a", "b"], [UNIT - 1, 1], [0, 5])
+    assert order.position_of(1, np.array([0, 1])).tolist() == [5, UNIT + 5]
+    assert order.position_of(1, np.array([2**40])).tolist() == [-1]
+
+
+@relaxed
+@given(blend=blends(capped=True), position=st.integers(0, 150), random=st.randoms())
+def test_what_is_carried_over(blend, position, random):
+    """The definition of the offsets, their bounds, and that a blend with them goes on as if nothing had been."""
+    names, weights, offsets, caps = blend
+    order = Order(*blend)
+    if order.capacity is not None:
+        position = min(position, order.capacity)
+    drawn, carried = order.counts(position), order.carry(position)
+    assert [v is None for v in carried] == [m == cap for m, cap in zip(drawn, caps, strict=True)]
+    alive = [k for k, v in enumerate(carried) if v is not None]
+    times = {Fraction(drawn[k] * UNIT + offsets[k] - carried[k], weights[k]) for k in alive}
+    assert len(times) <= 1 and all(time.denominator == 1 for time in times)  # one whole time for all
+    for time in times:
+        # Everything due before it has come, and something due before the next one has not.
+        due = [
+            sum(
+                m * UNIT + offsets[k] < (time + 1) * weights[k]
+                for m in range(drawn[k] + 3 if caps[k] is None else caps[k])
+            )
+            for k in range(len(names))
+        ]
+        assert sum(due) > position
+    for k in alive:
+        assert 0 <= carried[k] < max(offsets[k] + 1, UNIT + weights[k])
+    if alive:
+        left = [None if cap is None else cap - m for cap, m in zip(caps, drawn, strict=True)]
+        rest = Order(names, weights, [0 if v is None else v for v in carried], left)
+        count = 60 if order.capacity is None else order.capacity - position
+        expected = [(k, m - drawn[k]) for k, m in pairs(order, position, count)]
+        assert pairs(rest, 0, count) == expected
 
 
 @relaxed

@@ -1,19 +1,19 @@
 import json
-from pathlib import Path
+import re
+from copy import deepcopy
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import Config
-from pipeline.data.blend import UNIT
-from pipeline.data.instances import Windows
-from pipeline.data.journal import Journal, Sampler, Segment, SourceState
+from pipeline.data.journal import Journal, Segment, Skip
 from pipeline.errors import UserError
+from tests.data import reference
 from tests.data.memory import FlatDataset, MemoryDataset
-
-relaxed = settings(deadline=None, max_examples=40)
+from tests.data.test_phases import of_reference, planned, rows, runs, sampler_of
+from tests.data.test_phases import run_file as make
 
 
 def run_file(weights, *, seed=1, batch_size=4, sequence_length=8, **train):
@@ -42,20 +42,8 @@ def plan(weights, tokens=10_000, **keys):
     return Journal.plan(run_file(weights, **keys), {name: FlatDataset(tokens) for name in weights})
 
 
-def sampler(journal, counts):
-    return Sampler(journal, [counts] * len(journal.segments))
-
-
-def samples(journal, counts, steps):
-    """(source name, lap, position) of each sample of the steps, in order."""
-    result, source = [], sampler(journal, counts)
-    for step in steps:
-        draws = source.step(step)
-        result += [
-            (journal.names[k], lap, position)
-            for k, lap, position in zip(*(array.tolist() for array in draws), strict=True)
-        ]
-    return result
+def planned_run(sources, phases=(), **keys):
+    return Journal.plan(make(sources, phases, **keys), {"a": MemoryDataset([10] * 10), "b": MemoryDataset([5] * 20)})
 
 
 def test_plan_from_a_run_file():
@@ -76,8 +64,8 @@ def test_without_weights_shares_are_proportional_to_tokens():
     config = run_file({"a": None, "b": None})
     journal = Journal.plan(config, {"a": FlatDataset(100), "b": FlatDataset(300)})
     assert journal.segments[0].sources["a"].weight == 2**30
-    with pytest.raises(UserError, match="source 'a' has weight 1 of"):
-        Journal.plan(config, {"a": FlatDataset(1), "b": FlatDataset(10**11)})
+    with pytest.raises(UserError, match="source 'a' has weight 8 of"):
+        Journal.plan(config, {"a": FlatDataset(8), "b": FlatDataset(10**12)})
 
 
 def test_json_and_fingerprint():
@@ -129,130 +117,268 @@ def test_segments_must_follow_each_other():
         )
 
 
-def test_counters_over_two_segments():
-    """Steps, samples and tokens of a journal whose second segment has another batch size and sequence length."""
+def test_step_of_and_step_at_are_inverses():
+    sources = {"a": {}}
+    phases = [{"until": "7 steps"}, {"until": "900 tokens", "batch_size": 3, "sequence_length": 5}, {"batch_size": 1}]
+    journal = planned_run(sources, phases)
+    tokens = [journal.tokens(step) for step in range(120)]
+    for step in range(119):
+        assert {journal.step_of(sample) for sample in journal.samples(step)} == {step}
+        assert tokens[step + 1] - tokens[step] == len(journal.samples(step)) * (
+            journal.segments[journal.segment_number(step)].sequence_length
+        )
+    for wanted in range(tokens[100]):
+        assert journal.step_at(wanted) == next(step for step, t in enumerate(tokens) if t >= wanted)
+    far = journal.step_at(10**15)  # steps of 8 tokens
+    assert journal.tokens(far - 1) < 10**15 <= journal.tokens(far) == journal.tokens(far - 1) + 8
 
-    def state(**keys):
-        return SourceState(**{"tokens": 1000, "weight": UNIT, "offset": 0, "lap": 0, "cursor": 0, **keys})
 
-    journal = Journal(
-        seed=1,
-        segments=[
-            Segment(first_step=0, first_sample=0, batch_size=4, sequence_length=10, sources={"a": state()}),
-            Segment(
-                first_step=3,
-                first_sample=12,
-                batch_size=2,
-                sequence_length=20,
-                sources={"b": state(lap=2, cursor=48)},
-            ),
-        ],
+# Skips
+
+
+def test_skips_of_the_run_file():
+    """The run file counts steps from 1 and includes the ends of ranges; the journal does neither."""
+    skip = [
+        {"steps": "3-5"},
+        {"steps": 9, "from_step": 2},
+        {"samples": "10-11"},
+        {"source": "a"},
+        {"source": "b", "documents": [7, "1-2"], "from_step": 7},
+    ]
+    journal = planned_run({"a": {}, "b": {}}, skip=skip)
+    assert journal.skips == (
+        Skip(steps=(2, 5), first_step=0),
+        Skip(steps=(8, 9), first_step=1, given=True),
+        Skip(samples=(10, 12), first_step=0),
+        Skip(source="a", first_step=0),
+        Skip(source="b", documents=((1, 3), (7, 8)), first_step=6, given=True),
     )
-    assert [journal.samples(step) for step in (2, 3, 4)] == [range(8, 12), range(12, 14), range(14, 16)]
-    assert [journal.tokens(step) for step in (0, 3, 4, 6)] == [0, 120, 160, 240]
-    source = Sampler(journal, [{"a": 100}, {"b": 50}])
-    assert [journal.names[k] for k in source.step(2).source] == ["a"] * 4
-    four = source.step(4)
-    assert (four.source.tolist(), four.lap.tolist(), four.position.tolist()) == ([1, 1], [3, 3], [0, 1])
-    assert source.targets(5) == {"a": 120, "b": 80}
+    assert [step for step in range(20) if journal.is_skipped(step)] == [2, 3, 4, 8]
+    # Steps of 4 samples: 10 and 11 are in step 2.
+    assert [journal.masks(step) for step in (1, 2, 3, 6)] == [
+        [journal.skips[3]],
+        [journal.skips[2], journal.skips[3]],
+        [journal.skips[3]],
+        [journal.skips[3], journal.skips[4]],
+    ]
+    again = Journal.from_json(json.loads(json.dumps(journal.to_json())))
+    assert again.to_json() == journal.to_json() and again.fingerprint == journal.fingerprint
+    # Skips are part of the journal, not of the order.
+    assert again.fingerprint != planned_run({"a": {}, "b": {}}).fingerprint
+    assert again.segments == planned_run({"a": {}, "b": {}}).segments
 
 
-# The order of the run
+def held(journal, steps=40):
+    """What is skipped in each step."""
+    return [(journal.is_skipped(step), [skip.what for skip in journal.masks(step)]) for step in range(steps)]
 
 
-@relaxed
-@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 3000))
-def test_batch_size_only_cuts_the_order(one, two, first):
-    weights, counts = {"a": 5, "b": 2, "c": 1}, {"a": 70, "b": 7, "c": 1}
-    stop = first + 300
-    a = samples(plan(weights, batch_size=one), counts, range(first // one, stop // one + 1))[first % one :]
-    b = samples(plan(weights, batch_size=two), counts, range(first // two, stop // two + 1))[first % two :]
-    assert a[:300] == b[:300]
+def test_skips_of_a_run_that_goes_on():
+    def now(*skip):
+        return planned_run({"a": {}, "b": {}}, skip=skip)
+
+    a, b, late = {"source": "a"}, {"source": "b"}, {"steps": "31-33"}
+    start = now(a)
+    # A new entry holds from here on, an old one as before, one that is gone has held.
+    second = now(a, b, late).going_on(start, 10)
+    assert [(skip.source, skip.first_step, skip.end_step) for skip in second.skips] == [
+        ("a", 0, None),
+        ("b", 10, None),
+        (None, 10, None),
+    ]
+    assert held(second)[:10] == held(start)[:10]
+    third = now(b).going_on(second, 20)
+    assert [(skip.source, skip.first_step, skip.end_step) for skip in third.skips] == [
+        ("a", 0, 20),
+        (None, 10, 20),
+        ("b", 10, None),
+    ]
+    assert held(third)[:20] == held(second)[:20]
+    # Back again: the old entry is history, the new one begins here.
+    fourth = now(a, b).going_on(third, 25)
+    assert [(skip.source, skip.first_step, skip.end_step) for skip in fourth.skips if skip.source == "a"] == [
+        ("a", 0, 20),
+        ("a", 25, None),
+    ]
+    # The same again, at the same step and at another: nothing changes.
+    for step in (25, 30):
+        assert now(a, b).going_on(fourth, step) == fourth
+    # Back to a checkpoint from before an entry: it begins there.
+    assert now(a, b).going_on(start, 5).skips[1].first_step == 5
+    # One that never held leaves nothing behind.
+    future = now({**a, "from_step": 50}).going_on(now(), 10)
+    assert [(skip.source, skip.first_step) for skip in future.skips] == [("a", 49)]
+    assert now().going_on(future, 20).skips == ()
+    assert now({**a, "from_step": 60}).going_on(future, 20).skips[0].first_step == 59
+    assert now(a).going_on(future, 20).skips[0].first_step == 49
 
 
-def test_blocks_and_large_steps_agree():
-    weights, counts = {"a": 5, "b": 2}, {"a": 1000, "b": 10}
-    whole = samples(plan(weights, batch_size=5000), counts, [0])
-    assert samples(plan(weights, batch_size=7), counts, range(714)) == whole[: 7 * 714]
-    assert samples(plan(weights, batch_size=1500), counts, [2, 1, 0])[-1500:] == whole[:1500]
+def test_an_explicit_from_step_cannot_change_the_past():
+    def now(*skip):
+        return planned_run({"a": {}, "b": {}}, skip=skip)
+
+    with pytest.raises(UserError, match=r"from step 4 of the 10 .*: source 'a': skipped now, not then\.") as error:
+        now({"source": "a", "from_step": 4}).going_on(now(), 10)
+    assert "leave from_step out, or set it to 11 or later" in str(error.value)
+    with pytest.raises(UserError, match=r"from step 7 .*: the step: skipped now, not then\."):
+        now({"steps": "7-8", "from_step": 1}).going_on(now(), 10)
+    with pytest.raises(UserError, match=r"from step 3 .*: a sample of the step: skipped now, not then\."):
+        now({"samples": "9-11", "from_step": 1}).going_on(now(), 10)
+    with pytest.raises(UserError, match=r"from step 1 .*: documents 3-4 of 'b': skipped then, not now\."):
+        now({"source": "b", "documents": ["3-4"], "from_step": 5}).going_on(
+            now({"source": "b", "documents": ["3-4"]}), 10
+        )
+    # What would have held at nothing is no change, nor is another way of writing down the same.
+    now({"steps": "11-12", "from_step": 1}).going_on(now(), 10)
+    now({"samples": "40-41", "from_step": 1}).going_on(now(), 10)
+    now({"steps": "3-5", "from_step": 1}, {"steps": 6, "from_step": 2}).going_on(now({"steps": "3-6"}), 10)
 
 
-def test_steps_can_be_asked_for_in_any_order():
-    journal, counts = plan({"a": 5, "b": 2}, batch_size=600), {"a": 1000, "b": 10}
-    forwards = [samples(journal, counts, [step]) for step in range(8)]
-    one = sampler(journal, counts)
-    for step in (7, 0, 3, 3, 6, 1):
-        draws = one.step(step)
-        assert [(journal.names[k], e, p) for k, e, p in zip(*draws, strict=True)] == forwards[step]
+# Going on
 
 
-@relaxed
-@given(
-    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), min_size=1, max_size=6),
-    st.integers(1, 100),
-    st.integers(0, 2**63 - 1),
+SOURCES = {"a": {"weight": 1}, "b": {"weight": 3}}
+
+
+def test_what_follows_may_change():
+    start = planned_run(SOURCES)
+    other = {"weights": {"a": 1, "b": 1}, "batch_size": 9}
+    # Closed where the run stands, or later; appended to; and changed again before it is reached.
+    closed = planned_run(SOURCES, [{"until": "10 steps"}, other]).going_on(start, 10)
+    assert len(closed.segments) == 2
+    later = planned_run(SOURCES, [{"until": "20 steps"}, other]).going_on(start, 10)
+    moved = planned_run(SOURCES, [{"until": "15 steps"}, {"until": "30 steps"}, other]).going_on(later, 12)
+    assert [segment.first_step for segment in moved.segments] == [0, 15, 30]
+    planned_run(SOURCES).going_on(moved, 15)
+    # At the boundary itself nothing of the next phase has been seen; one step on, it has.
+    planned_run(SOURCES, [{"until": "10 steps"}, {"sources": ["a"]}]).going_on(closed, 10)
+    with pytest.raises(UserError, match=r"from step 11 of the 11 .*batch size 9 -> 4; source 'b' is no longer there"):
+        planned_run(SOURCES, [{"until": "10 steps"}, {"sources": ["a"]}]).going_on(closed, 11)
+    # Phases that change nothing are only another way of writing it down.
+    planned_run(SOURCES, [{"until": "3 steps", "name": "x"}, {"until": "64 steps"}, {}]).going_on(start, 50)
+    start.going_on(planned_run(SOURCES, [{"until": "3 steps", "name": "x"}, {}]), 50)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            {},
+            {"phases": [{"weights": {"a": 1, "b": 1}}]},
+            r"from step 1 .*share of 'a' 0.25 -> 0.5; share of 'b' 0.75 -> 0.5",
+        ),
+        ({}, {"seed": 5}, r"from step 1 of the 30 .*run.seed 1 -> 5\. Set run.seed to 1 again"),
+        ({}, {"batch_size": 8}, r"from step 1 .*batch size 4 -> 8"),
+        ({}, {"sequence_length": 9}, "from step 1 .*sequence length 8 -> 9"),
+        ({}, {"phases": [{"slices": {"b": [0, 0.5]}}]}, r"documents of 'b' all -> \[0, 10\)"),
+        ({}, {"phases": [{"sources": ["a"]}]}, "source 'b' is no longer there"),
+        ({"phases": [{"sources": ["a"]}]}, {}, "source 'b' is new"),
+        (
+            {},
+            {"phases": [{"until": "19 steps"}, {"batch_size": 5}]},
+            r"from step 20 of the 30 .*\(sample 76, after 608 tokens\): batch size 4 -> 5.*`until: 30 steps`",
+        ),
+        (
+            {"phases": [{"until": "10 steps"}, {"batch_size": 5}]},
+            {"phases": [{"until": "12 steps"}, {"batch_size": 5}]},
+            r"from step 11 .*batch size 5 -> 4",
+        ),
+        (
+            {"batch_ramp": {"start": 2, "increment": 2, "tokens": 96}},
+            {"batch_ramp": {"start": 2, "increment": 2, "tokens": 97}},
+            r"from step 7 of the 30 that are done \(sample 12, after 96 tokens\): batch size 4 -> 2",
+        ),
+    ],
 )
-def test_adding_a_source_moves_no_draw_of_another(weights, weight, seed):
-    counts = dict.fromkeys([*weights, "new"], 13)
-    steps = range(40)
-    before = samples(plan(weights, seed=seed), counts, steps)
-    after = samples(plan({"new": weight, **weights}, seed=seed), counts, steps)
-    for name in weights:
-        old = [draw for draw in before if draw[0] == name]
-        new = [draw for draw in after if draw[0] == name]
-        shared = min(len(old), len(new))
-        assert old[:shared] == new[:shared]
-    # Taken out again, the new source leaves the others in the order of their own due times.
-    assert {name for name, _, _ in after} <= counts.keys()
+def test_what_was_trained_on_cannot_change(before, after, message):
+    before, after = ({"phases": [], **keys} for keys in (before, after))
+    with pytest.raises(UserError, match=message):
+        planned_run(SOURCES, **after).going_on(planned_run(SOURCES, **before), 30)
 
 
-@relaxed
-@given(
-    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), min_size=1, max_size=6),
-    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), min_size=8, max_size=8),
-)
-def test_each_source_goes_through_its_laps_in_order(weights, counts):
-    journal = plan(weights)
-    drawn = samples(journal, counts, range(30))
-    source = sampler(journal, counts)
-    for name in weights:
-        own = [(lap, position) for n, lap, position in drawn if n == name]
-        assert own == [divmod(m, counts[name]) for m in range(len(own))]
-        assert source.targets(30)[name] == len(own) * 8
-    assert sum(source.targets(30).values()) == journal.tokens(30)
-    assert source.targets(0) == dict.fromkeys(sorted(weights), 0)
+def test_datasets_cannot_change():
+    start = planned_run(SOURCES)
+    changed = Journal.plan(make(SOURCES), {"a": MemoryDataset([10] * 10), "b": MemoryDataset([5] * 19)})
+    with pytest.raises(UserError, match="source 'b' has 100 -> 95 tokens"):
+        changed.going_on(start, 1)
+    assert changed.going_on(start, 0) == changed
 
 
-def test_far_steps():
-    journal = plan({"a": 5, "b": 2, "c": 0.01}, batch_size=2048)
-    source = sampler(journal, {"a": 10**9, "b": 10**7, "c": 3})
-    draws = source.step(5 * 10**9)  # sample 1.024e13
-    assert len(draws.source) == 2048
-    before, after = source.targets(5 * 10**9), source.targets(5 * 10**9 + 1)
-    for k, name in enumerate(journal.names):
-        assert (after[name] - before[name]) // 8 == (draws.source == k).sum()
-    assert np.all(draws.position[draws.source == 2] < 3)
+def test_limits_can_change_until_they_are_reached():
+    def limited(epochs, **keys):
+        return planned_run({"a": {"weight": 1, "max_epochs": epochs, **keys}, "b": {"weight": 3}})
+
+    # 12 samples are an epoch of a, and 3 of 4 steps' samples are b's: it is reached in step 12 or about it.
+    journal = limited(1)
+    order = journal.segments[0].order()
+    step = next(step for step in range(99) if order.counts(4 * step)[0] == 12)
+    limited(2).going_on(journal, step - 1)
+    limited(2, on_exhausted="stop").going_on(journal, step - 1)
+    planned_run(SOURCES).going_on(journal, step - 1)
+    limited(1).going_on(journal, 50)
+    for changed in (limited(2), planned_run(SOURCES), limited(1, on_exhausted="repeat")):
+        with pytest.raises(
+            UserError, match=rf"from step {step} .*'a' reached its max_epochs after 12 .* and later now"
+        ):
+            changed.going_on(journal, 50)
+    with pytest.raises(UserError, match=r"from step \d .*reached its max_epochs later then and after 6 samples .* now"):
+        limited(0.5).going_on(journal, 50)
+    # The end of a run is no part of what it has seen.
+    stopping = limited(1, on_exhausted="stop")
+    limited(2, on_exhausted="stop").going_on(stopping, step)
+    limited(1.5).going_on(stopping, step)
+    # A limit over two phases that write down the same.
+    sources = {"a": {"weight": 1, "max_epochs": 1}, "b": {"weight": 3}}
+    for until in (5, step + 5):
+        planned_run(sources, [{"until": f"{until} steps"}, {}]).going_on(journal, 50)
 
 
-def test_the_example_of_the_documentation():
-    """The table in docs/sampler.md, cell by cell."""
-    page = (Path(__file__).parents[2] / "docs" / "sampler.md").read_text()
-    lines = page.split("## A small example")[1].split("\n## ")[0].splitlines()
-    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")][2:]
-    datasets = {"books": MemoryDataset([5, 6]), "web": MemoryDataset([7, 3, 9, 6, 4])}
-    config = run_file({"books": 1, "web": 3}, seed=7, batch_size=len(table), sequence_length=4)
-    journal = Journal.plan(config, datasets)
-    windows = {name: Windows(dataset, 4, 7, name) for name, dataset in datasets.items()}
-    counts = {name: instances.count for name, instances in windows.items()}
-    drawn = dict.fromkeys(datasets, 0)
-    for index, (row, (name, lap, position)) in enumerate(zip(table, samples(journal, counts, [0]), strict=True)):
-        m, state = drawn[name], journal.segments[0].sources[name]
-        drawn[name] += 1
-        due = (m * UNIT + state.offset) / state.weight
-        window = windows[name].window(lap, position)
-        first = (windows[name].phase(lap) + window * 4) % datasets[name].tokens
-        spans = windows[name].at(lap, position)
-        pieces = ", ".join(f"{s.document}: {s.start}-{s.start + s.length - 1}" for s in spans)
-        cells = (index, name, m, f"{due:.3f}", lap, position, window, first, pieces)
-        assert row == [str(cell) for cell in cells]
-    assert len(table) == 10
+@settings(deadline=None, max_examples=60)
+@given(runs(), st.data())
+def test_a_plan_is_accepted_only_if_the_past_is_the_same(run, data):
+    """Whatever is changed: where `going_on` accepts it, all samples of the steps that are done are the same."""
+    saved = planned(run)
+    done = data.draw(st.integers(0, 30))
+    config, _ = of_reference(run)
+    assert Journal.plan(config, of_reference(run)[1]).going_on(saved, done) == saved
+    changed = deepcopy(run)
+    last = changed.phases[-1]
+    what = data.draw(st.sampled_from(["append", "close", "weights", "batch", "limits", "drop"]))
+    if what == "append":
+        last.until = (done + data.draw(st.integers(1, 9)) + 1000, "steps")
+        changed.phases.append(reference.Phase(length=3, batch=2))
+    elif what == "close":
+        last.until = (data.draw(st.integers(1, 40)), "steps")
+        changed.phases.append(replace(last, until=None, batch=data.draw(st.integers(1, 9))))
+    elif what == "weights":
+        last.weights = {name: data.draw(st.integers(1, 3)) for name in run.sources}
+        last.sources = None
+    elif what == "batch":
+        last.batch += 1
+    elif what == "limits":
+        for source in changed.sources.values():
+            source.max_epochs = 2.5
+    else:
+        changed.phases[:] = [replace(changed.phases[0], until=None)]
+    try:
+        now = planned(changed)
+    except UserError:
+        return  # phases that end before they begin
+    one, two = sampler_of(saved), sampler_of(now)
+    done = min([done, *(end.step for end in (one.end(), two.end()) if end)])
+    past = [rows(journal, sampler, range(done)) for journal, sampler in ((saved, one), (now, two))]
+    lengths = [
+        [journal.segments[journal.segment_number(step)].sequence_length for step in range(done)]
+        for journal in (saved, now)
+    ]
+    try:
+        now.going_on(saved, done)
+    except UserError as error:
+        step = int(re.search(r"from step (\d+) of", str(error))[1])
+        # Everything before the step that is named is the same.
+        assert [row for row in past[0] if row[0] < step - 1] == [row for row in past[1] if row[0] < step - 1]
+        assert lengths[0][: step - 1] == lengths[1][: step - 1]
+    else:
+        assert past[0] == past[1] and lengths[0] == lengths[1]
+    if what == "append":
+        now.going_on(saved, done)
