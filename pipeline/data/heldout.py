@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pipeline.data.batch import Batch
 from pipeline.data.dataset import Dataset
-from pipeline.data.loader import Batch
 
 
 class HeldOut:
@@ -34,7 +34,7 @@ class HeldOut:
         length = self._length
         tokens = np.zeros((len(windows), length + 1), dtype=np.int64)
         weight = np.zeros((len(windows), length), dtype=np.float32)
-        bounds = np.zeros((len(windows), length), dtype=np.int64)
+        starts = []
         for row, window in enumerate(windows):
             start = window * length - 1
             stop = min(start + length + 1, self.dataset.tokens)
@@ -44,14 +44,12 @@ class HeldOut:
             tokens[row, skip : stop - start] = self.dataset.read(start + skip, stop - start - skip)
             weight[row, : stop - start - 1] = 1
             begins = self.dataset.document_starts(start + skip, stop - start - skip) - start
-            begins = begins[begins < length]
-            bounds[row, begins] = begins
-            np.maximum.accumulate(bounds[row], out=bounds[row])
+            starts.append(row * length + np.union1d(0, begins[begins < length]))
         return Batch(
-            tokens=torch.from_numpy(tokens[:, :-1].copy()),
-            targets=torch.from_numpy(tokens[:, 1:].copy()),
+            tokens=torch.from_numpy(tokens[:, :-1]),
+            targets=torch.from_numpy(tokens[:, 1:]),
             weight=torch.from_numpy(weight),
-            bounds=torch.from_numpy(bounds),
+            starts=torch.from_numpy(np.concatenate(starts).astype(np.int32)),
             sources=torch.zeros(len(windows), dtype=torch.int64),
             extras={},
         )

@@ -1,4 +1,4 @@
-"""The `.bin/.idx` format: token ids of many documents in two files, opened by mmap.
+"""The `.bin/.idx` format: token ids of many documents in two files.
 
 The layout is the one of Megatron-LM, NeMo and GPT-NeoX (`megatron/core/datasets/indexed_dataset.py`), so their files
 open here and ours open there; `docs/data-format.md` has every byte. No memmap leaves this file: readers get copies.
@@ -7,8 +7,10 @@ open here and ours open there; `docs/data-format.md` has every byte. No memmap l
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ import xxhash
 
 from pipeline.data import store
 from pipeline.data.hashing import CHUNK_BYTES
+from pipeline.data.retry import retried
 from pipeline.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -212,28 +215,55 @@ class _Mapped:
     """A read-only mmap of a file; empty files, which cannot be mapped, are empty arrays."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.size = file.seek(0, 2)
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        file = os.open(path, os.O_RDONLY)  # a third of the time of `path.open`
+        try:
+            self.size = os.fstat(file).st_size
+            self._bytes: mmap.mmap | bytes = b""
+            if self.size:
+                self._bytes = mmap.mmap(file, self.size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
 
     def array(self, dtype: str | np.dtype[Any], count: int, offset: int = 0) -> npt.NDArray[Any]:
         """A view of the file."""
-        return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset) if count else np.zeros(0, dtype)
+        return np.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset) if count else np.zeros(0, dtype)
+
+
+class _Loaded(_Mapped):
+    """A file that was read as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._bytes = path.read_bytes()
+        self.size = len(self._bytes)
+
+
+class _Descriptor:
+    """A file that stays open as long as somebody holds this, like another thread in the middle of a read."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
 
 
 class IndexedPart:
-    """Reader of PREFIX.bin and PREFIX.idx.
+    """Reader of PREFIX.bin and PREFIX.idx, by mmap.
 
-    A document is one or more sequences, one after the other; tokens are counted from the start of the part.
+    A document is one or more sequences, one after the other; tokens are counted from the start of the part. If reading
+    fails while the file is open, the operating system kills the process: that is how mmap reports it.
 
     Raises:
         UserError: a file is missing, cut, or not of this format; the message names it.
+        MachineError: the file system fails again and again.
     """
 
     def __init__(self, prefix: Path) -> None:
         self.bin_path, self.idx_path, _ = part_files(prefix)
         try:
-            idx, data = _Mapped(self.idx_path), _Mapped(self.bin_path)
+            idx = retried(self._open_index, self.idx_path, "opening it")
+            size = retried(self._open_tokens, self.bin_path, "opening it")
         except FileNotFoundError as error:
             path = Path(error.filename)
             missing = f"{path.readlink()}, which {path} links to," if path.is_symlink() else f"{path}"
@@ -259,21 +289,42 @@ class IndexedPart:
         self.pointers = idx.array("<i8", sequences, HEADER.size + 4 * sequences)
         self.bounds = idx.array("<i8", bounds, HEADER.size + 12 * sequences)
         end = int(self.pointers[-1]) + int(self.lengths[-1]) * dtype.itemsize if sequences else 0
-        if data.size != end:
-            raise UserError(f"{self.bin_path}: {data.size} bytes, but {self.idx_path.name} describes {end}")
+        if size != end:
+            raise UserError(f"{self.bin_path}: {size} bytes, but {self.idx_path.name} describes {end}")
         if self.bounds[0] != 0 or self.bounds[-1] != sequences:
             raise UserError(
                 f"{self.idx_path}: document bounds run from {self.bounds[0]} to {self.bounds[-1]}, "
                 f"but should from 0 to {sequences}"
             )
         self.tokens: int = end // dtype.itemsize
-        self._tokens = data.array(dtype, self.tokens)
+        self._connect()
+
+    def _open_index(self) -> _Mapped:
+        return _Mapped(self.idx_path)
+
+    def _open_tokens(self) -> int:
+        """Open the .bin file and return its size."""
+        self._data = _Mapped(self.bin_path)
+        return self._data.size
+
+    def _connect(self) -> None:
+        """Make ready for `fill`; dtype and tokens are known now."""
+        self._tokens = self._data.array(self.dtype, self.tokens)
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
+        end = start + len(out)
+        if start < 0 or end > self.tokens:
+            raise self._outside(start, len(out))
+        out[:] = self._tokens[start:end]
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
         """A copy of `count` token ids from token `start` on, in the dtype of the file."""
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
-        return self._tokens[start : start + count].copy()
+        if count < 0:
+            raise self._outside(start, count)
+        result = np.empty(count, self.dtype)
+        self.fill(start, result)
+        return result
 
     def document_start(self, document: int) -> int:
         """Token at which a document begins; for `documents`, the number of tokens."""
@@ -283,10 +334,10 @@ class IndexedPart:
         return self.tokens if sequence == self.sequences else int(self.pointers[sequence]) // self.dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        """The document that a token belongs to. Bisects by indexing: searchsorted would copy the unaligned view."""
+        """The document that a token belongs to."""
         if not 0 <= token < self.tokens:
             raise IndexError(f"token {token} is outside of [0, {self.tokens}) of {self.bin_path}")
-        return self._first_after(token) - 1
+        return int(self._first_after(np.array([token]))[0]) - 1
 
     def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Tokens in [start, start + count) at which documents begin, int64, ascending.
@@ -294,21 +345,109 @@ class IndexedPart:
         A document without tokens (another program may have written one) begins where the next one does.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
-        first, last = self._first_after(start - 1), self._first_after(start + count - 1)
-        offsets: npt.NDArray[np.int64] = self.pointers[self.bounds[first:last]].astype(np.int64)
-        return offsets // self.dtype.itemsize
+            raise self._outside(start, count)
+        return self.starts_within(np.array([start]), np.array([count]))[1]
 
-    def _first_after(self, token: int) -> int:
-        """The first document that begins after `token`; `documents` if there is none."""
-        low, high = 0, self.documents
-        while low < high:
-            middle = (low + high) // 2
-            if self.document_start(middle) > token:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+    def starts_within(
+        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`document_starts` of many ranges at once, which all lie within the part.
+
+        Args:
+            starts: first token of each range.
+            counts: tokens of each range.
+
+        Returns:
+            Two arrays, an element for each document that begins in a range: the number of the range, ascending, and
+            the token, ascending within a range.
+        """
+        edges = self._first_after(np.concatenate([starts, starts + counts]) - 1)
+        first = edges[: len(starts)]
+        found = edges[len(starts) :] - first
+        row = np.repeat(np.arange(len(found)), found)
+        document = np.arange(row.size) + (first - (np.cumsum(found) - found))[row]
+        tokens: npt.NDArray[np.int64] = self.pointers[self.bounds[document]] // self.dtype.itemsize
+        return row, tokens.astype(np.int64, copy=False)
+
+    def _first_after(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """For each token the first document that begins after it; `documents` if there is none."""
+        sequence = _bisect_right(self.pointers, tokens * self.dtype.itemsize)
+        # Where each document is one sequence, so is the number of the document; else it is looked up in the bounds.
+        document = np.minimum(sequence, self.documents)
+        before = self.bounds[np.maximum(document - 1, 0)]
+        other = (self.bounds[document] < sequence) | ((before >= sequence) & (document > 0))
+        if other.any():
+            document[other] = _bisect_right(self.bounds, sequence[other] - 1)
+        return document
+
+    def _outside(self, start: int, count: int) -> IndexError:
+        return IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
+
+
+class PreadPart(IndexedPart):
+    """An `IndexedPart` that is not mapped: the index is held in memory while the part is open, tokens are read.
+
+    A read that fails is tried again, with the file opened anew.
+    """
+
+    def _open_index(self) -> _Mapped:
+        return _Loaded(self.idx_path)
+
+    def _open_tokens(self) -> int:
+        self._file = _Descriptor(self.bin_path)
+        return os.fstat(self._file.number).st_size
+
+    def _connect(self) -> None:
+        """Nothing to do."""
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Read token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them.
+
+        Raises:
+            UserError: the file ends early; somebody has cut it since it was opened.
+            MachineError: reading fails again and again.
+        """
+        if start < 0 or start + len(out) > self.tokens:
+            raise self._outside(start, len(out))
+        same = out.dtype == self.dtype and out.flags.c_contiguous
+        ids = out if same else np.empty(len(out), self.dtype)
+        offset = start * self.dtype.itemsize
+        retried(
+            lambda: self._read(offset, ids), self.bin_path, f"reading {ids.nbytes} bytes at {offset}", self._open_tokens
+        )
+        if not same:
+            out[:] = ids
+
+    def _read(self, offset: int, ids: npt.NDArray[Any]) -> None:
+        file, data = self._file, ids.data.cast("B")
+        while data:
+            count = os.preadv(file.number, [data], offset)
+            if not count:
+                raise UserError(f"{self.bin_path} ends at byte {offset}; it was longer when it was opened")
+            offset, data = offset + count, data[count:]
+
+
+_FEW = 64
+
+
+def _bisect_right(ascending: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many elements of an ascending array are at most each value.
+
+    np.searchsorted would copy the array, which is not aligned. A few values are looked up one by one, which takes a
+    microsecond each, and many together, which takes tens of them once.
+    """
+    size = len(ascending)
+    if len(values) <= _FEW:
+        view = ascending.view(np.uint8).data.cast("q")
+        return np.array([bisect_right(view, value) for value in values.tolist()], np.int64)
+    result = np.zeros(len(values), np.int64)
+    bit = 1 << size.bit_length() >> 1
+    while bit:
+        # Steps beyond the end are taken only where all elements are at most the value.
+        after = result + bit
+        result += (ascending[np.minimum(after, size) - 1] <= values) * bit
+        bit >>= 1
+    return np.minimum(result, size)
 
 
 def read_provenance(prefix: Path, document: int) -> tuple[int, int, int, int]:

@@ -8,14 +8,17 @@ places. Position j of a lap is window pi(j), with pi a bijection of [0, n) keyed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.dataset import Slice
 from pipeline.data.hashing import key
+from pipeline.data.journal import Journal
 from pipeline.data.permutation import IntArray, Permutation
 from pipeline.errors import UserError
 
@@ -23,15 +26,30 @@ _BLOCK = 1024
 
 
 class TokenSource(Protocol):
-    """What windows need of a dataset. Offsets count tokens from the start of the dataset."""
+    """What windows need of a dataset. Offsets count tokens from the start of its text."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the dataset is, for messages."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the token ids."""
+        ...
 
     @property
     def tokens(self) -> int:
         """Tokens in all."""
         ...
 
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Token ids [count] from offset `start`, which lie within the dataset."""
+    @property
+    def documents(self) -> int:
+        """Documents of the whole dataset."""
+        ...
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids from offset `start` on into `out` [count], which has room for the dtype."""
         ...
 
     def document_at(self, token: int) -> int:
@@ -42,8 +60,8 @@ class TokenSource(Protocol):
         """Offset of a document's first token; of the document after the last one, the number of tokens."""
         ...
 
-    def document_starts(self, start: int, count: int) -> IntArray:
-        """Offsets of the documents that start within [start, start + count)."""
+    def starts_within(self, starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+        """The documents that start in ranges [start, start + count): number of the range, and offset."""
         ...
 
 
@@ -71,6 +89,16 @@ class Instances(Protocol):
         """Tokens of a lap."""
         ...
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the token ids."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """Where the dataset is, for messages."""
+        ...
+
     def at(self, lap: int, position: int) -> list[Span]:
         """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all."""
         ...
@@ -79,12 +107,33 @@ class Instances(Protocol):
         """The positions at which tokens of `document` are targets, in the document's order."""
         ...
 
-    def bounds(self, lap: int, position: int) -> IntArray:
-        """For each of the L + 1 tokens the index in the instance at which its document begins there."""
+    def places(self, lap: IntArray, position: IntArray) -> IntArray:
+        """Where instances lie, as the other methods take it; arrays of one length."""
         ...
 
-    def read(self, lap: int, position: int) -> tuple[IntArray, IntArray]:
-        """Token ids [L + 1] and bounds [L + 1]."""
+    def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """The tokens at which a document begins in an instance, the first one of each instance included.
+
+        Returns:
+            Index into `places`, ascending, and index in the instance, ascending within it.
+        """
+        ...
+
+    def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
+        """The targets [first, end) of an instance, numbered from 0, that belong to some documents.
+
+        Args:
+            place: From `places`.
+            ranges: From `ranges_of`.
+        """
+        ...
+
+    def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
+        """Documents [first, end), as `targets_of` takes them."""
+        ...
+
+    def fill(self, place: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids of an instance into `out` [L + 1], which has room for the dtype."""
         ...
 
 
@@ -104,6 +153,8 @@ class Windows:
     def __init__(self, dataset: TokenSource, sequence_length: int, seed: int, source: str) -> None:
         assert sequence_length >= 1
         self.tokens = dataset.tokens
+        self.dtype = dataset.dtype
+        self.folder = dataset.folder
         self.count = self.tokens // sequence_length
         if self.count == 0:
             raise UserError(
@@ -115,7 +166,6 @@ class Windows:
         self._length = sequence_length
         self._seed = seed
         self._source = source
-        # A source's positions are asked for one after the other, and permuting many costs little more than one.
         self._permutation = lru_cache(maxsize=4)(self._permutation_of)
         self._block = lru_cache(maxsize=4)(self._block_of)
 
@@ -125,8 +175,7 @@ class Windows:
 
     def window(self, lap: int, position: int) -> int:
         """Number of the window at a position of the lap, in [0, count)."""
-        assert 0 <= position < self.count, (position, self.count)
-        return int(self._block(lap, position // _BLOCK)[position % _BLOCK])
+        return (self._place(lap, position) - self.phase(lap)) % self.tokens // self._length
 
     def at(self, lap: int, position: int) -> list[Span]:
         """The pieces of documents in the window, L + 1 tokens in all."""
@@ -158,32 +207,128 @@ class Windows:
         _, index = np.unique(numbers, return_index=True)  # a document may begin and end in one window
         return self._permutation(lap).inverse(numbers[np.sort(index)])
 
+    def places(self, lap: IntArray, position: IntArray) -> IntArray:
+        """Offset in the text of each window's first token."""
+        assert position.size == 0 or (position.min() >= 0 and position.max() < self.count), self.count
+        result = np.empty(len(position), np.int64)
+        for number in np.unique(lap).tolist():
+            chosen = np.flatnonzero(lap == number)
+            of_lap = position[chosen]
+            low, high = int(of_lap.min()), int(of_lap.max())
+            if high - low >= _BLOCK // 4:
+                result[chosen] = self._places(number, of_lap)
+                continue
+            # A source's positions are asked for one after the other, so its neighbours will be needed as well.
+            for block in range(low // _BLOCK, high // _BLOCK + 1):
+                inside = of_lap // _BLOCK == block
+                result[chosen[inside]] = self._block(number, block)[of_lap[inside] - block * _BLOCK]
+        return result
+
+    def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """Index into `places` and index in the window of each token that begins a document, or its window."""
+        size = self._length + 1
+        counts = np.minimum(self.tokens - places, size)
+        row, offset = self._dataset.starts_within(places, counts)
+        found = [np.arange(len(places)) * size, row * size + offset - places[row]]
+        around = np.flatnonzero(counts < size)
+        if around.size:  # where the text begins again
+            row, offset = self._dataset.starts_within(np.zeros_like(around), size - counts[around])
+            found.append((around * size + counts[around])[row] + offset)
+        flat = np.concatenate(found)
+        flat.sort()
+        window, column = np.divmod(flat[np.diff(flat, prepend=-1) > 0], size)
+        return window, column
+
+    def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
+        """Offsets [n, 2] of the stretches of text that documents [first, end) are; ascending, not touching."""
+        merged: list[list[int]] = []
+        for first, end in sorted(
+            (self._dataset.document_start(a), self._dataset.document_start(b)) for a, b in documents
+        ):
+            if merged and first <= merged[-1][1]:
+                merged[-1][1] = max(end, merged[-1][1])
+            elif first < end:
+                merged.append([first, end])
+        return np.array(merged, np.int64).reshape(-1, 2)
+
+    def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
+        """The targets [first, end) of a window that lie in the ranges."""
+        found = []
+        for begin in (place + 1, place + 1 - self.tokens):  # before and behind the place where the text begins again
+            low = int(np.searchsorted(ranges[:, 1], begin, side="right"))
+            high = int(np.searchsorted(ranges[:, 0], begin + self._length, side="left"))
+            for first, end in ranges[low:high].tolist():
+                found.append((max(first - begin, 0), min(end - begin, self._length)))
+        return found
+
+    def fill(self, place: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids of a window into `out` [L + 1]."""
+        before = self.tokens - place
+        if before >= len(out):
+            self._dataset.fill(place, out)
+        else:
+            self._dataset.fill(place, out[:before])
+            self._dataset.fill(0, out[before:])
+
     def bounds(self, lap: int, position: int) -> IntArray:
         """For each of the L + 1 tokens the index in the window at which its document begins there."""
-        begins, filled = [np.zeros(1, np.int64)], 0
-        for start, count in self._stretches(lap, position):
-            begins.append(self._dataset.document_starts(start, count) - (start - filled))
-            filled += count
-        edges = np.concatenate([*begins, [filled]])
-        return np.repeat(edges[:-1], edges[1:] - edges[:-1])
+        _, columns = self.starts(np.array([self._place(lap, position)]))
+        return bounds_of(columns, self._length + 1)
 
     def read(self, lap: int, position: int) -> tuple[IntArray, IntArray]:
         """Token ids [L + 1] and bounds [L + 1] of the window."""
-        stretches = [self._dataset.read(start, count) for start, count in self._stretches(lap, position)]
-        return np.concatenate(stretches).astype(np.int64, copy=False), self.bounds(lap, position)
+        ids = np.empty(self._length + 1, np.int64)
+        self.fill(self._place(lap, position), ids)
+        return ids, self.bounds(lap, position)
+
+    def _place(self, lap: int, position: int) -> int:
+        return int(self.places(np.array([lap]), np.array([position]))[0])
 
     def _stretches(self, lap: int, position: int) -> Iterator[tuple[int, int]]:
         """The window as (start, count) of tokens that lie together in the dataset: two where the text wraps around."""
-        start = (self.phase(lap) + self.window(lap, position) * self._length) % self.tokens
-        remaining = self._length + 1
-        while remaining:
-            count = min(remaining, self.tokens - start)
-            yield start, count
-            start, remaining = 0, remaining - count
+        start = self._place(lap, position)
+        count = min(self._length + 1, self.tokens - start)
+        yield start, count
+        if count < self._length + 1:
+            yield 0, self._length + 1 - count
 
     def _permutation_of(self, lap: int) -> Permutation:
         return Permutation(self.count, key("permutation", self._seed, self._source, lap))
 
     def _block_of(self, lap: int, block: int) -> IntArray:
-        positions = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count))
-        return self._permutation(lap).forward(positions)
+        return self._places(lap, np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count)))
+
+    def _places(self, lap: int, position: IntArray) -> IntArray:
+        return (self.phase(lap) + self._permutation(lap).forward(position) * self._length) % self.tokens
+
+
+def bounds_of(starts: IntArray, size: int) -> IntArray:
+    """For each of `size` tokens the last of the ascending `starts`, of which the first is 0, at or before it."""
+    return np.repeat(starts, np.diff(starts, append=size))
+
+
+def windows_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[dict[str, Windows]]:
+    """The windows of a run, for each segment by source.
+
+    Segments in which a source has the same documents and the same sequence length share its windows.
+
+    Args:
+        journal: The run's plan.
+        datasets: The training split of each source of the journal.
+
+    Raises:
+        UserError: A source has fewer tokens than a window.
+    """
+    made: dict[tuple[str, tuple[int, int] | None, int], Windows] = {}
+    result = []
+    for segment in journal.segments:
+        by_source = {}
+        for name, state in segment.sources.items():
+            what = name, state.documents, segment.sequence_length
+            if what not in made:
+                dataset = datasets[name] if state.documents is None else Slice(datasets[name], *state.documents)
+                assert dataset.tokens == state.tokens, (name, dataset.tokens, state.tokens)
+                made[what] = Windows(dataset, segment.sequence_length, journal.seed, name)
+            by_source[name] = made[what]
+        result.append(by_source)
+    return result

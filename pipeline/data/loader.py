@@ -1,17 +1,16 @@
 """Steps of training samples for a data-parallel rank.
 
-The samples of a step, padded with masked ones to a multiple of dp_size x micro_batch_size, are cut in their order into
-micro-batches of dp_size x micro_batch_size, and each of those into dp_size contiguous shares: rank r's share of
-micro-batch a is the micro_batch_size padded samples from (a * dp_size + r) * micro_batch_size on. So the step is the
-same set of samples, under the same global indices, for any number of ranks and any micro-batch size.
+A step is the same set of samples, under the same global indices, for any number of ranks and any micro-batch size;
+`lookup.Share` says which of them a rank has. Where they lie is looked up for many steps at once, which leaves copying
+tokens, hashing them and comparing them with the vocabulary to each step.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,65 +19,20 @@ import torch
 import xxhash
 
 from pipeline.config import Config
+from pipeline.data.batch import Batch, StepData
+from pipeline.data.checks import check_tokenizers
 from pipeline.data.dataset import Dataset
-from pipeline.data.instances import Instances, Windows
-from pipeline.data.journal import Draws, Journal, Sampler
-from pipeline.data.objectives import Causal, Objective, sample_key
+from pipeline.data.instances import Instances, bounds_of, windows_of
+from pipeline.data.journal import Journal
+from pipeline.data.lookup import Located, Lookup, Share
+from pipeline.data.masks import Masks
+from pipeline.data.objectives import FloatArray, Objective, make_objective, sample_key
+from pipeline.data.phases import micro_batch_size
 from pipeline.data.plan import check_settings
+from pipeline.data.prefetch import read_ahead
+from pipeline.data.sampler import End, Sampler
 from pipeline.data.tokenizer_stage import check_tokenizer_settings
 from pipeline.errors import UserError
-
-PREFETCH = 2
-"""Steps that are read ahead."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples of one micro-batch on one rank. B samples, S positions."""
-
-    tokens: torch.Tensor
-    """[B, S] int64, inputs."""
-    targets: torch.Tensor
-    """[B, S] int64, what follows each input."""
-    weight: torch.Tensor
-    """[B, S] float32, 0 where a target does not count."""
-    bounds: torch.Tensor
-    """[B, S] int64, for each position the one at which its document begins in this sample: query q sees keys k with
-    bounds[q] <= k <= q if attention stays within documents."""
-    sources: torch.Tensor
-    """[B] int64, index in the loader's `names`; -1 for padding samples."""
-    extras: dict[str, torch.Tensor]
-    """[B, ...], what an objective adds."""
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """[B, S] int64, counted from the beginning of each position's document in the sample."""
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device) - self.bounds
-
-    def to(self, device: torch.device) -> Batch:
-        """The same on another device."""
-        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self) if field.name != "extras"}
-        return Batch(**moved, extras={name: value.to(device) for name, value in self.extras.items()})
-
-
-@dataclass(frozen=True)
-class StepData:
-    """What a step trains on."""
-
-    step: int
-    """Counted from 0."""
-    micro_batches: list[Batch]
-    """This rank's share."""
-    valid_targets: int
-    """Targets with weight in the global batch."""
-    tokens_by_source: dict[str, int]
-    """Targets that the global batch draws from each source, masked ones included."""
-    order_hash: int
-    """xxh3-64 over (global index, xxh3-64 of the source's name, lap, position) of the global batch's samples, each a
-    little-endian u64; equal on all ranks."""
-    data_hash: int
-    """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over
-    ranks does not depend on how the step is split."""
 
 
 class Loader:
@@ -86,88 +40,72 @@ class Loader:
 
     Args:
         journal: The run's plan.
-        instances: By source name.
+        instances: For each segment by source.
         objective: What becomes of an instance.
         dp_rank: This rank, in [0, dp_size).
         dp_size: Ranks that share each step.
-        micro_batch_size: Samples of one micro-batch on one rank.
+        micro_batch_size: Samples of one micro-batch on one rank, for each segment.
+        vocab_size: Token ids must be below; None to take them as they are.
+        prefetch: Steps that `iterate` reads ahead.
+        device: Where batches will go. For a GPU, `iterate` gives them in page-locked memory.
     """
 
     def __init__(
         self,
         journal: Journal,
-        instances: Mapping[str, Instances],
+        instances: Sequence[Mapping[str, Instances]],
         objective: Objective,
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
-        micro_batch_size: int,
+        micro_batch_size: Sequence[int],
+        vocab_size: int | None = None,
+        prefetch: int = 2,
+        device: torch.device | None = None,
     ) -> None:
-        assert 0 <= dp_rank < dp_size and micro_batch_size >= 1
+        assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
+        assert len(micro_batch_size) == len(instances) == len(journal.segments)
         self.journal = journal
         self.names = journal.names
-        self._instances = [instances[name] for name in self.names]
+        self._instances = instances
         self._objective = objective
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
-        self.micro_batch_size = micro_batch_size
-        counts = {name: instances[name].count for name in self.names}
-        self._sampler = Sampler(journal, [counts] * len(journal.segments))
-        self._name_hashes = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.names], np.uint64)
+        self._vocab_size = vocab_size
+        self._prefetch = prefetch
+        self._pin = device is not None and device.type == "cuda"
+        self._shares = [
+            Share(segment.batch_size, micro, dp_rank, dp_size)
+            for segment, micro in zip(journal.segments, micro_batch_size, strict=True)
+        ]
+        self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])
+        self._lookup = Lookup(journal, self._sampler, instances, self._shares, everything=objective.masks)
+        self._masks = Masks(journal, instances, objective)
+        # By segment and index in `names`; a source that the segment does not have is None.
+        self._by_index = [[by_name.get(name) for name in self.names] for by_name in instances]
+        # A dtype that has room for the ids of all its sources, so that a batch is checked and widened at once.
+        self._dtypes = [np.result_type(*(i.dtype for i in by_name.values())) for by_name in instances]
+        self._ones = lru_cache(maxsize=8)(torch.ones)
+        self._targets_at = lru_cache(maxsize=None)(self._sampler.targets)  # at the ends of segments
+
+    def micro_batch_size(self, step: int) -> int:
+        """Samples of one micro-batch of a step on one rank."""
+        return self._shares[self.journal.segment_number(step)].micro_batch_size
 
     def batches(self, step: int) -> StepData:
         """The step's data; any step, in any order."""
-        samples = self.journal.samples(step)
-        draws = self._sampler.step(step)
-        length = self.journal.segments[self.journal.segment_number(step)].sequence_length
-        drawn = np.bincount(draws.source, minlength=len(self.names))
-        micro, ranks = self.micro_batch_size, self._dp_size
-        micro_batches, data_hash = [], 0
-        for first in range(self._dp_rank * micro, -(-len(samples) // (micro * ranks)) * micro * ranks, micro * ranks):
-            batch, part = self._batch(samples, draws, range(first, first + micro), length)
-            micro_batches.append(batch)
-            data_hash += part
-        return StepData(
-            step=step,
-            micro_batches=micro_batches,
-            valid_targets=self._valid_targets(samples, draws) if self._objective.masks else len(samples) * length,
-            tokens_by_source={name: int(n) * length for name, n in zip(self.names, drawn, strict=True)},
-            order_hash=self._order_hash(samples, draws),
-            data_hash=data_hash % 2**64,
-        )
+        return self._read(step, None)
 
     def iterate(self, first: int, last: int) -> Iterator[StepData]:
-        """Steps [first, last) in order; one thread reads ahead, by at most `PREFETCH` steps.
+        """Steps [first, last) in order; one thread reads ahead, see `read_ahead`."""
 
-        What goes wrong in the thread is raised here. The thread ends with the iterator, also when it is closed early.
-        """
-        ready: queue.Queue[StepData | BaseException] = queue.Queue()
-        room = threading.Semaphore(PREFETCH)
-        closed = threading.Event()
+        def read(step: int) -> StepData:
+            data = self._read(step, last)
+            return data.pin() if self._pin else data
 
-        def read_ahead() -> None:
-            try:
-                for step in range(first, last):
-                    room.acquire()
-                    if closed.is_set():
-                        return
-                    ready.put(self.batches(step))
-            except BaseException as error:
-                ready.put(error)
+        return read_ahead(read, first, last, self._prefetch)
 
-        thread = threading.Thread(target=read_ahead, name="loader", daemon=True)
-        thread.start()
-        try:
-            for _ in range(first, last):
-                item = ready.get()
-                if isinstance(item, BaseException):
-                    raise item
-                room.release()
-                yield item
-        finally:
-            closed.set()
-            room.release()
-            thread.join()
+    def end(self) -> End | None:
+        """The first step that cannot be made; None if the order goes on for ever."""
+        return self._sampler.end()
 
     def tokens(self, step: int) -> int:
         """Targets drawn by all steps before `step`, masked ones included."""
@@ -178,116 +116,184 @@ class Loader:
         return self._sampler.targets(step)
 
     def epochs_by_source(self, step: int) -> dict[str, float]:
-        """`tokens_by_source` over each source's tokens."""
-        targets = self._sampler.targets(step)
-        return {name: targets[name] / i.tokens for name, i in zip(self.names, self._instances, strict=True)}
+        """`tokens_by_source` over each source's tokens; of a source with several slices, the sum over these."""
+        drawn: dict[tuple[str, Any, int], int] = {}
+        for number, segment in enumerate(self.journal.segments):
+            if segment.first_step >= step:
+                break
+            following = self.journal.segments[number + 1 : number + 2]
+            ended = following and following[0].first_step <= step
+            before = self._targets_at(segment.first_step)
+            after = self._targets_at(following[0].first_step) if ended else self._sampler.targets(step)
+            for name, state in segment.sources.items():
+                text = name, state.documents, state.tokens
+                drawn[text] = drawn.get(text, 0) + after[name] - before[name]
+        epochs = dict.fromkeys(self.names, 0.0)
+        for (name, _, tokens), targets in drawn.items():
+            epochs[name] += targets / tokens
+        return epochs
 
     def describe(self, step: int) -> list[dict[str, Any]]:
         """The step's samples as JSON: global index, source, lap, position, and the pieces of documents in it."""
         draws = self._sampler.step(step)
+        instances = self._instances[self.journal.segment_number(step)]
         return [
             {
                 "sample": index,
                 "source": self.names[source],
                 "lap": lap,
                 "position": position,
-                "spans": [span._asdict() for span in self._instances[source].at(lap, position)],
+                "spans": [span._asdict() for span in instances[self.names[source]].at(lap, position)],
             }
             for index, source, lap, position in zip(
                 self.journal.samples(step), *(array.tolist() for array in draws), strict=True
             )
         ]
 
-    def _batch(self, samples: range, draws: Draws, rows: range, length: int) -> tuple[Batch, int]:
-        """The padded samples `rows` of a step, and the sum of their hashes."""
-        tokens, targets, bounds = np.zeros((3, len(rows), length), np.int64)
-        weight = np.zeros((len(rows), length), np.float32)
-        sources = np.full(len(rows), -1, np.int64)
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "tokens": tokens,
-            "targets": targets,
-            "bounds": bounds,
-            "weight": weight,
-        }
-        extras: dict[str, npt.NDArray[Any]] = {}
-        data_hash = 0
-        for row, sample in enumerate(rows[: max(0, len(samples) - rows.start)]):
-            source = sources[row] = int(draws.source[sample])
-            index = samples[sample]
-            ids, begins = self._instances[source].read(int(draws.lap[sample]), int(draws.position[sample]))
-            digest = xxhash.xxh3_64(index.to_bytes(8, "little"))
-            digest.update(ids.astype("<i8", copy=False).data)
-            data_hash += digest.intdigest()
-            sample_arrays = self._objective.arrays(ids, begins, sample_key(self.journal.seed, index))
-            for name, value in sample_arrays.items():
-                if name not in arrays:
-                    arrays[name] = extras[name] = np.zeros((len(rows), *value.shape), value.dtype)
-                arrays[name][row] = value
+    def _read(self, step: int, last: int | None) -> StepData:
+        """The step's data. Steps from `last` on will not be asked for."""
+        number = self.journal.segment_number(step)
+        length = self.journal.segments[number].sequence_length
+        skipped = self.journal.is_skipped(step)
+        if skipped:
+            self._lookup.pass_over(step)
+            drawn = np.bincount(self._sampler.step(step).source, minlength=len(self.names)).tolist()
+            micro_batches: list[Batch] = []
+            valid_targets = data_hash = 0
+        else:
+            located = self._lookup.step(step, last)
+            drawn = located.drawn
+            weights = self._masks.of(step, located)
+            micro_batches, data_hash = [], 0
+            for part in range(len(located.micro_batches)):
+                batch, hashes = self._batch(step, number, located, part, weights)
+                micro_batches.append(batch)
+                data_hash += hashes
+            valid_targets = self._shares[number].batch_size * length
+            for weight in weights or ():
+                valid_targets -= 0 if weight is None else length - int(np.count_nonzero(weight))
+        return StepData(
+            step,
+            micro_batches,
+            valid_targets,
+            {name: count * length for name, count in zip(self.names, drawn, strict=True)},
+            self._sampler.order_hash(step),
+            data_hash % 2**64,
+            skipped,
+        )
+
+    def _batch(
+        self, step: int, number: int, located: Located, part: int, weights: list[FloatArray | None] | None
+    ) -> tuple[Batch, int]:
+        """A micro-batch, and the sum of its samples' hashes."""
+        rows, size = located.micro_batches[part], self._shares[number].micro_batch_size
+        length, first = self.journal.segments[number].sequence_length, self.journal.samples(step).start
+        count = len(rows)
+        sources = located.sources[rows.start : rows.stop]
+        starts = located.starts[part]
+        raw = np.empty((size, length + 1), self._dtypes[number])
+        by_index = self._by_index[number]
+        for source, place, out in zip(sources.tolist(), located.places[rows.start : rows.stop], raw, strict=False):
+            by_index[source].fill(place, out)
+        if count < size:
+            raw[count:] = 0
+            sources = np.concatenate([sources, np.full(size - count, -1)])
+            starts = np.concatenate([starts, np.arange(count, size, dtype=np.int32) * length])
+        if self._vocab_size is not None and _largest(raw) >= self._vocab_size:
+            raise self._outside_of_vocabulary(step, located, rows, raw)
+        # Before its tokens each row has the index of the sample, which is hashed with them.
+        ids = np.empty((size, length + 2), np.int64)
+        ids[:count, 0] = located.samples[rows.start : rows.stop] + first
+        ids[:, 1:] = raw
+        data_hash = sum(map(xxhash.xxh3_64_intdigest, ids[:count]))
+        if self._objective.rearranges:
+            for row, out in zip(rows, ids, strict=False):
+                bounds = bounds_of(located.begins_of(row), length + 1)
+                self._objective.rearrange(out[1:], bounds, sample_key(self.journal.seed, int(out[0])))
         return (
             Batch(
-                tokens=torch.from_numpy(tokens),
-                targets=torch.from_numpy(targets),
-                weight=torch.from_numpy(weight),
-                bounds=torch.from_numpy(bounds),
+                tokens=torch.from_numpy(ids[:, 1:-1]),
+                targets=torch.from_numpy(ids[:, 2:]),
+                weight=self._weight(rows, size, length, weights),
+                starts=torch.from_numpy(starts),
                 sources=torch.from_numpy(sources),
-                extras={name: torch.from_numpy(value) for name, value in extras.items()},
+                extras={},
             ),
             data_hash,
         )
 
-    def _valid_targets(self, samples: range, draws: Draws) -> int:
-        total = 0
-        for index, source, lap, position in zip(samples, *(array.tolist() for array in draws), strict=True):
-            bounds = self._instances[source].bounds(lap, position)
-            weight = self._objective.weight(bounds, sample_key(self.journal.seed, index))
-            total += int(np.count_nonzero(weight))
-        return total
+    def _weight(self, rows: range, size: int, length: int, weights: list[FloatArray | None] | None) -> torch.Tensor:
+        """[size, length]: of the rows, and 0 for padding."""
+        if weights is None and len(rows) == size:
+            return self._ones(size, length)
+        result = torch.zeros(size, length)
+        result[: len(rows)] = 1
+        for place, row in enumerate(rows):
+            if weights is not None and weights[row] is not None:
+                result[place] = torch.from_numpy(weights[row])
+        return result
 
-    def _order_hash(self, samples: range, draws: Draws) -> int:
-        records = np.empty((len(samples), 4), "<u8")
-        records[:, 0] = np.arange(samples.start, samples.stop)
-        records[:, 1] = self._name_hashes[draws.source]
-        records[:, 2] = draws.lap
-        records[:, 3] = draws.position
-        return xxhash.xxh3_64_intdigest(records.data)
+    def _outside_of_vocabulary(self, step: int, located: Located, rows: range, raw: npt.NDArray[Any]) -> UserError:
+        """What is wrong with a batch that has an id that the model does not know."""
+        row, column = (int(i) for i in np.argwhere((raw < 0) | (raw >= self._vocab_size))[0])
+        sample = int(located.samples[rows[row]])
+        draws = self._sampler.step(step)
+        name = self.names[int(draws.source[sample])]
+        instances = self._instances[self.journal.segment_number(step)][name]
+        spans = instances.at(int(draws.lap[sample]), int(draws.position[sample]))
+        ends = list(accumulate(span.length for span in spans))
+        document = spans[bisect_right(ends, column)].document
+        return UserError(
+            f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
+            f"model's vocabulary ends before {self._vocab_size}: the dataset is damaged or was made with another "
+            "tokenizer; look at it with `pipeline data verify`, and make it again"
+        )
 
 
-def open_loader(config: Config, datasets: Mapping[str, Dataset], *, dp_rank: int = 0, dp_size: int = 1) -> Loader:
-    """The loader of a run that starts now.
+def _largest(ids: npt.NDArray[Any]) -> int:
+    """The largest id; a negative one counts as larger than all others."""
+    return int((ids if ids.dtype.kind == "u" else ids.view(ids.dtype.str.replace("i", "u"))).max())
+
+
+def open_loader(
+    config: Config,
+    datasets: Mapping[str, Dataset],
+    *,
+    journal: Journal | None = None,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    device: torch.device | None = None,
+) -> Loader:
+    """The loader of a run.
 
     Args:
         config: The run file.
         datasets: The training split of each of its sources.
+        journal: The run's plan; by default that of a run that starts now.
         dp_rank: This rank, in [0, dp_size).
         dp_size: Ranks that share each step.
+        device: Where the batches will go.
 
     Raises:
-        UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, or
-            the run file has other settings than the datasets were made with.
+        UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, the
+            tokenizer lacks what the objective needs, or the run file has other settings than the datasets were made
+            with.
     """
-    _check_tokenizers(datasets)
+    check_tokenizers(datasets)
     check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
     check_tokenizer_settings(config)
-    instances = {
-        name: Windows(dataset, config.train.sequence_length, config.run.seed, name)
-        for name, dataset in datasets.items()
-    }
+    journal = journal or Journal.plan(config, datasets)
+    tokenizer = next(iter(datasets.values())).manifest.tokenizer
     return Loader(
-        Journal.plan(config, datasets),
-        instances,
-        Causal(mask_document_start=config.train.loss.mask_document_start),
+        journal,
+        windows_of(journal, datasets),
+        make_objective(config, tokenizer),
         dp_rank=dp_rank,
         dp_size=dp_size,
-        micro_batch_size=config.train.micro_batch_size or -(-config.train.batch_size // dp_size),
+        micro_batch_size=[
+            micro_batch_size(config, journal, number, dp_size) for number in range(len(journal.segments))
+        ],
+        vocab_size=tokenizer.vocab_size,
+        prefetch=config.data.loader.prefetch,
+        device=device,
     )
-
-
-def _check_tokenizers(datasets: Mapping[str, Dataset]) -> None:
-    (first, one), *others = datasets.items()
-    for name, dataset in others:
-        if dataset.manifest.tokenizer.fingerprint != one.manifest.tokenizer.fingerprint:
-            raise UserError(
-                f"sources {first!r} and {name!r} were tokenized with different tokenizers "
-                f"({one.manifest.tokenizer.fingerprint} and {dataset.manifest.tokenizer.fingerprint}): "
-                "preprocess both with the same tokenizer section, or leave one out of data.sources"
-            )

@@ -1,5 +1,6 @@
 """A dataset in memory, with every question answered by a plain scan of a list."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,10 +8,20 @@ import numpy as np
 EOD = 0
 
 
+def scan_ranges(document_starts, starts, counts):
+    """`starts_within`, one range after the other."""
+    rows, tokens = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        found = document_starts(start, count)
+        rows.append(np.full(len(found), row))
+        tokens.append(found)
+    return np.concatenate(rows), np.concatenate(tokens)
+
+
 class MemoryDataset:
     """Documents of the given lengths, end-of-document token included; every other token is its offset plus one."""
 
-    manifest = SimpleNamespace(settings={})
+    folder = Path("memory")
 
     def __init__(self, lengths, dtype=np.int64):
         self.lengths = list(lengths)
@@ -18,6 +29,12 @@ class MemoryDataset:
         self.ids = np.arange(1, self._starts[-1] + 1, dtype=dtype)
         self.ids[[start - 1 for start in self._starts[1:]]] = EOD
         self.owner = [d for d, length in enumerate(self.lengths) for _ in range(length)]
+        tokenizer = SimpleNamespace(fingerprint="f", vocab_size=100_000, end_of_document=EOD)
+        self.manifest = SimpleNamespace(settings={}, tokenizer=tokenizer)
+
+    @property
+    def dtype(self):
+        return self.ids.dtype
 
     @property
     def tokens(self):
@@ -32,6 +49,9 @@ class MemoryDataset:
             raise IndexError((start, count))
         return self.ids[start : start + count].copy()
 
+    def fill(self, start, out):
+        out[:] = self.read(start, len(out))
+
     def document_at(self, token):
         return self.owner[token]
 
@@ -41,11 +61,16 @@ class MemoryDataset:
     def document_starts(self, start, count):
         return np.array([s for s in self._starts[:-1] if start <= s < start + count], np.int64)
 
+    def starts_within(self, starts, counts):
+        return scan_ranges(self.document_starts, starts, counts)
+
 
 class FlatDataset:
     """One endless-looking document of `tokens` tokens that takes no memory; token t is t mod 1000 + 1."""
 
+    folder = Path("flat")
     documents = 1
+    dtype = np.dtype(np.int64)
 
     def __init__(self, tokens):
         self.tokens = tokens
@@ -53,6 +78,9 @@ class FlatDataset:
     def read(self, start, count):
         assert 0 <= start <= start + count <= self.tokens
         return np.arange(start, start + count) % 1000 + 1
+
+    def fill(self, start, out):
+        out[:] = self.read(start, len(out))
 
     def document_at(self, token):
         return 0
@@ -62,3 +90,6 @@ class FlatDataset:
 
     def document_starts(self, start, count):
         return np.zeros(int(start == 0 and count > 0), np.int64)
+
+    def starts_within(self, starts, counts):
+        return scan_ranges(self.document_starts, starts, counts)

@@ -83,7 +83,10 @@ class TestMegatron:
         part = IndexedPart(tmp_path / "p")
         assert [part.document_start(d) for d in range(7)] == [0, 0, 3, 3, 3, 5, 5]
         assert [part.document_at(t) for t in range(5)] == [1, 1, 1, 4, 4]
-        assert set(part.document_starts(0, 5).tolist()) == {0, 3}
+        assert part.document_starts(0, 5).tolist() == [0, 0, 3, 3, 3]
+        rows, tokens = part.starts_within(np.arange(100) % 5, np.ones(100, np.int64))
+        expected = [(row, token) for row in range(100) for token in {0: [0, 0], 3: [3, 3, 3]}.get(row % 5, [])]
+        assert list(zip(rows.tolist(), tokens.tolist(), strict=True)) == expected
 
     def test_the_choice_of_dtype_is_theirs(self, theirs):
         for size in (1, 256, 50_257, 65_499, 65_500, 65_536, 128_256):
@@ -104,6 +107,16 @@ def check_against_list(part, docs):
         a, b = sorted(chance.integers(0, part.tokens + 1, 2).tolist())
         assert np.array_equal(part.read(a, b - a), flat[a:b])
         assert part.document_starts(a, b - a).tolist() == [s for s in starts[:-1] if a <= s < b]
+    for count in (0, 3, 200):  # few are looked up one by one, many together
+        begin = chance.integers(0, part.tokens + 1, count)
+        end = chance.integers(begin, part.tokens + 1)
+        rows, tokens = part.starts_within(begin, end - begin)
+        assert list(zip(rows.tolist(), tokens.tolist(), strict=True)) == [
+            (row, s)
+            for row, (a, b) in enumerate(zip(begin.tolist(), end.tolist(), strict=True))
+            for s in starts[:-1]
+            if a <= s < b
+        ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

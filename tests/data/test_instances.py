@@ -5,10 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.instances import Windows
+from pipeline.data.dataset import Slice
+from pipeline.data.instances import Windows, windows_of
+from pipeline.data.journal import Journal
 from pipeline.data.objectives import Causal, sample_key
 from pipeline.errors import UserError
 from tests.data.memory import EOD, FlatDataset, MemoryDataset
+from tests.data.test_loader import run_file
 
 relaxed = settings(deadline=None, max_examples=60)
 laps = st.integers(0, 5)
@@ -98,6 +101,93 @@ def test_containing_finds_the_windows_that_a_scan_finds(drawn, lap):
             assert starts == sorted(starts)
 
 
+@relaxed
+@given(windows(), st.lists(st.tuples(laps, st.integers(0, 200)), max_size=20))
+def test_many_at_once_are_as_one_by_one(drawn, draws):
+    _, length, instances = drawn
+    lap, position = np.array([(e, j % instances.count) for e, j in draws], np.int64).reshape(-1, 2).T
+    places = instances.places(lap, position)
+    rows, starts = instances.starts(places)
+    assert sorted(zip(rows.tolist(), starts.tolist(), strict=True)) == list(
+        zip(rows.tolist(), starts.tolist(), strict=True)
+    )
+    for row, (e, j) in enumerate(zip(lap.tolist(), position.tolist(), strict=True)):
+        ids = np.empty(length + 1, np.int32)
+        instances.fill(int(places[row]), ids)
+        assert ids.tolist() == instances.read(e, j)[0].tolist()
+        expected = sorted({int(bound) for bound in instances.bounds(e, j)})
+        assert starts[rows == row].tolist() == expected
+
+
+def test_far_positions_are_not_looked_up_in_blocks():
+    instances = Windows(FlatDataset(10**9), 16, 3, "web")
+    position = np.sort(np.random.default_rng(1).integers(0, instances.count, 3000))
+    lap = np.repeat([4, 5, 6], 1000)
+    expected = [int(instances.places(lap[i : i + 1], position[i : i + 1])[0]) for i in range(0, 3000, 500)]
+    assert instances.places(lap, position)[::500].tolist() == expected
+
+
+@relaxed
+@given(windows(), laps, st.data())
+def test_targets_of_documents_equal_the_pieces(drawn, lap, data):
+    dataset, length, instances = drawn
+    number = st.integers(0, dataset.documents)
+    documents = [tuple(sorted(pair)) for pair in data.draw(st.lists(st.tuples(number, number), max_size=4))]
+    ranges = instances.ranges_of(documents)
+    chosen = {document for first, end in documents for document in range(first, end)}
+    for position in range(instances.count):
+        place = int(instances.places(np.array([lap]), np.array([position]))[0])
+        found = np.zeros(length, int)
+        for first, end in instances.targets_of(place, ranges):
+            assert 0 <= first < end <= length
+            found[first:end] += 1
+        owners = [dataset.owner[offset] for offset in offsets(dataset, instances, lap, position)[1:]]
+        assert found.tolist() == [int(owner in chosen) for owner in owners]
+
+
+@relaxed
+@given(windows(), laps, st.data())
+def test_a_slice_is_a_text_of_its_own(drawn, lap, data):
+    """Windows of a slice are those of a dataset with these documents alone; only the numbers are the dataset's."""
+    dataset, length, _ = drawn
+    first, end = sorted(data.draw(st.tuples(*[st.integers(0, dataset.documents)] * 2)))
+    part = Slice(dataset, first, end)
+    alone = MemoryDataset(dataset.lengths[first:end])
+    alone.ids = dataset.ids[dataset.document_start(first) : dataset.document_start(end)]
+    assert part.tokens == alone.tokens
+    if part.tokens < length:
+        return
+    ours, theirs = Windows(part, length, 3, "web"), Windows(alone, length, 3, "web")
+    for position in range(ours.count):
+        moved = [(document + first, start, count) for document, start, count in theirs.at(lap, position)]
+        assert ours.at(lap, position) == moved
+        for found, expected in zip(ours.read(lap, position), theirs.read(lap, position), strict=True):
+            assert found.tolist() == expected.tolist()
+    for document in range(dataset.documents):
+        expected = theirs.containing(lap, document - first).tolist() if first <= document < end else []
+        assert ours.containing(lap, document).tolist() == expected
+    place = int(ours.places(np.array([lap]), np.array([0]))[0])
+    everything = ours.targets_of(place, ours.ranges_of([(0, dataset.documents)]))
+    assert sum(b - a for a, b in everything) == length
+
+
+def test_segments_share_windows_where_they_can():
+    datasets = {"a": MemoryDataset([10] * 20), "b": MemoryDataset([7] * 30)}
+    phases = [
+        {"until": "3 steps"},
+        {"until": "6 steps", "batch_size": 2},
+        {"until": "9 steps", "slices": {"a": [0, "5 documents"]}},
+        {"until": "12 steps", "sequence_length": 4},
+        {},
+    ]
+    journal = Journal.plan(run_file({"a": 1, "b": 1}, blend={"phases": phases}), datasets)
+    one, two, three, four, five = windows_of(journal, datasets)
+    assert one == two == five
+    assert three["b"] is one["b"] and three["a"] is not one["a"]
+    assert three["a"].tokens == 50
+    assert four["a"] is not one["a"] and four["b"].count == 210 // 4
+
+
 def test_laps_differ_in_order_and_in_cuts():
     dataset = FlatDataset(10_000)
     instances = Windows(dataset, 64, 1, "web")
@@ -165,22 +255,16 @@ def test_a_large_source_is_as_easy_as_a_small_one():
 
 @relaxed
 @given(windows(), laps, st.booleans())
-def test_causal_targets_are_the_next_tokens(drawn, lap, mask):
-    dataset, length, instances = drawn
+def test_causal_masks_first_tokens_of_documents_if_asked(drawn, lap, mask):
+    dataset, _, instances = drawn
     objective = Causal(mask_document_start=mask)
-    assert objective.masks == mask
+    assert objective.masks == mask and not objective.rearranges
     firsts = {start for start, n in zip(dataset._starts, dataset.lengths, strict=False) if n}
     for position in range(instances.count):
-        ids, bounds = instances.read(lap, position)
-        sample = objective.arrays(ids, bounds, key=0)
-        assert {name: value.shape for name, value in sample.items()} == dict.fromkeys(
-            ("tokens", "targets", "weight", "bounds"), (length,)
-        )
-        assert sample["targets"].tolist() == ids[1:].tolist() and sample["tokens"].tolist() == ids[:-1].tolist()
         place = offsets(dataset, instances, lap, position)
-        expected = [0.0 if mask and target in firsts else 1.0 for target in place[1:]]
-        assert sample["weight"].tolist() == expected == objective.weight(bounds, key=0).tolist()
-        assert sample["weight"].dtype == np.float32
+        weight = objective.weight(instances.bounds(lap, position), key=0)
+        assert weight.tolist() == [0.0 if mask and target in firsts else 1.0 for target in place[1:]]
+        assert weight.dtype == np.float32
 
 
 def test_sample_keys_differ():

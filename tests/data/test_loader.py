@@ -1,5 +1,8 @@
+"""Steps of a run, against plain lists: what is in a batch, how it is split, what counts, and reading ahead."""
+
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,16 +12,20 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config import Config
 from pipeline.data import loader as module
-from pipeline.data.instances import Windows
+from pipeline.data import lookup, prefetch
+from pipeline.data.batch import StepData
+from pipeline.data.instances import windows_of
 from pipeline.data.journal import Journal
-from pipeline.data.loader import PREFETCH, Loader
+from pipeline.data.loader import Loader
 from pipeline.data.objectives import Causal
+from pipeline.data.phases import phase_at
+from pipeline.data.prefetch import read_ahead
 from pipeline.errors import UserError
 from tests.data.memory import EOD, FlatDataset, MemoryDataset
-from tests.data.test_journal import run_file
 
-relaxed = settings(deadline=None, max_examples=30)
+relaxed = settings(deadline=None, max_examples=20)
 
 DATASETS = {
     "books": MemoryDataset([40, 3, 1, 25, 60, 2, 9]),
@@ -28,17 +35,43 @@ DATASETS = {
 WEIGHTS = {"books": 2, "code": 1, "web": 4}
 
 
-def make(datasets=DATASETS, weights=WEIGHTS, *, mask=False, micro=None, dp_rank=0, dp_size=1, **keys):
-    config = run_file(weights, **keys)
-    journal = Journal.plan(config, datasets)
-    length = config.train.sequence_length
+def run_file(weights, *, seed=1, batch_size=4, sequence_length=8, blend=None, data=None, **train):
+    return Config.model_validate(
+        {
+            "run": {"dir": "runs/none", "seed": seed},
+            "data": {
+                "sources": [{"name": name, "paths": ["none"], "weight": weight} for name, weight in weights.items()],
+                **(data or {}),
+            },
+            "blend": blend or {},
+            "tokenizer": {"path": "none"},
+            "model": {"layers": 1, "dim": 8, "heads": 1},
+            "train": {"duration": "10 steps", "batch_size": batch_size, "sequence_length": sequence_length, **train},
+        }
+    )
+
+
+def make(
+    datasets=DATASETS,
+    weights=WEIGHTS,
+    *,
+    objective=None,
+    mask=False,
+    micro=None,
+    dp_rank=0,
+    dp_size=1,
+    vocab=None,
+    **keys,
+):
+    journal = Journal.plan(run_file(weights, **keys), datasets)
     return Loader(
         journal,
-        {name: Windows(dataset, length, config.run.seed, name) for name, dataset in datasets.items()},
-        Causal(mask_document_start=mask),
+        windows_of(journal, datasets),
+        objective or Causal(mask_document_start=mask),
         dp_rank=dp_rank,
         dp_size=dp_size,
-        micro_batch_size=micro or config.train.batch_size,
+        micro_batch_size=[micro or segment.batch_size for segment in journal.segments],
+        vocab_size=vocab,
     )
 
 
@@ -91,41 +124,49 @@ def test_a_batch_holds_what_the_instances_say():
     assert moved.tokens.is_meta and moved.sources.is_meta and moved.extras == {}
 
 
-@settings(deadline=None, max_examples=60)
+SKIPS = [
+    {"source": "web", "documents": ["0-2", 5]},
+    {"source": "books", "from_step": 41},
+    {"samples": "100-120"},
+    {"source": "code", "documents": [7], "from_step": 3},
+]
+
+
+@settings(deadline=None, max_examples=30)
 @given(
     batch_size=st.integers(1, 13),
-    splits=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=3),
+    dp_size=st.integers(1, 4),
+    micro=st.integers(1, 6),
     step=st.integers(0, 200),
     mask=st.booleans(),
+    skip=st.lists(st.sampled_from(SKIPS), unique_by=str, max_size=3),
 )
-def test_any_split_over_ranks_and_micro_batches_is_the_same_step(batch_size, splits, step, mask):
-    whole = make(batch_size=batch_size, mask=mask).batches(step)
+def test_any_split_over_ranks_and_micro_batches_is_the_same_step(batch_size, dp_size, micro, step, mask, skip):
+    keys = {"batch_size": batch_size, "mask": mask, "blend": {"skip": skip}}
+    whole = make(**keys).batches(step)
     expected = rows(whole)
     assert len(expected) == batch_size
-    for dp_size, micro in splits:
-        parts = [
-            make(batch_size=batch_size, mask=mask, dp_rank=rank, dp_size=dp_size, micro=micro).batches(step)
-            for rank in range(dp_size)
-        ]
-        assert len({len(part.micro_batches) for part in parts}) == 1
-        # Micro-batch by micro-batch, rank after rank, the padded step in its order.
-        joined = [
-            row
-            for group in zip(*(part.micro_batches for part in parts), strict=True)
-            for batch in group
-            for row in rows(type(whole)(step, [batch], 0, {}, 0, 0))
-        ]
-        assert joined[:batch_size] == expected
-        padding = joined[batch_size:]
-        assert len(padding) < dp_size * micro
-        for source, tokens, targets, weight, bounds in padding:
-            assert source == -1
-            assert not any(tokens) and not any(targets) and not any(weight) and not any(bounds)
-        for part in parts:
-            assert part.order_hash == whole.order_hash
-            assert part.valid_targets == whole.valid_targets
-            assert part.tokens_by_source == whole.tokens_by_source
-        assert sum(part.data_hash for part in parts) % 2**64 == whole.data_hash
+    assert whole.valid_targets == sum(sum(weight) for _, _, _, weight, _ in expected)
+    parts = [make(**keys, dp_rank=rank, dp_size=dp_size, micro=micro).batches(step) for rank in range(dp_size)]
+    assert len({len(part.micro_batches) for part in parts}) == 1
+    # Micro-batch by micro-batch, rank after rank, the padded step in its order.
+    joined = [
+        row
+        for group in zip(*(part.micro_batches for part in parts), strict=True)
+        for batch in group
+        for row in rows(StepData(step, [batch], 0, {}, 0, 0))
+    ]
+    assert joined[:batch_size] == expected
+    padding = joined[batch_size:]
+    assert len(padding) < dp_size * micro
+    for source, tokens, targets, weight, bounds in padding:
+        assert source == -1
+        assert not any(tokens) and not any(targets) and not any(weight) and not any(bounds)
+    for part in parts:
+        assert part.order_hash == whole.order_hash
+        assert part.valid_targets == whole.valid_targets
+        assert part.tokens_by_source == whole.tokens_by_source
+    assert sum(part.data_hash for part in parts) % 2**64 == whole.data_hash
 
 
 @relaxed
@@ -214,6 +255,186 @@ def test_accounting_equals_the_sum_of_the_steps():
             total[name] += tokens
 
 
+def test_values_that_must_never_change():
+    """Computed by the first version of this code."""
+    found = []
+    for keys in ({"batch_size": 7, "sequence_length": 11}, {"batch_size": 5, "sequence_length": 32, "mask": True}):
+        for step in (0, 123, 10**6):
+            data = make(**keys).batches(step)
+            (batch,) = data.micro_batches
+            arrays = [tensor.contiguous().numpy().tobytes() for tensor in (batch.bounds, batch.targets, batch.weight)]
+            found.append((data.order_hash, data.data_hash, xxhash.xxh3_64_intdigest(b"".join(arrays))))
+    assert found == [
+        (0x4519F03F85769F98, 0x127EFFA719249185, 0x0C57C5E2DFECA73B),
+        (0x4AFB61C9A32A7CA9, 0xF4D3DDA0321DD968, 0xCB6DAA85F66CEC7D),
+        (0x92493413EFA14DE4, 0x1C8C5AE3A4DEF9F5, 0xA7A57E3B8F7BE59B),
+        (0xCBB24146700CBEED, 0x8549A498C525D762, 0x59921B29CDDCADFC),
+        (0x1B618874ABEC2146, 0x547EB0BF6EDA4349, 0x3A4CA854D14CB0FA),
+        (0xFAB50A588FC3C31A, 0xC309761F2E9745A7, 0x42DCBF3D6C30FBB0),
+    ]
+
+
+# Phases
+
+PHASES = {
+    "phases": [
+        {"until": "7 steps"},
+        {"until": "900 tokens", "batch_size": 9, "slices": {"books": [0.5, 1], "web": ["1 documents", "5 documents"]}},
+        {"until": "30 steps", "sequence_length": 21, "sources": ["web", "code"]},
+        {"weights": {"books": 1, "web": 1}, "sequence_length": 21, "batch_size": 3},
+    ]
+}
+
+
+def phased(**keys):
+    return make(batch_size=5, blend=PHASES, **keys)
+
+
+def ids_of(entry):
+    """The tokens of a described sample, from its pieces of documents."""
+    dataset, ids = DATASETS[entry["source"]], []
+    for span in entry["spans"]:
+        ids += dataset.read(dataset.document_start(span["document"]) + span["start"], span["length"]).tolist()
+    return ids
+
+
+def test_each_segment_has_its_own_windows():
+    loader = phased()
+    segments = loader.journal.segments
+    assert len(segments) == 4
+    inside = {"books": range(3, 7), "web": range(1, 5), "code": range(30)}
+    total = dict.fromkeys(loader.names, 0)
+    epochs = dict.fromkeys(loader.names, 0.0)
+    for step in range(60):
+        assert loader.tokens_by_source(step) == total
+        assert loader.epochs_by_source(step) == pytest.approx(epochs)
+        number = loader.journal.segment_number(step)
+        length = segments[number].sequence_length
+        data = loader.batches(step)
+        (batch,) = data.micro_batches
+        described = loader.describe(step)
+        assert batch.tokens.shape == (segments[number].batch_size, length)
+        for b, entry in enumerate(described):
+            assert [*batch.tokens[b].tolist(), int(batch.targets[b, -1])] == ids_of(entry)
+            if number == 1:
+                assert {span["document"] for span in entry["spans"]} <= set(inside[entry["source"]])
+            total[entry["source"]] += length
+            epochs[entry["source"]] += length / segments[number].sources[entry["source"]].tokens
+        assert set(data.tokens_by_source) == set(loader.names)
+    assert {name for name in loader.names if name not in segments[2].sources} == {"books"}
+
+
+def test_groups_of_any_size_give_the_same_steps(monkeypatch):
+    """Steps in order are looked up in ever larger groups; in any other order one by one."""
+    skip = [{"steps": "12-14"}, {"samples": "190-191"}]
+    keys = {"batch_size": 5, "blend": {**PHASES, "skip": skip}}
+    expected = [make(**keys).batches(step) for step in range(0, 60, 3)]
+    groups, original = [], lookup.Lookup._look_up
+
+    def look_up(self, first, last):
+        group = original(self, first, last)
+        groups.append((group.first, group.end))
+        return group
+
+    monkeypatch.setattr(lookup, "_QUICK_S", 1000)
+    monkeypatch.setattr(lookup.Lookup, "_look_up", look_up)
+    loader = make(**keys)
+    steps = [loader.batches(step) for step in range(60)]
+    # Segments end at steps 7, 16 and 30. Step 31 has masked samples, which all ranks need to know of.
+    assert groups[:7] == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 16), (16, 18), (18, 22)]
+    assert {30, 31} <= {first for first, _ in groups} and groups[-1][1] >= 60
+    for one, other in zip(expected, steps[::3], strict=True):
+        assert (one.data_hash, one.order_hash, one.valid_targets) == (
+            other.data_hash,
+            other.order_hash,
+            other.valid_targets,
+        )
+        assert rows(one) == rows(other)
+    # Nothing is looked up that will not be read.
+    groups.clear()
+    assert len(list(make(**keys).iterate(40, 45))) == 5
+    assert groups == [(40, 41), (41, 43), (43, 45)]
+    # A file system that is slow is asked for one step at a time.
+    monkeypatch.setattr(lookup, "_QUICK_S", 0)
+    groups.clear()
+    list(make(**keys).iterate(0, 6))
+    assert groups == [(step, step + 1) for step in range(6)]
+
+
+# Skips
+
+
+def test_skipped_steps_are_passed_over():
+    plain, loader = make(), make(blend={"skip": [{"steps": "4-5"}, {"steps": 9, "from_step": 10}]})
+    for step in range(12):
+        data, other = loader.batches(step), plain.batches(step)
+        assert data.skipped == (step in (3, 4))
+        assert (data.order_hash, data.tokens_by_source) == (other.order_hash, other.tokens_by_source)
+        if data.skipped:
+            assert (data.micro_batches, data.valid_targets, data.data_hash) == ([], 0, 0)
+        else:
+            assert rows(data) == rows(other)
+    assert loader.tokens(12) == plain.tokens(12)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    documents=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    from_step=st.integers(1, 20),
+    length=st.integers(1, 50),
+    mask=st.booleans(),
+)
+def test_targets_of_skipped_documents_do_not_count(documents, from_step, length, mask):
+    skip = [{"source": "web", "documents": documents, "from_step": from_step}]
+    plain = make(sequence_length=length, mask=mask)
+    loader = make(sequence_length=length, mask=mask, blend={"skip": skip})
+    for step in (from_step - 2, from_step - 1, 50):
+        data, other = loader.batches(max(0, step)), plain.batches(max(0, step))
+        assert data.data_hash == other.data_hash
+        for entry, row, before in zip(loader.describe(max(0, step)), rows(data), rows(other), strict=True):
+            assert (*row[:3], row[4]) == (*before[:3], before[4])
+            owners = [span["document"] for span in entry["spans"] for _ in range(span["length"])]
+            skipped = [
+                entry["source"] == "web" and owner in documents and max(0, step) >= from_step - 1 for owner in owners
+            ]
+            assert row[3] == [0.0 if out else weight for out, weight in zip(skipped[1:], before[3], strict=True)]
+
+
+def test_skipped_samples_and_sources_do_not_count():
+    loader = make(blend={"skip": [{"samples": "10-13"}, {"source": "code", "from_step": 6}]}, data={})
+    plain = make()
+    for step in range(20):
+        data = loader.batches(step)
+        for index, row, before in zip(loader.journal.samples(step), rows(data), rows(plain.batches(step)), strict=True):
+            out = 10 <= index <= 13 or (loader.names[row[0]] == "code" and step >= 5)
+            assert row[:3] == before[:3]
+            assert row[3] == ([0.0] * 8 if out else before[3])
+        assert data.valid_targets == sum(sum(row[3]) for row in rows(data))
+
+
+# Ids
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_an_id_that_the_model_does_not_know_is_named(dtype):
+    def broken(value):
+        dataset = MemoryDataset([5] * 30, dtype)
+        dataset.ids[dataset.ids > 99] = 7
+        if value is not None:
+            dataset.ids[77] = value
+        return make({"a": dataset, "b": DATASETS["books"]}, {"a": 4, "b": 0.001}, vocab=1000, micro=3)
+
+    for step in range(20):
+        broken(None).batches(step)
+    for value in (1000, 1001) if dtype == np.uint16 else (1000, -1):
+        loader = broken(value)
+        with pytest.raises(UserError) as error:
+            for step in range(40):
+                loader.batches(step)
+        assert f"source 'a': document 15 of memory has token id {value}" in str(error.value)
+        assert "1000" in str(error.value)
+
+
 # Reading ahead
 
 
@@ -222,49 +443,57 @@ def loader_threads():
 
 
 def test_iteration_equals_random_access():
-    loader = make()
-    steps = list(loader.iterate(3, 9))
-    assert [data.step for data in steps] == list(range(3, 9))
-    for data in steps:
-        assert rows(data) == rows(make().batches(data.step))
-        assert data.data_hash == make().batches(data.step).data_hash
+    loader = phased()
+    steps = list(loader.iterate(3, 50))
+    assert [data.step for data in steps] == list(range(3, 50))
+    for data in steps[::5]:
+        other = phased().batches(data.step)
+        assert rows(data) == rows(other)
+        assert data.data_hash == other.data_hash
     assert list(loader.iterate(4, 4)) == []
     assert not loader_threads()
 
 
-def test_the_thread_reads_ahead_only_so_far(monkeypatch):
-    loader, read = make(), []
-    original = loader.batches
-    enough = threading.Event()
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_the_thread_reads_ahead_only_so_far(monkeypatch, depth):
+    monkeypatch.setattr(prefetch, "TOGETHER_S", 0)
+    read, enough = [], threading.Event()
 
-    def batches(step):
+    def make_step(step):
         read.append(step)
-        if step == PREFETCH:
+        if step == depth:
             enough.set()
-        return original(step)
+        return step
 
-    monkeypatch.setattr(loader, "batches", batches)
-    steps = loader.iterate(0, 100)
-    assert next(steps).step == 0
+    steps = read_ahead(make_step, 0, 100, depth)
+    assert next(steps) == 0  # and now, while it is trained on, the next ones are read
     assert enough.wait(30)
-    assert max(read) <= PREFETCH
+    time.sleep(0.05)
+    assert max(read) == depth
     steps.close()
-    assert max(read) <= PREFETCH
     assert not loader_threads()
 
 
-def test_an_error_in_the_thread_is_raised_where_the_step_is_taken(monkeypatch):
-    loader = make()
-    original = loader.batches
+def test_small_steps_are_handed_over_together(monkeypatch):
+    monkeypatch.setattr(prefetch, "TOGETHER_S", 1000)
+    read = []
+    steps = read_ahead(lambda step: read.append(step) or step, 0, 50, 1)
+    assert next(steps) == 0
+    assert read == list(range(50))
+    assert list(steps) == list(range(1, 50))
 
-    def batches(step):
+
+@pytest.mark.parametrize("together", [0, 1000])
+def test_an_error_in_the_thread_is_raised_where_the_step_is_taken(monkeypatch, together):
+    monkeypatch.setattr(prefetch, "TOGETHER_S", together)
+
+    def make_step(step):
         if step == 2:
             raise OSError("disk gone")
-        return original(step)
+        return step
 
-    monkeypatch.setattr(loader, "batches", batches)
-    steps = loader.iterate(0, 10)
-    assert [next(steps).step, next(steps).step] == [0, 1]
+    steps = read_ahead(make_step, 0, 10, 2)
+    assert [next(steps), next(steps)] == [0, 1]
     with pytest.raises(OSError, match="disk gone"):
         next(steps)
     assert not loader_threads()
@@ -283,20 +512,27 @@ def test_an_error_in_the_consumer_ends_the_thread():
 # An objective of one's own
 
 
-class Noisy(Causal):
-    """Adds an array of its own that depends on the key alone."""
+class Turned(Causal):
+    """Turns the tokens of documents around whose piece in the window has an odd place, if the key says so."""
 
-    def arrays(self, ids, bounds, key):
-        return {**super().arrays(ids, bounds, key), "noise": np.array([key % 1000, key // 1000 % 1000])}
+    rearranges = True
+
+    def rearrange(self, ids, bounds, key):
+        assert len(ids) == len(bounds)
+        for begin in np.unique(bounds)[key % 2 :: 2].tolist():
+            piece = np.flatnonzero(bounds == begin)
+            ids[piece] = ids[piece][::-1]
 
 
-def test_extras_depend_on_the_sample_alone(monkeypatch):
-    monkeypatch.setattr("tests.data.test_loader.Causal", Noisy)
-    whole = make(batch_size=6).batches(4).micro_batches[0].extras["noise"]
-    assert whole.shape == (6, 2)
-    assert len({tuple(row.tolist()) for row in whole}) == 6
-    again = make(batch_size=3, micro=2).batches(9).micro_batches  # samples 27, 28, 29 of the same run
-    assert torch.equal(torch.cat([batch.extras["noise"] for batch in again])[:3], whole[3:])
+def test_rearranging_depends_on_the_sample_alone():
+    plain, whole = make(batch_size=6).batches(4), make(batch_size=6, objective=Turned()).batches(4)
+    assert whole.data_hash == plain.data_hash  # of the tokens as they were read
+    assert rows(whole) != rows(plain)
+    again = make(batch_size=3, micro=2, objective=Turned()).batches(9)  # samples 27, 28, 29 of the same run
+    assert rows(again)[:3] == rows(whole)[3:]
+    for row, before in zip(rows(whole), rows(plain), strict=True):
+        ids, old = [[*one[1], one[2][-1]] for one in (row, before)]
+        assert sorted(ids) == sorted(old) and row[3:] == before[3:]
 
 
 # With datasets on disk
@@ -305,11 +541,11 @@ def test_extras_depend_on_the_sample_alone(monkeypatch):
 def test_sources_with_different_tokenizers_are_refused():
     def dataset(fingerprint):
         return SimpleNamespace(
-            tokens=1000, manifest=SimpleNamespace(tokenizer=SimpleNamespace(fingerprint=fingerprint))
+            tokens=1000, manifest=SimpleNamespace(tokenizer=SimpleNamespace(fingerprint=fingerprint, vocab_size=9))
         )
 
     found = {"web": dataset("aaaa"), "books": dataset("aaaa"), "code": dataset("bbbb")}
-    with pytest.raises(UserError, match=r"'web' and 'code'.*aaaa and bbbb"):
+    with pytest.raises(UserError, match=r"'web' and 'code'.*aaaa.*bbbb"):
         module.open_loader(run_file(dict.fromkeys(found, 1)), found)
 
 
@@ -320,9 +556,26 @@ def test_without_a_micro_batch_size_a_rank_takes_its_share_at_once(batch_size, d
     assert len(batch.sources) == expected
 
 
+def test_a_phase_has_its_micro_batch_size():
+    phases = [
+        {"until": "3 steps", "micro_batch_size": 2},
+        {"until": "200 tokens", "batch_size": 6},
+        {"micro_batch_size": 7},
+    ]
+    ramp = {"start": 2, "increment": 2, "tokens": 400}
+    config = run_file({"web": 1}, batch_size=10, micro_batch_size=4, batch_ramp=ramp, blend={"phases": phases})
+    loader = module.open_loader(config, {"web": DATASETS["web"]}, dp_size=2)
+    for step in range(20):
+        batch_size = len(loader.journal.samples(step))
+        number = phase_at(config, loader.journal, step)
+        # Never more than a rank's share of the step.
+        assert loader.micro_batch_size(step) == min([2, 4, 7][number], batch_size // 2)
+        assert {len(batch.sources) for batch in loader.batches(step).micro_batches} == {loader.micro_batch_size(step)}
+    assert {len(loader.journal.samples(step)) for step in range(20)} == {2, 4, 6, 8, 10}
+
+
 def test_open_loader_reads_what_was_preprocessed(tmp_path):
     """Text files, JSONL and a tokenizer of bytes, through the whole stage."""
-    from pipeline.config import Config
     from pipeline.data.preprocess import open_datasets, preprocess
 
     (tmp_path / "notes").mkdir()

@@ -1,0 +1,88 @@
+"""What a step trains on, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one micro-batch on one rank. B samples, S positions.
+
+    Tensors may share memory with others, so nobody writes to them.
+    """
+
+    tokens: torch.Tensor
+    """[B, S] int64, inputs."""
+    targets: torch.Tensor
+    """[B, S] int64, what follows each input."""
+    weight: torch.Tensor
+    """[B, S] float32, 0 where a target does not count."""
+    starts: torch.Tensor
+    """[n] int32, ascending: the flat positions, row * S + column, at which a document begins, or a row."""
+    sources: torch.Tensor
+    """[B] int64, index in the loader's `names`; -1 for padding samples."""
+    extras: dict[str, torch.Tensor]
+    """[B, ...], what an objective adds."""
+
+    @property
+    def bounds(self) -> torch.Tensor:
+        """[B, S] int64, for each position the one at which its document begins in this sample.
+
+        Query q sees keys k with bounds[q] <= k <= q if attention stays within documents.
+        """
+        size, length = self.tokens.numel(), self.tokens.shape[1]
+        begins = self.starts.to(torch.int64)
+        lengths = torch.diff(begins, append=begins.new_full((1,), size))
+        return torch.repeat_interleave(begins % length, lengths, output_size=size).view(self.tokens.shape)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[B, S] int64, counted from the beginning of each position's document in the sample."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) - self.bounds
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The same on another device.
+
+        Args:
+            device: Where to.
+            non_blocking: Do not wait for the copies to a GPU, which read what `pin` made.
+        """
+        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin(self) -> Batch:
+        """The same in page-locked memory, from which a GPU copies without help of the CPU."""
+        return self._with(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed = {field.name: change(getattr(self, field.name)) for field in fields(self) if field.name != "extras"}
+        return Batch(**changed, extras={name: change(value) for name, value in self.extras.items()})
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What a step trains on."""
+
+    step: int
+    """Counted from 0."""
+    micro_batches: list[Batch]
+    """This rank's share."""
+    valid_targets: int
+    """Targets with weight in the global batch."""
+    tokens_by_source: dict[str, int]
+    """Targets that the global batch draws from each source, masked ones included."""
+    order_hash: int
+    """xxh3-64 over (global index, xxh3-64 of the source's name, lap, position) of the global batch's samples, each a
+    little-endian u64; equal on all ranks."""
+    data_hash: int
+    """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over
+    ranks does not depend on how the step is split."""
+    skipped: bool = False
+    """The step is passed over: nothing of it was read, and the weights stay as they are."""
+
+    def pin(self) -> StepData:
+        """The same in page-locked memory."""
+        return replace(self, micro_batches=[batch.pin() for batch in self.micro_batches])
