@@ -1,0 +1,214 @@
+"""`pipeline data plan` against real runs, and against sums that need no sampler."""
+
+import io
+import json
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import xxhash
+from rich.console import Console
+
+from pipeline.config.load import load
+from pipeline.data import paper
+from pipeline.data.loader import open_loader
+from pipeline.data.opening import open_datasets
+from pipeline.data.paper_show import print_plan
+from pipeline.errors import UserError
+from slurm import local
+from tests import tiny
+
+SLICES = {"name": "end", "sequence_length": 16, "slices": {"sea": [0.5, 1]}, "batch_size": 6}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run file of which eight steps have been trained, with a checkpoint after each third and the last."""
+    file = tiny.write_run(tmp_path_factory.mktemp("paper"))
+    config = load(file)
+    local.preprocess(config)
+    local.train(config, quiet())
+    lines = (config.run.dir / "metrics.jsonl").read_text().splitlines()
+    return SimpleNamespace(file=file, metrics=[row for line in lines if "loss" in (row := json.loads(line))])
+
+
+def quiet():
+    return Console(file=io.StringIO())
+
+
+def planned(run, *overrides, **options):
+    return paper.make_plan(load(run.file, overrides), **options)
+
+
+def printed(run, *overrides, **options):
+    console = quiet()
+    print_plan(load(run.file, overrides), console, **options)
+    return console.file.getvalue()
+
+
+def test_the_order_hash_is_that_of_the_steps_that_were_trained(run):
+    plan = planned(run)
+    assert (plan.steps, plan.steps_so_far, plan.hashed_steps) == (8, 8, 8)
+    digest = xxhash.xxh3_64()
+    for row in run.metrics:
+        digest.update(struct.pack("<Q", int(row["order_hash"], 16)))
+    assert plan.order_hash == digest.hexdigest()
+    assert planned(run, hashed_steps=5).order_hash != plan.order_hash
+    assert plan.journal == planned(run, "train.duration=20 steps").journal
+    assert plan.journal != planned(run, "run.dir=/none", f"data.dir={run.file.parent}/data", "run.seed=5").journal
+
+
+def test_the_accounts_are_what_training_counted(run):
+    plan, last = planned(run, "train.duration=20 steps"), run.metrics[-1]
+    assert {row.source: row.so_far.drawn for row in plan.sources} == last["tokens_by_source"]
+    assert {row.source: row.so_far.epochs for row in plan.sources} == last["epochs_by_source"]
+    assert sum(row.end.drawn for row in plan.sources) == plan.tokens == 20 * 4 * 32
+    assert {row.source: row.weights for row in plan.sources} == {"sea": {"1": 0.75}, "land": {"1": 0.25}}
+
+
+def test_a_phase_may_follow_what_was_trained(run):
+    phases = f"blend.phases={json.dumps([{'until': '8 steps'}, SLICES])}"
+    plan = planned(run, "train.duration=20 steps", phases)
+    assert plan.steps_so_far == 8
+    assert [(r.phase, r.first_step, r.last_step, r.batch_size, r.sequence_length) for r in plan.segments] == [
+        ("1", 1, 8, 4, 32),
+        ("2 end", 9, 20, 6, 16),
+    ]
+    assert plan.tokens == 8 * 4 * 32 + 12 * 6 * 16 == sum(row.tokens for row in plan.segments)
+    sea = [row for row in plan.sources if row.source == "sea"]
+    assert [row.weights for row in sea] == [{"1": 0.75}, {"2 end": 0.75}]
+    assert sea[0].so_far is not None and sea[1].so_far is None
+    assert any("both read" in line for line in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [f"blend.phases={json.dumps([{'until': '7 steps'}, SLICES])}"],
+        ["data.sources.0.weight=5"],
+        ["run.seed=5"],
+    ],
+)
+def test_what_was_trained_cannot_change(run, changes):
+    with pytest.raises(UserError, match="of the 8 that are done"):
+        planned(run, "train.duration=20 steps", *changes)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("micro", ["null", "1", "2", "5"])
+def test_micro_batches_and_padding_are_the_loader_s(run, ranks, micro):
+    phases = f"blend.phases={json.dumps([{'until': '8 steps'}, SLICES])}"
+    config = load(run.file, [phases, f"train.micro_batch_size={micro}", "train.duration=20 steps"])
+    plan = paper.make_plan(config, ranks=ranks)
+    datasets = open_datasets(config, "train")
+    loaders = [open_loader(config, datasets, dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
+    for row in plan.segments:
+        batches = [loader.batches(row.first_step - 1).micro_batches for loader in loaders]
+        assert {len(mine) for mine in batches} == {row.micro_batches}
+        sizes = [len(batch.sources) for mine in batches for batch in mine]
+        assert set(sizes) == {row.micro_batch_size}
+        assert sum(int((batch.sources < 0).sum()) for mine in batches for batch in mine) == row.padding
+
+
+def test_the_step_at_which_a_source_is_exhausted(run):
+    new = ("run.dir=/none", f"data.dir={run.file.parent}/data", "train.duration=600 steps")
+    changes = (*new, "data.sources.1.max_epochs=1.5")
+    land = next(row for row in planned(run, *changes).sources if row.source == "land")
+    config = load(run.file, changes)
+    loader = open_loader(config, open_datasets(config, "train"))
+    left = loader.tokens_by_source(600)["land"]
+    step = next(step for step in range(1, 601) if loader.tokens_by_source(step)["land"] == left)
+    assert land.exhausted_step == step < 600 and land.end.remaining == 0
+    assert 1.5 - 32 / land.end.tokens < land.end.epochs <= 1.5
+    stopped = planned(run, *changes, "data.sources.1.on_exhausted=stop")
+    assert stopped.steps in (step - 1, step) and "land" in stopped.ends
+
+
+def test_preview_shows_the_text_of_windows(run):
+    plan = planned(run, preview=6)
+    assert [row.sample for row in plan.preview] == list(range(6))
+    assert [row.step for row in plan.preview] == [1, 1, 1, 1, 2, 2]
+    texts = {name: [f.read_text() for f in (run.file.parent / name).glob("*.txt")] for name in ("sea", "land")}
+    for row in plan.preview:
+        assert sum(length for _, _, length in row.documents) == 33
+        first = row.text.split("<|endoftext|>")[0].lstrip("\ufffd ")
+        assert first and any(first.rstrip("…\ufffd") in text for text in texts[row.source])
+    assert len(planned(run, preview=100).preview) == 32
+
+
+def test_printed_for_people(run):
+    text = printed(run, "train.duration=20 steps", preview=1, ranks=3)
+    for line in (
+        "length: 20 steps, 80 samples, 2,560 tokens (train.duration: 20 steps)",
+        "so far: 8 steps, by the newest checkpoint",
+        "segments, on 3 data-parallel ranks",
+        "after 8 steps",
+        "at the end, after 20 steps",
+        "order hash of the first 20 steps: " + planned(run, "train.duration=20 steps").order_hash,
+        "sample 0 (step 1): ",
+    ):
+        assert line in text
+    assert "…" not in text.split("order hash")[0]
+    skips = "blend.skip=[{steps: 10-12}, {source: sea, documents: [3, 5-7]}, {samples: 70-79}]"
+    text = printed(run, "train.duration=20 steps", skips)
+    assert "skip: steps 10 to 12 are passed over (from step 9 on)" in text
+    assert "skip: source 'sea' is not trained on: documents 3 to 3, 5 to 7 (from step 9 on)" in text
+    assert "skip: samples 70 to 79 are not trained on (from step 9 on)" in text
+
+
+def test_printed_as_json(run):
+    value = json.loads(printed(run, preview=2, as_json=True))
+    plan = planned(run, preview=2)
+    assert value["order_hash"] == plan.order_hash and value["steps"] == 8
+    assert value["sources"][0]["end"]["epochs"] == plan.sources[0].end.epochs
+    assert [row["text"] for row in value["preview"]] == [row.text for row in plan.preview]
+
+
+def test_without_datasets(run, tmp_path):
+    """10**13 tokens on 16,384 ranks, in closed form."""
+    changes = [
+        f"run.dir={tmp_path}",
+        f"data.dir={tmp_path}",
+        "train.duration=10T tokens",
+        "train.batch_size=1024",
+        "train.sequence_length=4096",
+        "train.micro_batch_size=null",
+        "data.sources.1.slice=[0.5, 1]",
+    ]
+    with pytest.raises(UserError, match=r"source 'sea' has no dataset yet .*pipeline preprocess.*--assume sea=1T"):
+        planned(run, *changes)
+    plan = planned(run, *changes, assume=["sea=2T", "land=1.5B"], ranks=16384, hashed_steps=3, preview=1)
+    steps = -(-(10**13) // (1024 * 4096))
+    assert (plan.steps, plan.tokens) == (steps, steps * 1024 * 4096)
+    sea, land = plan.sources
+    assert (sea.end.tokens, land.end.tokens) == (2 * 10**12, 750 * 10**6)
+    assert sea.end.epochs == pytest.approx(0.75 * 5, rel=1e-6)
+    assert land.document_count == 750_000 and land.assumed
+    assert any("'land'" in line and "warn_epochs" in line for line in plan.warnings)
+    (segment,) = plan.segments
+    assert (segment.micro_batch_size, segment.micro_batches, segment.padding) == (1, 1, 16384 - 1024)
+    assert plan.preview[0].text is None
+    assert "(assumed: no text)" in printed(run, *changes, assume=["sea=2T", "land=1.5B"], hashed_steps=3, preview=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("assume", ["sea", "sea=", "sea=much", "sea=0", "sky=1T", "sea=-5"])
+def test_what_cannot_be_assumed(run, assume):
+    with pytest.raises(UserError, match=f"--assume {assume}: must be SOURCE=TOKENS, like sea=1T"):
+        planned(run, assume=[assume])
+
+
+def test_torch_is_not_imported():
+    code = "import sys, pipeline.data.paper_show; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command(run):
+    done = tiny.pipeline("data", "plan", run.file, "--steps", 2, "--ranks", 2, "train.duration=9 steps", "--json")
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert (value["steps"], value["hashed_steps"], value["ranks"], value["steps_so_far"]) == (9, 2, 2, 8)
+    done = tiny.pipeline("data", "plan", run.file, "run.seed=5")
+    assert done.returncode == 2 and "run.seed" in done.stderr
