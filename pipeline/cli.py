@@ -258,6 +258,78 @@ def data_adopt(
     print(report)
 
 
+@data_app.command("plan")
+def data_plan(
+    run: Run,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="First steps whose order is hashed.", min=0)] = 1000,
+    preview: Annotated[int, typer.Option(help="First windows to show.", min=0)] = 0,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE=TOKENS", help="Plan without its dataset; may be repeated.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show a run's blend on paper: sources, segments, epochs, accounts at the end, warnings, a hash of the order."""
+    config = _load(run, overrides)
+    from pipeline.data.paper_show import print_plan
+
+    print_plan(
+        config, Console(), ranks=ranks, hashed_steps=steps, preview=preview, assume=assume or (), as_json=as_json
+    )
+
+
+RunOrFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the run folder.")]
+Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files where nothing else has them.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+@data_app.command("where")
+def data_where(
+    run: RunOrFolder,
+    step: Annotated[int, typer.Option(help="The step, from 1 as in metrics.jsonl.")],
+    overrides: Overrides = None,
+    rank: Annotated[int | None, typer.Option(help="Only the samples of this data-parallel rank.", min=0)] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks; by default those of the newest checkpoint.", min=1)
+    ] = None,
+    ids: Ids = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the documents in a step, trained or to come: source, file, line or row, id, tokens, first words."""
+    from pipeline.data.provenance import answer, ask
+    from pipeline.data.where import where
+
+    answer(where(ask(run, overrides or ()), step, rank=rank, ranks=ranks, ids=ids, say=_note), as_json)
+
+
+@data_app.command("when")
+def data_when(
+    run: RunOrFolder,
+    source: Annotated[str, typer.Option(help="The document's source.")],
+    overrides: Overrides = None,
+    doc: Annotated[str | None, typer.Option(help="Its id.")] = None,
+    document: Annotated[int | None, typer.Option(help="Its number, as `data where` shows it.")] = None,
+    row: Annotated[
+        str | None, typer.Option(metavar="FILE:N", help="Its line (from 1) or row (from 0), as `data where` shows it.")
+    ] = None,
+    ids: Ids = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the steps at which a document was or will be trained on, in every lap, or why it is not."""
+    from pipeline.data.provenance import answer, ask
+    from pipeline.data.when import when
+
+    opened = ask(run, overrides or ())
+    answer(when(opened, source, id=doc, document=document, row=row, ids=ids, say=_note), as_json)
+
+
+def _note(message: str) -> None:
+    """What takes its time."""
+    print(message, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Entry point of the `pipeline` command and of `python -m pipeline`."""
     try:

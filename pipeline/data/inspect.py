@@ -13,6 +13,7 @@ from rich.text import Text
 from pipeline.console import say
 from pipeline.data.dataset import Dataset
 from pipeline.data.manifest import REPAIR, datasets_below
+from pipeline.data.origins import open_origins
 from pipeline.data.sources import printable
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
@@ -69,14 +70,17 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         tokenizer = Tokenizer.open(dataset.folder)
     except UserError as error:
         raise UserError(f"{error}; {REPAIR}") from None
-    for document in range(count):
+    records = [dataset.provenance(document)[:2] for document in range(count)]
+    origins = open_origins(dataset.folder, dataset.manifest)
+    places = origins.places(records) if origins else {}
+    for document, record in enumerate(records):
         start, end = dataset.document_start(document), dataset.document_start(document + 1)
-        unit, row, _, _ = dataset.provenance(document)
         # Four tokens a character is the most (one for each byte of it); the end of the document is not shown.
         text = tokenizer.decode(dataset.read(start, min(end - start - 1, SHOWN_CHARACTERS * 4)))
         shown = text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
         console.print()
-        about = f"document {document}: {end - start:,} tokens, unit {unit}, row {row}"
+        place = f"{printable(str(places[record]))}, " if record in places else ""
+        about = f"document {document}: {end - start:,} tokens, {place}row {record[1]} of unit {record[0]}"
         console.print(Text(about, style="dim"), soft_wrap=True)
         if metadata := dataset.metadata(document):
             kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())

@@ -1,0 +1,355 @@
+"""A run opened to ask where its data came from and when it is seen: the plan, the datasets, how far it has come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from pipeline.config.load import load
+from pipeline.config.root import Config
+from pipeline.data import store
+from pipeline.data.accounting import RunLength, run_length
+from pipeline.data.dataset import Dataset
+from pipeline.data.instances import Windows, windows_of
+from pipeline.data.journal import Journal
+from pipeline.data.opening import open_datasets
+from pipeline.data.origins import AdoptedOrigins, Origin, Origins, open_origins
+from pipeline.data.receipts import TRAIN
+from pipeline.data.records import printable
+from pipeline.data.sampler import Sampler
+from pipeline.data.search import hash_of_id
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
+
+JOURNAL_FILE = "journal.json"
+_SHOWN_CHARACTERS = 60
+_TAIL_BYTES = 2**20
+
+Range = tuple[int, int]
+"""Tokens [first, end) of a document."""
+Say = Callable[[str], None]
+
+
+class Described(NamedTuple):
+    """A document: its number in the dataset, where it came from, and its id if that is known."""
+
+    document: int
+    tokens: int
+    """With the end-of-document token."""
+    unit: int
+    row: int
+    """In the unit."""
+    id: str | None
+    id_hash: int
+    origin: Origin | None
+    """None where nothing beside the dataset tells."""
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        origin = self.origin
+        value = {"document": self.document, "length": self.tokens, "unit": self.unit, "row": self.row, "id": self.id}
+        value |= {"id_hash": f"{self.id_hash:016x}", "file": origin.file if origin else None}
+        if origin is not None and origin.kind != "text":
+            value[f"file_{origin.kind}"] = origin.number
+        return value
+
+    def __str__(self) -> str:
+        id = f"id {printable(self.id)}" if self.id is not None else f"id xxh3:{self.id_hash:016x}"
+        place = f"{printable(str(self.origin))}, " if self.origin else ""
+        return f"{place}row {self.row} of unit {self.unit}, {id}"
+
+
+@dataclass
+class AskedRun:
+    """A run to ask.
+
+    Attributes:
+        config: its run file.
+        folder: its folder.
+        journal: the one it trains by, or that it would begin with.
+        about_journal: what is to be said of it; empty if it is that of the run file.
+        datasets: training split of each source.
+        windows: what positions are windows of, for each segment by source.
+        sampler: the order of the run.
+        done: steps trained so far.
+    """
+
+    config: Config
+    folder: Path
+    journal: Journal
+    about_journal: str
+    datasets: Mapping[str, Dataset]
+    windows: Sequence[Mapping[str, Windows]]
+    sampler: Sampler
+    done: int
+
+    @cached_property
+    def length(self) -> RunLength:
+        """Steps of the whole run, and what ends it."""
+        return run_length(self.config, self.sampler)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.length.steps
+
+    @property
+    def notes(self) -> list[str]:
+        """What else is to be said with any answer."""
+        notes = []
+        if self.about_journal:
+            notes.append(self.about_journal)
+        if self.config.train.objective.type == "fim":
+            notes.append(
+                "train.objective.type: fim: pieces are rearranged within the sample; the first three tokens of each "
+                "piece that is make room for the sentinels"
+            )
+        if self.config.train.loss.mask_document_start:
+            notes.append("train.loss.mask_document_start: token 0 of each document has no weight")
+        return notes
+
+    def dataset(self, source: str) -> Dataset:
+        """The training split of a source.
+
+        Raises:
+            UserError: the run has no such source.
+        """
+        if source not in self.datasets:
+            raise UserError(f"--source: {source!r} is none of the run's sources ({', '.join(self.datasets)})")
+        return self.datasets[source]
+
+    def origins(self, source: str) -> Origins | AdoptedOrigins | None:
+        """Where the documents of a source came from."""
+        return self._origins(source)
+
+    @cached_property
+    def _origins(self) -> Callable[[str], Origins | AdoptedOrigins | None]:
+        return lru_cache(maxsize=None)(
+            lambda source: open_origins(self.datasets[source].folder, self.datasets[source].manifest)
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Callable[[str], Tokenizer]:
+        # Sources have one tokenizer, mostly, and opening a large one takes half a second.
+        folders = {one.manifest.tokenizer.fingerprint: one.folder for one in self.datasets.values()}
+        opened = lru_cache(maxsize=None)(lambda fingerprint: Tokenizer.open(folders[fingerprint]))
+        return lambda source: opened(self.datasets[source].manifest.tokenizer.fingerprint)
+
+    def describe(self, source: str, documents: Iterable[int], ids: bool, say: Say) -> dict[int, Described]:
+        """What is known of documents, by their number in the source's dataset.
+
+        Args:
+            source: of all of them.
+            documents: their numbers, each once.
+            ids: read ids from the source files where they are not known without.
+            say: called with what is about to be read.
+        """
+        dataset, origins = self.datasets[source], self.origins(source)
+        records = {document: dataset.provenance(document) for document in documents}
+        keys = {document: (unit, row) for document, (unit, row, _, _) in records.items()}
+        places = origins.places(keys.values(), report=say) if origins else {}
+        known = {
+            document: self._id(source, document, places.get(key), records[document][3])
+            for document, key in keys.items()
+        }
+        unknown = [document for document, id in known.items() if id is None]
+        if ids and origins and unknown:
+            read = origins.places([keys[document] for document in unknown], read=True, report=say)
+            places |= read
+            for document in unknown:
+                known[document] = self._id(source, document, read[keys[document]], records[document][3])
+        return {
+            document: Described(
+                document,
+                dataset.document_start(document + 1) - dataset.document_start(document),
+                unit,
+                row,
+                known[document],
+                id_hash,
+                places.get((unit, row)),
+            )
+            for document, (unit, row, _, id_hash) in records.items()
+        }
+
+    def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
+        """The id that has this hash: what the place or the kept metadata say."""
+        if place is not None and place.id is not None and hash_of_id(place.id) == id_hash:
+            return place.id
+        origins, dataset = self.origins(source), self.datasets[source]
+        if origins is None or origins.id_key is None or origins.id_key not in dataset.manifest.settings["metadata"]:
+            return None
+        kept = dataset.metadata(document).get(origins.id_key)
+        return str(kept) if type(kept) in (str, int) and hash_of_id(str(kept)) == id_hash else None
+
+    def words(self, source: str, about: Described, tokens: Range) -> str:
+        """The beginning of some tokens of a document as text in one line."""
+        dataset, (start, end) = self.datasets[source], tokens
+        # The token that closes the document is left out where there is something else to see.
+        count = min(end, max(about.tokens - 1, start + 1)) - start
+        # Four tokens a character is the most, one for each byte of it; mostly it is less than one.
+        for some in (_SHOWN_CHARACTERS + 1, 4 * (_SHOWN_CHARACTERS + 1)):
+            ids = dataset.read(dataset.document_start(about.document) + start, min(count, some))
+            text = self._tokenizer(source).decode(ids)
+            if len(text) > _SHOWN_CHARACTERS or len(ids) == count:
+                break
+        return printable(text[:_SHOWN_CHARACTERS]) + ("…" if len(text) > _SHOWN_CHARACTERS else "")
+
+    def masked(self, step: int, sample: int, source: str, document: int | None = None) -> str | None:
+        """Why the targets of a sample have no weight; with `document`, those of the document in it. None if they have.
+
+        Args:
+            step: counted from 0.
+            sample: global index.
+            source: of the sample.
+            document: number in the dataset.
+        """
+        if self.journal.is_skipped(step):
+            return "blend.skip has the step"
+        for skip in self.journal.masks(step):
+            if skip.samples is not None and skip.samples[0] <= sample < skip.samples[1]:
+                return f"blend.skip has samples {_inclusive(skip.samples)}"
+            if skip.source == source:
+                ranges = [found for found in skip.documents if document is not None and found[0] <= document < found[1]]
+                if not skip.documents or ranges:
+                    return f"blend.skip has {f'documents {_inclusive(ranges[0])} of ' if ranges else 'source '}{source}"
+        return None
+
+
+class Answer(Protocol):
+    """What a question is answered with."""
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For programs."""
+        ...
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        ...
+
+
+def answer(given: Answer, as_json: bool) -> None:
+    """Print an answer."""
+    if as_json:
+        print(orjson.dumps(given.json, option=orjson.OPT_INDENT_2).decode())
+        return
+    for line in given.lines():
+        print(line)
+
+
+def in_brackets(tokens: Range) -> str:
+    """`[3, 7)`."""
+    return f"[{tokens[0]}, {tokens[1]})"
+
+
+def _inclusive(half_open: tuple[int, int]) -> str:
+    first, last = half_open[0], half_open[1] - 1
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
+    """Open a run to ask about its data.
+
+    Args:
+        run: the run file, or the run folder.
+        overrides: `key.path=value`.
+
+    Raises:
+        UserError: the run file has a mistake, a dataset is not finished or is not the one that the run was begun with.
+    """
+    config, folder = _config(run, overrides)
+    datasets = open_datasets(config, TRAIN)
+    path, done = folder / JOURNAL_FILE, _steps_done(folder)
+    now = partial(Journal.plan, config, datasets)
+    if path.exists():
+        journal = Journal.from_json(store.get_json(path))
+        _check_datasets(journal, datasets, path)
+        about = _compare(journal, now, done, path)
+    else:
+        journal, about = now(), f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"
+    sampler = Sampler(journal, [segment.windows for segment in journal.segments])
+    return AskedRun(config, folder, journal, about, datasets, windows_of(journal, datasets), sampler, done)
+
+
+def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Path) -> None:
+    if missing := [name for name in journal.names if name not in datasets]:
+        raise UserError(f"{path} has the source {missing[0]!r}, which the run file does not have any more; put it back")
+    for segment in journal.segments:
+        for name, state in segment.sources.items():
+            dataset = datasets[name]
+            first, end = state.documents or (0, dataset.documents)
+            has = -1 if end > dataset.documents else dataset.document_start(end) - dataset.document_start(first)
+            if has != state.tokens:
+                raise UserError(
+                    f"{dataset.folder} is not the dataset that the run was begun with: {path} says that documents "
+                    f"[{first}, {end}) have {state.tokens:,} tokens; restore it"
+                )
+
+
+def _compare(journal: Journal, plan: Callable[[], Journal], done: int, path: Path) -> str:
+    """What to say if the run file has changed since the journal was written."""
+    try:
+        if plan().going_on(journal, done).to_json() == journal.to_json():
+            return ""
+    except UserError as error:
+        return f"answered by {path}, which cannot go on by the run file: {error}"
+    return (
+        f"the run file plans other steps than {path}, by which this was answered; the next start of training follows "
+        "the run file"
+    )
+
+
+def _config(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
+    """The config of a run and its folder."""
+    if not run.is_dir():
+        config = load(run, overrides)
+        return config, config.run.dir
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{run} is no run folder: it has no config.yaml, which training writes; name the run file")
+    # The folder may have been moved since.
+    folder = Path(os.path.abspath(run))
+    return load(file, overrides, {"run.dir": str(folder)}), folder
+
+
+def checkpoint_steps(folder: Path) -> dict[int, Path]:
+    """The committed checkpoints of a run by the steps they were saved after, ascending."""
+    found = {}
+    for path in sorted((folder / "checkpoints").glob("step-*")):
+        number = path.name.removeprefix("step-")
+        if number.isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def _steps_done(folder: Path) -> int:
+    """Steps of the newest checkpoint, or in the metrics, which have every step."""
+    done = max(checkpoint_steps(folder), default=0)
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = file.read().splitlines()
+    except FileNotFoundError:
+        return done
+    for line in reversed(tail):
+        try:
+            return max(done, int(orjson.loads(line)["step"]))
+        except (orjson.JSONDecodeError, KeyError, TypeError):  # a crash cut it short, or it is about something else
+            continue
+    return done
+
+
+def newest_ranks(folder: Path) -> int | None:
+    """Data-parallel ranks of the newest checkpoint; None without one."""
+    for path in reversed(checkpoint_steps(folder).values()):
+        layout = store.get_json(path / "state.json").get("layout", {})
+        ranks = layout.get("dp", layout.get("world_size"))
+        return None if ranks is None else int(ranks)
+    return None

@@ -1,0 +1,311 @@
+"""Copies of datasets on a node's own disk: made once, checked while they are made, kept for the next start.
+
+Below `stage.dir`, `pipeline-data/FINGERPRINT` is a dataset with those parts that runs on this node have needed. A part
+has its final name only if its bytes were those that `parts.bin` has the hash of. `checked.jsonl` has the size and time
+that each file had then; a file that has others now, or is not listed, is read again, and copied again if it is wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from pipeline.config.root import Config
+from pipeline.console import say
+from pipeline.data import machine, store
+from pipeline.data.checks import file_sizes, part_prefixes, repair
+from pipeline.data.dataset import Dataset
+from pipeline.data.hashing import CHUNK_BYTES, file_hash
+from pipeline.data.indexed import HashedFile
+from pipeline.data.journal import Journal
+from pipeline.data.manifest import PARTS_FILE, read_parts
+from pipeline.data.progress import counted, size
+from pipeline.data.receipts import MANIFEST_FILE
+from pipeline.data.retry import retried
+from pipeline.errors import MachineError, UserError
+
+FOLDER = "pipeline-data"
+CHECKED_FILE = "checked.jsonl"
+LOCK_FILE = "lock"
+_THREADS = 4
+_LINE_EVERY_S = 10.0
+_ROOM = 2**24
+"""Bytes that are left free: for what is written beside the parts, and for blocks that are not full."""
+
+
+def staged(
+    config: Config, datasets: Mapping[str, Dataset], journal: Journal, *, first_step: int = 0
+) -> dict[str, Dataset]:
+    """The datasets to train on: as they are, or with `stage.data: local` copies on this node.
+
+    Of the processes of a node that call this at the same time one copies, and the others wait for it.
+
+    Args:
+        config: the run.
+        datasets: the training split of each source.
+        journal: of the run.
+        first_step: of this start. Only parts with documents that later steps may draw are copied.
+
+    Raises:
+        UserError: a file of a dataset is missing or damaged.
+        MachineError: there is too little space, or the folder cannot be used.
+        OSError: a disk failed. Nothing half-copied stays.
+    """
+    if config.stage.data == "shared":
+        return dict(datasets)
+    base = (config.stage.dir or Path(tempfile.gettempdir())) / FOLDER
+    segments = journal.segments[journal.segment_number(first_step) :]
+    copies: dict[str, _Copy] = {}
+    used = set()
+    for name, dataset in datasets.items():
+        for segment in segments:
+            if name in segment.sources:
+                if dataset.fingerprint not in copies:
+                    copies[dataset.fingerprint] = _Copy(base, dataset)
+                copies[dataset.fingerprint].need(segment.sources[name].documents)
+                used.add(name)
+    if not all(copy.is_complete() for copy in copies.values()):
+        with _alone(base):
+            _make(base, list(copies.values()))
+    return {
+        name: Dataset.open(copies[dataset.fingerprint].folder, config.data.loader.read) if name in used else dataset
+        for name, dataset in datasets.items()
+    }
+
+
+class _File(NamedTuple):
+    """A file of a part."""
+
+    source: str
+    target: str
+    hash: int
+    repair: str
+    """What to do if the source is not as it should be."""
+
+
+class _Copy:
+    """A dataset and its copy."""
+
+    def __init__(self, base: Path, dataset: Dataset) -> None:
+        self.folder = base / dataset.fingerprint
+        self._dataset = dataset
+        self._parts = read_parts(dataset.folder, dataset.manifest)
+        self._needed = np.zeros(len(self._parts), bool)
+
+    def need(self, documents: tuple[int, int] | None) -> None:
+        """The parts with documents [first, end) are needed; None for all."""
+        if documents is None:
+            self._needed[:] = True
+            return
+        counts = self._parts["documents"].astype(np.int64)
+        ends = np.cumsum(counts)
+        self._needed |= (counts > 0) & (ends > documents[0]) & (ends - counts < documents[1])
+
+    def missing(self) -> list[_File]:
+        """The files that are needed, and not known to be there and right."""
+        parts = self._parts[self._needed]
+        sources, targets = (part_prefixes(folder, parts) for folder in (self._dataset.folder, self.folder))
+        checked = {row.get("file"): row for row in store.read_json_lines(self.folder / CHECKED_FILE)}
+        advice = repair(self._dataset)
+        return [
+            file
+            for suffix in (".bin", ".idx")
+            for source, target, digest in zip(sources, targets, parts[suffix[1:]].tolist(), strict=True)
+            if self.row(file := _File(source + suffix, target + suffix, digest, advice))
+            != checked.get(self._name(file))
+        ]
+
+    def row(self, file: _File) -> dict[str, Any]:
+        """What `checked.jsonl` has to say of a file as it is now."""
+        try:
+            now = os.stat(file.target)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {"file": self._name(file), "size": now.st_size, "mtime_ns": now.st_mtime_ns, "xxh3": file.hash}
+
+    def _name(self, file: _File) -> str:
+        return file.target[len(str(self.folder)) + 1 :]
+
+    def sweep(self) -> None:
+        """Remove what processes that were killed left behind."""
+        for pattern in ("", "parts/*/"):
+            for path in self.folder.glob(f"{pattern}.*{store.TEMPORARY_SUFFIX}"):
+                # This process has the lock, which others of this machine have lost if they had it: they are dead, or
+                # about to be. Others may see the folder through a file system on which locks mean nothing.
+                if f".{machine.pid_space()}." in path.name or store.is_stale(path):
+                    path.unlink(missing_ok=True)
+
+    def is_complete(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.missing() and not self._missing_head()
+
+    def write_head(self) -> None:
+        """Write what makes the parts a dataset, if it is not there."""
+        for path, data in self._missing_head().items():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            store.put(path, data)
+
+    def _missing_head(self) -> dict[Path, bytes]:
+        manifest = store.json_bytes(self._dataset.manifest.model_dump())
+        head = {self.folder / PARTS_FILE: self._parts.tobytes(), self.folder / MANIFEST_FILE: manifest}
+        return {path: data for path, data in head.items() if not path.is_file() or path.read_bytes() != data}
+
+
+def _make(base: Path, copies: list[_Copy]) -> None:
+    """Bring what is missing. One process at a time is here."""
+    for copy in copies:
+        copy.sweep()
+    if missing := [(copy, file) for copy in copies for file in copy.missing()]:
+        _Transfer(base, missing).run()
+    for copy in copies:
+        copy.write_head()
+
+
+class _Transfer:
+    """Files that are brought, several at a time.
+
+    Raises:
+        UserError: the source of one is missing.
+    """
+
+    def __init__(self, base: Path, missing: list[tuple[_Copy, _File]]) -> None:
+        self._base = base
+        self._missing = missing
+        self._sizes: list[int] = file_sizes([file.source for _, file in missing]).tolist()
+        self._stop = threading.Event()
+        for (_, file), length in zip(missing, self._sizes, strict=True):
+            if length < 0:
+                raise UserError(f"{file.source} is missing; {file.repair}")
+
+    def run(self) -> None:
+        """Bring them, and note that they are right."""
+        if self._lacking() + _ROOM > shutil.disk_usage(self._base).free:
+            raise self._no_room()
+        total, console = sum(self._sizes), Console()
+        say(console, f"copying {counted(len(self._missing), 'file')} of datasets, {size(total)}, to {self._base}")
+        for folder in {os.path.dirname(file.target) for _, file in self._missing}:
+            os.makedirs(folder, exist_ok=True)
+        with ExitStack() as stack:
+            notes = {
+                copy: stack.enter_context(closing(store.JsonLines(copy.folder / CHECKED_FILE)))
+                for copy in dict(self._missing)
+            }
+            self._advance = stack.enter_context(_shown(console, total))
+            pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="staging"))
+            try:
+                running = {pool.submit(self._bring, file): (copy, file) for copy, file in self._missing}
+                for done in as_completed(running):
+                    done.result()
+                    copy, file = running[done]
+                    notes[copy].write(copy.row(file))
+            except BaseException as error:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise self._no_room() from None
+                raise
+
+    def _bring(self, file: _File) -> None:
+        """Make a file right; it is kept if it is."""
+        target = Path(file.target)
+        if target.exists() and file_hash(target) == file.hash:
+            self._advance(target.stat().st_size)
+        else:
+            retried(lambda: self._copy(file), Path(file.source), f"copying it to {target}")
+
+    def _copy(self, file: _File) -> None:
+        """Copy a file and check its hash on the way."""
+        with Path(file.source).open("rb", buffering=0) as source, HashedFile(Path(file.target)) as copy:
+            while chunk := source.read(CHUNK_BYTES):
+                if self._stop.is_set():
+                    return
+                copy.write(chunk)
+                self._advance(len(chunk))
+            if copy.hash != file.hash:
+                raise UserError(
+                    f"{file.source}: its bytes are not those that were written (xxh3 differs), so it was not copied; "
+                    f"`pipeline data verify` says what else is damaged; {file.repair}"
+                )
+            copy.commit()
+
+    def _lacking(self) -> int:
+        """Bytes of the files that are not there yet."""
+        pairs = zip(self._missing, self._sizes, strict=True)
+        return sum(length for (_, file), length in pairs if not os.path.exists(file.target))
+
+    def _no_room(self) -> MachineError:
+        """The disk cannot take them."""
+        own = {copy.folder for copy, _ in self._missing}
+        others = [path for path in sorted(self._base.iterdir()) if path.is_dir() and path not in own]
+        remove = ""
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            remove = f"remove copies of other datasets that no run needs ({others[0]}{more}), "
+        return MachineError(
+            f"stage.dir: {self._base} has {size(shutil.disk_usage(self._base).free)} free, and the parts that the run "
+            f"reads need {size(self._lacking())} more; {remove}free some space, set stage.dir to a folder on a larger "
+            "disk of the node, or read the datasets where they are with stage.data: shared"
+        )
+
+
+@contextmanager
+def _alone(base: Path) -> Iterator[None]:
+    """Wait until no other process of the node copies. The lock of a process that has died is free."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        lock = (base / LOCK_FILE).open("a+b")
+    except OSError as error:
+        raise MachineError(
+            f"stage.dir: {base} cannot be used ({error.strerror}); set stage.dir to a folder of yours on a disk of the "
+            "node"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read(20).decode(errors="replace")
+            say(Console(), f"waiting for process {holder}, which copies datasets to {base}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(str(os.getpid()).encode())
+        lock.flush()
+        yield
+
+
+@contextmanager
+def _shown(console: Console, total: int) -> Iterator[Callable[[int], object]]:
+    """Progress: a bar on a terminal, some lines elsewhere. Yields a function that advances it by bytes."""
+    if console.is_terminal:
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("copying"), *columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    done, began = 0, time.monotonic()
+    told, lock = began, threading.Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done, told
+        with lock:
+            done += count
+            now = time.monotonic()
+            if now - told > _LINE_EVERY_S:
+                told = now
+                say(console, f"copied {size(done)} of {size(total)}, {size(done / (now - began))}/s")
+
+    yield advance

@@ -1,0 +1,315 @@
+"""`pipeline data when`: from a document to the steps of a run that train on it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.instances import Windows
+from pipeline.data.journal import Segment
+from pipeline.data.manifest import datasets_below, read_manifest
+from pipeline.data.origins import AdoptedOrigins, Key, Origins
+from pipeline.data.provenance import AskedRun, Described, Range, Say, in_brackets
+from pipeline.data.search import documents_of_record, documents_with_id
+from pipeline.errors import UserError
+
+_ROW = re.compile(r"^(?P<file>.+?)(?::\s*(?:row|document|line)?\s*(?P<number>\d+))?$", re.DOTALL)
+_EXHAUSTED = "the source has given all that its max_epochs allows"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens of a document as targets.
+
+    Attributes:
+        step: from 1.
+        sample: global index.
+        done: whether the step was trained.
+        masked: why they have no weight; None if they have.
+    """
+
+    lap: int
+    step: int
+    sample: int
+    tokens: Range
+    done: bool
+    masked: str | None
+
+    def __str__(self) -> str:
+        state = f"; masked: {self.masked}" if self.masked else ""
+        return (
+            f"lap {self.lap}: step {self.step:,}, sample {self.sample}, tokens {in_brackets(self.tokens)}; "
+            f"{'done' if self.done else 'to come'}{state}"
+        )
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Tokens of a document that are no targets.
+
+    Attributes:
+        lap: of the source; None where it is about steps.
+        tokens: None for all of them.
+    """
+
+    lap: int | None
+    tokens: Range | None
+    why: str
+
+    def __str__(self) -> str:
+        lap = "" if self.lap is None else f"lap {self.lap}: "
+        tokens = "" if self.tokens is None else f"tokens {in_brackets(self.tokens)} "
+        return f"{lap}{tokens}not seen: {self.why}"
+
+
+@dataclass
+class Times:
+    """When a document is seen."""
+
+    about: Described
+    seen: list[Seen] = field(default_factory=list)
+    unseen: list[Unseen] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class When:
+    """When documents are seen.
+
+    Attributes:
+        never: why a record is in no document that is trained on; empty if it is.
+    """
+
+    source: str
+    steps: int
+    done: int
+    documents: list[Times]
+    never: str
+    notes: list[str]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "source": self.source,
+            "steps": self.steps,
+            "done": self.done,
+            "documents": [
+                times.about.json
+                | {"seen": [vars(seen) for seen in times.seen], "unseen": [vars(unseen) for unseen in times.unseen]}
+                for times in self.documents
+            ],
+            "never": self.never or None,
+            "notes": self.notes,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        for times in self.documents:
+            about = times.about
+            yield f"document {about.document} of {self.source}: {about}, {about.tokens} tokens"
+            told: list[Seen | Unseen] = [*times.seen, *times.unseen]
+            yield from (f"  {one}" for one in sorted(told, key=lambda one: (one.lap is None, one.lap or 0)))
+        if self.never:
+            yield f"never seen: {self.never}"
+        yield from self.notes
+
+
+def when(
+    run: AskedRun,
+    source: str,
+    *,
+    id: str | None = None,
+    document: int | None = None,
+    row: str | None = None,
+    ids: bool = False,
+    say: Say,
+) -> When:
+    """The steps at which tokens of documents are targets, in every lap that the run reaches.
+
+    Args:
+        run: the run.
+        source: of the documents.
+        id: of the documents. Exactly one of `id`, `document` and `row` is to be given.
+        document: number in the source's dataset.
+        row: `FILE:LINE`, `FILE: row N`, or `FILE` for a text.
+        ids: read ids from the source files where they are not known without.
+        say: called with what is about to be read.
+
+    Raises:
+        UserError: there is no such source, document or record.
+    """
+    if [id, document, row].count(None) != 2:
+        raise UserError("say which document: give exactly one of --doc ID, --document N and --row FILE:N")
+    dataset = run.dataset(source)
+    never = ""
+    if document is not None:
+        if not 0 <= document < dataset.documents:
+            raise UserError(
+                f"--document: {document} is none of the documents 0 to {dataset.documents - 1:,} of {source}"
+            )
+        documents = [document]
+    elif id is not None:
+        documents = documents_with_id(dataset.folder, dataset.manifest, id)
+        if not documents:
+            never = _split_of(dataset.folder, lambda folder: documents_with_id(folder, read_manifest(folder), id))
+            if not never:
+                example = run.describe(source, [0], True, say)[0].id
+                like = f"; ids are like {example!r}" if example else ""
+                raise UserError(f"--doc: no document of source {source!r} has the id {id!r}, in no split{like}")
+    else:
+        assert row is not None
+        origins = run.origins(source)
+        if origins is None:
+            raise UserError(f"--row: nothing beside {dataset.folder} says what it was made from; use --document N")
+        key = _find_row(origins, row)
+        documents = documents_of_record(dataset.folder, dataset.manifest, *key)
+        if not documents:
+            never = _why_not(origins, key, dataset.folder, row)
+    described = run.describe(source, documents, ids, say)
+    return When(
+        source=source,
+        steps=run.steps,
+        done=run.done,
+        documents=[_Search(run, source, described[number]).times() for number in documents],
+        never=never,
+        notes=run.notes,
+    )
+
+
+def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:
+    found = _ROW.match(row)
+    assert found is not None
+    file, number = found["file"], found["number"]
+    return origins.find(file, None if number is None else int(number))
+
+
+def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str) -> str:
+    """Why a record is no document of the training split."""
+    if reason := origins.rejected(key):
+        return f"the record was rejected: {reason}"
+    split = _split_of(folder, lambda other: documents_of_record(other, read_manifest(other), *key))
+    if not split:
+        raise UserError(f"--row: {row} is no document of {folder}, nor of another split")
+    return split
+
+
+def _split_of(folder: Path, find: Callable[[Path], list[int]]) -> str:
+    """Which split beside a dataset has documents that `find` finds."""
+    for other in datasets_below(folder.parent):
+        if other != folder and (found := find(other)):
+            return f"it is document {found[0]} of the split {other.name!r}"
+    return ""
+
+
+class _Search:
+    """Looks for the steps of one document."""
+
+    def __init__(self, run: AskedRun, source: str, about: Described) -> None:
+        self._run = run
+        self._source = source
+        self._times = Times(about)
+        # By lap: the positions that were not drawn yet, each with the document's targets there.
+        self._open: dict[int, dict[int, list[Range]]] = {}
+        # By lap: why the positions that are open will stay so.
+        self._why: dict[int, str] = {}
+        # By lap and position: the step at which it would be drawn, were the run longer.
+        self._due: dict[tuple[int, int], int] = {}
+        # Steps [first, stop) in which no lap has the document, and why.
+        self._without: list[tuple[int, int, str]] = []
+
+    def times(self) -> Times:
+        """All steps, and what is not seen."""
+        run, times = self._run, self._times
+        segments = run.journal.segments
+        for number, segment in enumerate(segments):
+            if segment.first_step >= run.steps:
+                break
+            end = segments[number + 1].first_step if number + 1 < len(segments) else run.steps
+            stop = min(end, run.steps)
+            if reason := self._not_in(segment) or self._look(number, segment, stop):
+                first = segment.first_step
+                if self._without and self._without[-1][1:] == (first, reason):
+                    first = self._without.pop()[0]
+                self._without.append((first, stop, reason))
+        for lap, positions in self._open.items():
+            for position, ranges in positions.items():
+                why = self._why[lap]
+                if (due := self._due.get((lap, position))) is not None:
+                    why = f"due at step {due + 1:,}, after the end of the run (step {run.steps:,})"
+                times.unseen += [Unseen(lap, tokens, why) for tokens in ranges]
+        times.unseen += [
+            Unseen(None, None, f"in steps {first + 1:,} to {stop:,} {reason}") for first, stop, reason in self._without
+        ]
+        times.seen.sort(key=lambda seen: (seen.lap, seen.step, seen.sample))
+        times.unseen.sort(key=lambda unseen: (unseen.lap is None, unseen.lap or 0, unseen.tokens or (0, 0)))
+        return times
+
+    def _not_in(self, segment: Segment) -> str:
+        """Why a segment cannot have the document; empty if it can."""
+        state, document = segment.sources.get(self._source), self._times.about.document
+        if state is None:
+            return "the source is not in the blend"
+        if state.documents is not None and not state.documents[0] <= document < state.documents[1]:
+            return f"only documents {state.documents[0]} to {state.documents[1] - 1} are read (slice)"
+        return ""
+
+    def _look(self, number: int, segment: Segment, stop: int) -> str:
+        """Find the document in the laps of a segment, up to step `stop`. Returns why there is no lap; empty if any."""
+        run, state = self._run, segment.sources[self._source]
+        windows = run.windows[number][self._source]
+        before, after = (run.sampler.targets(step)[self._source] for step in (segment.first_step, stop))
+        drawn = (after - before) // segment.sequence_length
+        why = f"not drawn by step {stop:,}, " + (
+            "the end of the run" if stop == run.steps else "after which the source is not in the blend"
+        )
+        if drawn == state.cap and not state.stops:
+            why = _EXHAUSTED
+        for lap in self._open:
+            if lap < state.lap and self._why[lap] != _EXHAUSTED:
+                self._why[lap] = (
+                    f"the lap was closed before step {segment.first_step + 1:,}, where sequence_length or slice changes"
+                )
+        if drawn == 0:
+            return _EXHAUSTED if state.cap == 0 else "the source is not drawn"
+        for lap in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):
+            self._open_lap(windows, segment.sequence_length, lap)
+            self._why[lap] = why
+            positions = np.array(list(self._open[lap]), np.int64)
+            found = run.sampler.find(self._source, number, lap, positions)
+            for position, sample in zip(positions.tolist(), found.tolist(), strict=True):
+                if sample < 0:
+                    continue
+                step = run.journal.step_of(sample)
+                if step >= stop:
+                    self._due[lap, position] = step
+                    continue
+                masked = run.masked(step, sample, self._source, self._times.about.document)
+                for tokens in self._open[lap].pop(position):
+                    self._times.seen.append(Seen(lap, step + 1, sample, tokens, step < run.done, masked))
+        return ""
+
+    def _open_lap(self, windows: Windows, length: int, lap: int) -> None:
+        """Note where in a lap the document is, and what of it the lap leaves unseen."""
+        if lap in self._open:
+            return
+        about = self._times.about
+        positions: dict[int, list[Range]] = {}
+        for position in windows.containing(lap, about.document).tolist():
+            positions[position] = [
+                (span.start + (place == 0), span.start + span.length)
+                for place, span in enumerate(windows.at(lap, position))
+                if span.document == about.document and span.length > (place == 0)
+            ]
+        self._open[lap] = positions
+        why = f"among the {windows.tokens - windows.count * length:,} tokens that the lap leaves out"
+        end = 0
+        for first, after in [*sorted(itertools.chain(*positions.values())), (about.tokens, about.tokens)]:
+            if first > end:
+                self._times.unseen.append(Unseen(lap, (end, first), why))
+            end = max(end, after)

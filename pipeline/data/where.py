@@ -1,0 +1,240 @@
+"""`pipeline data where`: from a step of a run to the documents in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.blend import PhaseConfig
+from pipeline.data.journal import Segment
+from pipeline.data.phases import phase_at
+from pipeline.data.provenance import AskedRun, Described, Range, Say, in_brackets, newest_ranks
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document in a sample.
+
+    Attributes:
+        about: the document.
+        tokens: those of it that are in the sample.
+        targets: those that are targets; all but the first token of the sample.
+        words: the first of them as text.
+        masked: why they have no weight; None if they have.
+    """
+
+    about: Described
+    tokens: Range
+    targets: Range
+    words: str
+    masked: str | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a step.
+
+    Attributes:
+        sample: global index.
+        micro_batch: which one it is in, if a rank was asked for.
+        masked: why it has no weight; None if it has.
+    """
+
+    sample: int
+    source: str
+    lap: int
+    position: int
+    micro_batch: int | None
+    masked: str | None
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a step is made of.
+
+    Attributes:
+        step: from 1.
+        steps: of the whole run.
+        done: whether it was trained.
+        skipped: whether it is passed over.
+        samples: global indices [first, end) of the step.
+        tokens: target tokens of the run [first, end).
+        rank: (rank, ranks, micro-batch size), if the samples are those of a rank.
+        shown: the samples.
+        notes: what else is to be said.
+    """
+
+    step: int
+    steps: int
+    done: bool
+    skipped: bool
+    samples: Range
+    tokens: Range
+    rank: tuple[int, int, int] | None
+    shown: list[Sample]
+    notes: list[str]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        rank = dict(zip(("rank", "ranks", "micro_batch_size"), self.rank, strict=True)) if self.rank else {}
+        return {
+            "step": self.step,
+            "steps": self.steps,
+            "done": self.done,
+            "skipped": self.skipped,
+            "first_sample": self.samples[0],
+            "end_sample": self.samples[1],
+            "first_token": self.tokens[0],
+            "end_token": self.tokens[1],
+            **rank,
+            "samples": [
+                {
+                    "sample": sample.sample,
+                    "source": sample.source,
+                    "lap": sample.lap,
+                    "position": sample.position,
+                    **({} if sample.micro_batch is None else {"micro_batch": sample.micro_batch}),
+                    "masked": sample.masked,
+                    "documents": [
+                        piece.about.json
+                        | {
+                            "tokens": piece.tokens,
+                            "targets": piece.targets,
+                            "text": piece.words,
+                            "masked": piece.masked,
+                        }
+                        for piece in sample.pieces
+                    ],
+                }
+                for sample in self.shown
+            ],
+            "notes": self.notes,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        state = "passed over (blend.skip)" if self.skipped else "done" if self.done else "not yet trained"
+        yield (
+            f"step {self.step:,} of {self.steps:,}: samples {_last(self.samples)}, target tokens {_last(self.tokens)} "
+            f"of the run; {state}"
+        )
+        if self.rank:
+            yield f"rank {self.rank[0]} of {self.rank[1]}, with micro-batches of {self.rank[2]}"
+        for sample in self.shown:
+            micro_batch = "" if sample.micro_batch is None else f", micro-batch {sample.micro_batch}"
+            masked = f"; masked: {sample.masked}" if sample.masked else ""
+            yield (
+                f"sample {sample.sample}: {sample.source}, lap {sample.lap}, position {sample.position}"
+                f"{micro_batch}{masked}"
+            )
+            for piece in sample.pieces:
+                masked = f"; masked: {piece.masked}" if piece.masked and piece.masked != sample.masked else ""
+                yield (
+                    f"  document {piece.about.document}: {piece.about}, tokens {in_brackets(piece.tokens)} of "
+                    f'{piece.about.tokens}{masked}: "{piece.words}"'
+                )
+        yield from self.notes
+
+
+def where(
+    run: AskedRun, step: int, *, rank: int | None = None, ranks: int | None = None, ids: bool = False, say: Say
+) -> Where:
+    """The samples of a step, and the documents in them.
+
+    Args:
+        run: the run.
+        step: from 1.
+        rank: only the samples of this data-parallel rank.
+        ranks: how many there are; by default as many as saved the newest checkpoint.
+        ids: read ids from the source files where they are not known without.
+        say: called with what is about to be read.
+
+    Raises:
+        UserError: there is no such step, or no such rank.
+    """
+    if not 1 <= step <= run.steps:
+        raise UserError(f"--step: {step} is none of the run's steps 1 to {run.steps:,} ({run.length.reason} ends it)")
+    step -= 1
+    journal = run.journal
+    samples, draws = journal.samples(step), run.sampler.step(step)
+    number = journal.segment_number(step)
+    chosen: dict[int, int | None] = dict.fromkeys(range(len(samples)))
+    share = _share(run, journal.segments[number], rank, ranks)
+    if share is not None:
+        chosen = _of_rank(len(samples), *share)
+    drawn = []
+    for index, micro_batch in chosen.items():
+        name = journal.names[int(draws.source[index])]
+        lap, position = int(draws.lap[index]), int(draws.position[index])
+        spans = run.windows[number][name].at(lap, position)
+        drawn.append((samples[index], name, lap, position, micro_batch, spans))
+    wanted: dict[str, set[int]] = defaultdict(set)
+    for _, name, _, _, _, spans in drawn:
+        wanted[name].update(span.document for span in spans)
+    described = {name: run.describe(name, sorted(documents), ids, say) for name, documents in wanted.items()}
+    shown = []
+    for sample, name, lap, position, micro_batch, spans in drawn:
+        pieces = []
+        for place, span in enumerate(spans):
+            tokens = span.start, span.start + span.length
+            about = described[name][span.document]
+            pieces.append(
+                Piece(
+                    about,
+                    tokens,
+                    (tokens[0] + (place == 0), tokens[1]),  # the first token of a window is an input only
+                    run.words(name, about, tokens),
+                    run.masked(step, sample, name, span.document),
+                )
+            )
+        shown.append(Sample(sample, name, lap, position, micro_batch, run.masked(step, sample, name), pieces))
+    return Where(
+        step=step + 1,
+        steps=run.steps,
+        done=step < run.done,
+        skipped=journal.is_skipped(step),
+        samples=(samples.start, samples.stop),
+        tokens=(journal.tokens(step), journal.tokens(step + 1)),
+        rank=share,
+        shown=shown,
+        notes=run.notes,
+    )
+
+
+def _share(run: AskedRun, segment: Segment, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
+    """(rank, ranks, micro-batch size) that were asked for; None if nothing was."""
+    if rank is None and ranks is None:
+        return None
+    ranks = ranks if ranks is not None else newest_ranks(run.folder)
+    if rank is None or ranks is None or not 0 <= rank < ranks:
+        raise UserError(
+            f"--rank: {rank}, --ranks: {ranks}: say which rank, from 0, and how many there are, which without a "
+            "checkpoint nothing else tells"
+        )
+    return rank, ranks, _micro_batch_size(run, segment, ranks)
+
+
+def _of_rank(samples: int, rank: int, ranks: int, micro_batch_size: int) -> dict[int, int | None]:
+    """Places in the step of a rank's samples, each with its micro-batch; the layout is the loader's."""
+    return {
+        index: index // (ranks * micro_batch_size)
+        for index in range(samples)
+        if index // micro_batch_size % ranks == rank
+    }
+
+
+def _micro_batch_size(run: AskedRun, segment: Segment, ranks: int) -> int:
+    """Samples of a micro-batch on one rank, as the loader cuts them."""
+    phases = run.config.blend.phases or [PhaseConfig()]
+    phase = phases[phase_at(run.config, run.journal, segment.first_step)]
+    share = -(-segment.batch_size // ranks)
+    return min(phase.micro_batch_size or run.config.train.micro_batch_size or share, share)
+
+
+def _last(half_open: Range) -> str:
+    return f"{half_open[0]:,} to {half_open[1] - 1:,}"

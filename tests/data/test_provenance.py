@@ -1,0 +1,440 @@
+"""Provenance: `where` against the source files and the loader's batches, `when` as the inverse of `where`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline.config.load import dump
+from pipeline.data import store
+from pipeline.data.adopt import adopt
+from pipeline.data.dataset import Dataset
+from pipeline.data.journal import Journal
+from pipeline.data.merge import merge
+from pipeline.data.opening import open_datasets
+from pipeline.data.preprocess import preprocess
+from pipeline.data.provenance import AskedRun, ask
+from pipeline.data.records import printable
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.when import When, when
+from pipeline.data.where import Where, where
+from pipeline.errors import UserError
+from tests.data import mixed
+from tests.data.runs import make_config
+from tests.tiny import pipeline
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+def _where(run: AskedRun, step: int, **options: Any) -> Where:
+    return where(run, step, say=_quiet, **options)
+
+
+def _when(run: AskedRun, source: str, **options: Any) -> When:
+    return when(run, source, say=_quiet, **options)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with datasets of sources of all kinds, and `run.yaml`: several laps, phases, limits and skips."""
+    root = tmp_path_factory.mktemp("provenance")
+    corpus = mixed.write(root / "corpus")
+    sources = mixed.sources(corpus)[:2] + mixed.sources(corpus)[3:]
+    sources[0]["metadata"] = ["id"]
+    settings = {"unit_bytes": 16000, "max_document_bytes": 3000, "max_error_rate": 0.1}
+    config = make_config(root, sources, preprocess=settings)
+    preprocess(config)
+    values = yaml.safe_load(dump(config))
+    values["train"] |= {"duration": "150 steps", "sequence_length": 64, "batch_size": 6, "micro_batch_size": 2}
+    values["train"] |= {"batch_ramp": {"start": 2, "increment": 2, "tokens": 9000}}
+    for source, weight in zip(values["data"]["sources"], (3, 2, 1, 4), strict=True):
+        source["weight"] = weight
+    values["data"]["sources"][3] |= {"max_epochs": 1.7}
+    values["blend"] = {
+        "phases": [
+            {"until": "60 steps"},
+            {
+                "until": "90 steps",
+                "sequence_length": 100,
+                "sources": ["plain", "gz", "text"],
+                "slices": {"gz": [0.2, 0.7]},
+            },
+            {"name": "end", "batch_size": 5, "micro_batch_size": 3},
+        ],
+        "skip": [
+            {"steps": "7-8"},
+            {"samples": "30-33"},
+            {"source": "plain", "documents": ["3-9", 20], "from_step": 10},
+            {"source": "pq", "from_step": 120},
+        ],
+    }
+    (root / "run.yaml").write_text(yaml.safe_dump(values))
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(root: Path) -> AskedRun:
+    """The run, before it was begun."""
+    return ask(root / "run.yaml")
+
+
+@pytest.fixture(scope="module")
+def steps(run: AskedRun) -> list[Where]:
+    """All its steps."""
+    return [_where(run, step + 1, ids=True) for step in range(run.steps)]
+
+
+def _texts(corpus: Path) -> Callable[[str, int | None], tuple[str, str]]:
+    """(id, text) of the record at a file's line or row, by other means."""
+    lines = {str(path): path.read_bytes().splitlines(keepends=True) for path in corpus.glob("*.jsonl")}
+    packed = corpus / "c.jsonl.gz"
+    lines[str(packed)] = gzip.decompress(packed.read_bytes()).splitlines(keepends=True)
+    table = pq.read_table(corpus / "e.parquet").to_pylist()
+
+    @cache
+    def record(file: str, number: int | None) -> tuple[str, str]:
+        if number is None:
+            return str(Path(file).relative_to(corpus / "text")), Path(file).read_bytes().decode()
+        if file.endswith(".parquet"):
+            return table[number]["id"] or f"e.parquet#{number}", table[number]["body"]
+        value = json.loads(lines[file][number - 1])
+        byte = sum(map(len, lines[file][: number - 1]))
+        return str(value.get("id", f"{Path(file).name}@{byte}")), value["text"]
+
+    return record
+
+
+def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: AskedRun, steps: list[Where]) -> None:
+    record = _texts(root / "corpus")
+    tokenizer = Tokenizer.open(run.datasets["plain"].folder)
+    laps = defaultdict(set)
+    for answer in steps:
+        for sample in answer.shown:
+            ids: list[int] = []
+            for piece in sample.pieces:
+                about = piece.about
+                assert about.origin is not None and about.origin.file is not None
+                id, text = record(about.origin.file, about.origin.number)
+                assert about.id == id
+                # A long document is encoded in pieces, so the ids of its text differ there.
+                encoded = [*tokenizer.encode(text), tokenizer.end_of_document]
+                if len(text.encode()) > 3000:
+                    start = run.datasets[sample.source].document_start(about.document)
+                    encoded = run.datasets[sample.source].read(start, about.tokens).tolist()
+                assert about.tokens == len(encoded)
+                part = encoded[slice(*piece.tokens)]
+                whole = tokenizer.decode(part[: len(part) - (piece.tokens[1] == about.tokens and len(part) > 1)])
+                assert piece.words == printable(whole[:60]) + "…" * (len(whole) > 60)
+                ids += part
+            segment = run.journal.segments[run.journal.segment_number(answer.step - 1)]
+            assert len(ids) == segment.sequence_length + 1
+            expected, _ = run.windows[run.journal.segment_number(answer.step - 1)][sample.source].read(
+                sample.lap, sample.position
+            )
+            assert ids == expected.tolist()
+            laps[sample.source].add(sample.lap)
+    assert {source: max(seen) for source, seen in laps.items()} == {"plain": 3, "gz": 5, "pq": 0, "text": 1}
+
+
+def test_the_samples_are_the_loaders(run: AskedRun, steps: list[Where]) -> None:
+    from pipeline.data.loader import open_loader
+
+    share: dict[tuple[int, int], Any] = {}
+    for rank in (0, 1):
+        loader = open_loader(run.config, run.datasets, dp_rank=rank, dp_size=2)
+        for step in (0, 20, 59, 60, 75, 90, 149):
+            share[rank, step] = loader.batches(step)
+    for (rank, step), data in share.items():
+        mine = _where(run, step + 1, rank=rank, ranks=2)
+        everything = {sample.sample: sample for sample in steps[step].shown}
+        rows = iter(mine.shown)
+        for number, batch in enumerate(data.micro_batches):
+            for row, source in enumerate(batch.sources.tolist()):
+                if source < 0:
+                    continue
+                sample = next(rows)
+                assert (sample.micro_batch, sample.source) == (number, run.journal.names[source])
+                same = everything[sample.sample]
+                assert [(p.about.document, p.tokens) for p in sample.pieces] == [
+                    (p.about.document, p.tokens) for p in same.pieces
+                ]
+                dataset = run.datasets[sample.source]
+                ids = np.concatenate(
+                    [
+                        dataset.read(dataset.document_start(p.about.document) + p.tokens[0], p.tokens[1] - p.tokens[0])
+                        for p in sample.pieces
+                    ]
+                )
+                assert batch.tokens[row].tolist() == ids[:-1].tolist()
+                assert batch.targets[row].tolist() == ids[1:].tolist()
+                weights = []
+                for place, piece in enumerate(sample.pieces):
+                    length = piece.targets[1] - piece.targets[0]
+                    assert length == piece.tokens[1] - piece.tokens[0] - (place == 0)
+                    weights += [0.0 if piece.masked else 1.0] * length
+                assert batch.weight[row].tolist() == weights
+        assert next(rows, None) is None
+
+
+def test_masks_are_those_of_the_run_file(run: AskedRun, steps: list[Where]) -> None:
+    masked = 0
+    for answer in steps:
+        assert answer.skipped == (answer.step in (7, 8))
+        for sample in answer.shown:
+            whole = answer.skipped or 30 <= sample.sample <= 33 or (sample.source == "pq" and answer.step >= 120)
+            assert (sample.masked is not None) == whole
+            for piece in sample.pieces:
+                document = piece.about.document
+                named = sample.source == "plain" and (3 <= document <= 9 or document == 20) and answer.step >= 10
+                assert (piece.masked is not None) == (whole or named), (answer.step, sample)
+                masked += named
+    assert masked > 10
+
+
+def test_when_is_the_inverse_of_where(run: AskedRun, steps: list[Where]) -> None:
+    expected: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
+    for answer in steps:
+        for sample in answer.shown:
+            for piece in sample.pieces:
+                if piece.targets[0] < piece.targets[1]:
+                    seen = sample.lap, answer.step, sample.sample, piece.targets, piece.masked
+                    expected[sample.source, piece.about.document].append(seen)
+    reasons = defaultdict(int)
+    for source, dataset in run.datasets.items():
+        for document in range(dataset.documents):
+            (times,) = _when(run, source, document=document).documents
+            seen = [(one.lap, one.step, one.sample, one.tokens, one.masked) for one in times.seen]
+            assert sorted(seen) == sorted(expected.pop((source, document), [])), (source, document)
+            # In each lap every token is seen once or said not to be.
+            covered = defaultdict(list)
+            for one in [*times.seen, *times.unseen]:
+                if one.lap is not None:
+                    assert one.tokens is not None
+                    covered[one.lap] += range(*one.tokens)
+            assert covered, (source, document)
+            for lap, tokens in covered.items():
+                assert sorted(tokens) == list(range(times.about.tokens)), (source, document, lap)
+            for one in times.unseen:
+                reasons[one.why.translate({ord(c): "N" for c in "0123456789"}).replace("NN", "N")] += 1
+    assert not expected
+    said = " / ".join(sorted(reasons))
+    for reason in (
+        "among the N tokens that the lap leaves out",
+        "after the end of the run",
+        "where sequence_length or slice changes",
+        "the source has given all that its max_epochs allows",
+        "in steps N to N the source is not in the blend",
+        "are read (slice)",
+    ):
+        assert reason in said
+    steps_without = [one.why for one in _when(run, "pq", document=0).documents[0].unseen if one.lap is None]
+    assert steps_without == ["in steps 61 to 90 the source is not in the blend"]
+
+
+def test_documents_by_id_and_row(root: Path, run: AskedRun, steps: list[Where]) -> None:
+    chosen = {}
+    for answer in steps[::17]:
+        for sample in answer.shown:
+            for piece in sample.pieces:
+                chosen[sample.source, piece.about.document] = piece.about
+    for (source, document), about in chosen.items():
+        assert about.id is not None
+        by_id = [times.about.document for times in _when(run, source, id=about.id).documents]
+        assert document in by_id
+        assert all(_when(run, source, document=n, ids=True).documents[0].about.id == about.id for n in by_id)
+        (by_row,) = _when(run, source, row=str(about.origin), ids=True).documents
+        assert by_row.about == about
+    rejected = _when(run, "plain", row=f"{root}/corpus/a.jsonl:11")
+    assert rejected.documents == []
+    assert rejected.never.startswith("the record was rejected: text is not a string")
+    heldout = run.datasets["gz"].folder.with_name("heldout")
+    unit, row, _, _ = Dataset.open(heldout).provenance(2)
+    origins = run.origins("gz")
+    assert origins is not None
+    place = origins.places([(unit, row)], read=True)[unit, row]
+    for found in (_when(run, "gz", row=str(place)), _when(run, "gz", id=place.id)):
+        assert (found.documents, found.never) == ([], "it is document 2 of the split 'heldout'")
+
+
+def test_ids_are_shown_where_they_can_be_proved(run: AskedRun) -> None:
+    for source, known in (("plain", 63), ("gz", 0), ("pq", 12), ("text", 34)):
+        documents = range(run.datasets[source].documents)
+        described = run.describe(source, documents, False, _quiet)
+        shown = [about for about in described.values() if about.id is not None]
+        assert len(shown) >= known
+        read = run.describe(source, documents, True, _quiet)
+        assert all(about.id == read[about.document].id for about in shown)
+        unknown = next((about for about in described.values() if about.id is None), None)
+        assert (unknown is None) == (source == "text")
+        if unknown:
+            assert f"id xxh3:{unknown.id_hash:016x}" in str(unknown)
+
+
+def test_questions_without_an_answer(run: AskedRun) -> None:
+    with pytest.raises(UserError, match=r"--source: 'plian' is none of the run's sources \(plain, gz, pq, text\)"):
+        _when(run, "plian", document=0)
+    with pytest.raises(
+        UserError, match="no document of source 'text' has the id 'x', in no split; ids are like '.*txt'"
+    ):
+        _when(run, "text", id="x")
+    with pytest.raises(UserError, match="--document: 1000 is none of the documents 0 to 94"):
+        _when(run, "plain", document=1000)
+    with pytest.raises(UserError, match="e.parquet is none of the files that .*plain was made from"):
+        _when(run, "plain", row="e.parquet: row 3")
+    with pytest.raises(UserError, match="exactly one of --doc ID, --document N and --row FILE:N"):
+        _when(run, "plain", row="a.jsonl:3", id="x")
+    for step in (0, 151):
+        with pytest.raises(UserError, match=rf"--step: {step} is none of the run's steps 1 to 150 \(train.duration"):
+            _where(run, step)
+    with pytest.raises(UserError, match="say which rank"):
+        _where(run, 3, rank=2, ranks=2)
+    with pytest.raises(UserError, match="say which rank"):
+        _where(run, 3, rank=0)  # there is no checkpoint that says how many there are
+
+
+def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
+    """Its journal, its newest checkpoint and its last metrics say more than the run file."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    values = yaml.safe_load((root / "run.yaml").read_text())
+    values["data"]["dir"] = str(root / "run" / "data")
+    values["run"]["dir"] = "/nowhere"  # it was moved
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    before = ask(folder)
+    assert (before.folder, before.done) == (folder, 0)
+    assert "has no journal.json yet" in before.notes[0]
+    store.put_json(folder / "journal.json", before.journal.to_json())
+    for step, ranks in ((12, 8), (30, 3)):
+        path = folder / "checkpoints" / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        store.put_json(path / "state.json", {"layout": {"world_size": ranks}})
+    (folder / "checkpoints" / "step-00000040.1.tmp").mkdir()
+    rows = [{"step": step, "attempt": 1} for step in range(1, 35)]
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)) + b'\n{"step": 35, "att')
+    run = ask(folder, ["train.loss.mask_document_start=true"])
+    assert (run.done, run.journal.to_json()) == (34, before.journal.to_json())
+    assert run.notes == ["train.loss.mask_document_start: token 0 of each document has no weight"]
+    assert [_where(run, step).done for step in (34, 35)] == [True, False]
+    assert _where(run, 100, rank=2).rank == (2, 3, 2)
+    seen = [one for number in range(30) for one in _when(run, "plain", document=number).documents[0].seen]
+    assert {one.done for one in seen} == {True, False}
+    assert all(one.done == (one.step <= 34) for one in seen)
+
+    # The run file may have changed since; the journal follows it when training starts again.
+    (folder / "other.yaml").write_text((folder / "config.yaml").read_text().replace("/nowhere", str(folder)))
+    assert ask(folder / "other.yaml").notes == []
+    later = ask(folder / "other.yaml", ["blend.phases.2.batch_size=4"])
+    assert later.journal.to_json() == before.journal.to_json()
+    assert later.notes == [
+        f"the run file plans other steps than {folder}/journal.json, by which this was answered; the next start of "
+        "training follows the run file"
+    ]
+    (note,) = ask(folder / "other.yaml", ["train.sequence_length=60"]).notes
+    assert "which cannot go on by the run file: the run file now gives other data" in note
+
+    other = json.loads((folder / "journal.json").read_text())
+    other["segments"][0]["sources"]["gz"]["tokens"] += 1
+    store.put_json(folder / "journal.json", other)
+    with pytest.raises(UserError, match=r"gz/train is not the dataset that the run was begun with"):
+        ask(folder)
+    with pytest.raises(UserError, match="is no run folder: it has no config.yaml"):
+        ask(tmp_path)
+
+
+def test_datasets_of_others(root: Path, tmp_path: Path) -> None:
+    """A dataset made for another run, whose files are gone; adopted files; one with nothing beside it."""
+    made = root / "run" / "data"
+    merge(made / "text" / "train", tmp_path / "old" / "words")
+    tokenizer = made / "text" / "train" / "tokenizer.json"
+    adopt([tmp_path / "old"], tmp_path / "adopted", tokenizer=tokenizer)
+    for name in ("gz", "pq"):
+        shutil.copytree(made / name, tmp_path / name)
+    plan = tmp_path / "gz" / "plan.json"
+    plan.write_text(plan.read_text().replace("c.jsonl.gz", "gone.jsonl.gz"))
+    (tmp_path / "pq" / "plan.json").unlink()
+    sources = [
+        {"name": "others", "dataset": str(tmp_path / "gz")},
+        {"name": "old", "dataset": str(tmp_path / "adopted")},
+        {"name": "bare", "dataset": str(tmp_path / "pq")},
+    ]
+    config = make_config(tmp_path, sources, tokenizer={"path": str(tokenizer)})
+    (tmp_path / "run.yaml").write_text(dump(config))
+    run = ask(tmp_path / "run.yaml", ["train.duration=40 steps", "train.batch_size=8"])
+    answers = [_where(run, step) for step in range(1, 41)]
+    pieces = defaultdict(list)
+    for answer in answers:
+        for sample in answer.shown:
+            pieces[sample.source] += sample.pieces
+        assert list(answer.lines())
+    documents = {piece.about.document for piece in pieces["old"]}
+    assert {str(piece.about.origin) for piece in pieces["old"]} == {
+        f"{tmp_path}/old/words: document {n}" for n in documents
+    }
+    assert {piece.about.id for piece in pieces["old"]} == {f"words#{n}" for n in documents}
+    assert {piece.about.origin for piece in pieces["bare"]} == {None}
+    notes = {piece.about.origin.note for piece in pieces["others"] if piece.about.origin}
+    assert any("gone.jsonl.gz" in note for note in notes)
+    (times,) = _when(run, "old", row="words:3").documents
+    assert times.about.id == "words#3"
+    with pytest.raises(UserError, match="nothing beside .* says what it was made from; use --document N"):
+        _when(run, "bare", row="e.parquet:3")
+
+
+def test_the_commands(root: Path) -> None:
+    """As users run them. They must not import torch, which takes seconds."""
+    found = pipeline("data", "where", root / "run.yaml", "train.duration=20 steps", "--step", "20")
+    assert (found.returncode, found.stderr) == (0, "")
+    lines = found.stdout.splitlines()
+    run = ask(root / "run.yaml", ["train.duration=20 steps"])
+    assert lines == list(_where(run, 20).lines())
+    assert lines[0].startswith("step 20 of 20: samples 38 to 39, ") and lines[0].endswith("of the run; not yet trained")
+    found = pipeline("data", "where", root / "run.yaml", "--step", "40", "--rank", "0", "--ranks", "2", "--json")
+    value = json.loads(found.stdout)
+    assert value["samples"][0]["documents"][0]["tokens"] and value["micro_batch_size"] == 2
+    document = value["samples"][0]["documents"][0]["document"]
+    asked = ("--source", value["samples"][0]["source"], "--document", document)
+    found = pipeline("data", "when", root / "run.yaml", *asked, "--json")
+    times = json.loads(found.stdout)["documents"][0]["seen"]
+    assert any(one["step"] == 40 and one["sample"] == value["samples"][0]["sample"] for one in times)
+    found = pipeline("data", "when", root / "run.yaml", "--source", "gz", "--doc", "nobody")
+    assert found.returncode == 2 and "no document of source 'gz' has the id 'nobody'" in found.stderr
+
+
+_ASK = """
+import sys
+from pathlib import Path
+from pipeline.data.provenance import ask
+from pipeline.data.when import when
+from pipeline.data.where import where
+
+run = ask(Path(sys.argv[1]))
+where(run, 3, say=print)
+when(run, "plain", document=3, say=print)
+print([name for name in ("torch", "pyarrow") if name in sys.modules])
+"""
+
+
+def test_nothing_heavy_is_imported(root: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", _ASK, root / "run.yaml"], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_the_plan_is_that_of_the_journal(run: AskedRun) -> None:
+    assert run.journal == Journal.plan(run.config, open_datasets(run.config, "train"))
+    assert len(run.journal.segments) == 5
