@@ -83,7 +83,11 @@ def prepare_tokenizer(config: Config, sources: list[SourceFiles], splits: Mappin
         origin: dict[str, Any] = {"path": str(config.tokenizer.path), "fingerprint": tokenizer.fingerprint}
         if saved is not None:
             _check_same(config, tokenizer, saved)
-            return _open(folder)
+            kept = _open(folder)
+            if kept.special_tokens != tokenizer.special_tokens:  # the file had them; the run file names them since
+                tokenizer.save(folder)
+                return tokenizer
+            return kept
     else:
         settings = _training_settings(config, sources)
         if saved is not None:

@@ -82,7 +82,7 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
     for name, split in splits.items():
         with (
             progress(console, f"eval {name}", len(split)) as advance,
-            out_of_memory_means(f"lower eval.batch_size ({config.eval.batch_size} now)"),
+            out_of_memory_means(lambda: f"lower eval.batch_size ({config.eval.batch_size} now)"),
         ):
             losses[name] = heldout_loss(
                 model,

@@ -16,8 +16,9 @@ from rich.table import Table
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.data import store
-from pipeline.data.preprocess import dataset_folder, open_datasets, run_tokenizer
+from pipeline.data.opening import dataset_folder, open_datasets
 from pipeline.data.receipts import TRAIN
+from pipeline.data.tokenizer_stage import run_tokenizer
 from pipeline.errors import UserError
 from pipeline.eval.perplexity import EvalReport
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte

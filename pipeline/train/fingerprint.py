@@ -1,8 +1,8 @@
-"""What a resumed run depends on, and how a difference is shown."""
+"""What a resumed run depends on, and how a difference is shown. The journal compares the order of the data itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipeline import __version__
@@ -10,30 +10,39 @@ from pipeline.config import Config
 from pipeline.errors import UserError
 
 Fingerprints = dict[str, Any]
-"""Aspect -> JSON value. Aspects but `order` are the names that resume.allow takes."""
+"""Aspect -> JSON value. The aspects are the names that resume.allow takes."""
 
 
-def fingerprints(config: Config, datasets: dict[str, str], tokenizer: str, order: str) -> Fingerprints:
-    """The aspects of a run that decide what its steps compute.
+def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) -> Fingerprints:
+    """The aspects of a run that decide what its steps compute, but for the order of the data.
 
     Args:
         config: resolved config.
         datasets: source name -> fingerprint of its training split.
         tokenizer: fingerprint of the tokenizer.
-        order: fingerprint of the journal.
     """
     return {
-        "data": datasets,
+        "data": dict(datasets),
         "tokenizer": tokenizer,
+        "objective": objective_fingerprint(config),
         "model": model_fingerprint(config),
-        "order": order,
         "code": __version__,
     }
 
 
 def model_fingerprint(config: Config) -> dict[str, Any]:
     """What decides the function that the weights compute: every key of `model:`."""
-    return config.model.model_dump(mode="json")
+    keys = config.model.model_dump(mode="json")
+    if config.model.positions == "learned":
+        # By default the longest windows decide, and a phase with longer ones may be appended.
+        keys["max_positions"] = config.max_positions
+    return keys
+
+
+def objective_fingerprint(config: Config) -> dict[str, Any]:
+    """What decides how a window becomes inputs and targets: the keys that the type of objective looks at."""
+    objective = config.train.objective
+    return objective.model_dump(mode="json", include={"type"} if objective.type == "causal" else None)
 
 
 def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> list[str]:
@@ -52,7 +61,8 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
             ]
             (shown if aspect in allowed else refused).extend(lines)
             if aspect not in allowed:
-                refused.append(f"  ({_remedy(aspect)})")
+                fits = ", if the weights still fit" if aspect == "model" else ""
+                refused.append(f"  (resume.allow=[{aspect}] accepts this{fits})")
     if refused:
         raise UserError(
             "this run differs from its checkpoint (checkpoint -> now):\n  "
@@ -62,13 +72,6 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
     return shown
 
 
-def _remedy(aspect: str) -> str:
-    if aspect == "order":
-        return "seed, sequence length, batch size, sources or weights changed: the order of the data would be another"
-    fits = ", if the weights still fit" if aspect == "model" else ""
-    return f"resume.allow=[{aspect}] accepts this{fits}"
-
-
 def _differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
         rows: list[tuple[str, Any, Any]] = []
@@ -76,6 +79,4 @@ def _differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
             if old.get(key) != new.get(key):
                 rows += _differences(f"{name}.{key}", old.get(key), new.get(key))
         return rows
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [row for i, pair in enumerate(zip(old, new, strict=True)) for row in _differences(f"{name}.{i}", *pair)]
-    return [] if old == new else [(name, old, new)]
+    return [(name, old, new)]

@@ -126,6 +126,8 @@ class Terminal:
 
     def write(self, row: dict[str, Any]) -> None:
         if "loss" not in row:
+            if self._progress is not None and row.get("passed_over"):
+                self._progress.update(self._task, completed=row["step"])
             return
         numbers = (
             f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "

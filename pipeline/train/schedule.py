@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from pipeline.config.base import Duration
 from pipeline.config.train import ScheduleConfig
 from pipeline.errors import UserError
 
@@ -12,23 +14,42 @@ class Schedule:
     """Warm-up from zero to 1, then the configured shape down to `min_ratio`.
 
     Positions are target tokens at the *end* of a step: the first step already learns, and the last one has exactly
-    `min_ratio`. `wsd` is from MiniCPM (2404.06395), with a linear decay.
+    `min_ratio`. Durations in steps become tokens through the run's plan, so they mean the run's own steps whatever the
+    batch size and sequence length are there. `wsd` is from MiniCPM (2404.06395), with a linear decay.
+
+    Args:
+        config: `train.schedule`.
+        duration: `train.duration`.
+        steps: Steps of the run, which may end before its duration.
+        tokens: Target tokens of the first so many steps, like `Journal.tokens`.
+
+    Raises:
+        UserError: The run is shorter than warm-up and decay.
     """
 
-    def __init__(self, config: ScheduleConfig, total_tokens: int, tokens_per_step: int) -> None:
+    def __init__(self, config: ScheduleConfig, duration: Duration, steps: int, tokens: Callable[[int], int]) -> None:
         self._config = config
-        self._total = total_tokens
-        self._warmup = config.warmup.in_tokens(tokens_per_step)
-        self._decay = config.decay.in_tokens(tokens_per_step) if config.decay else 0
-        if self._warmup + self._decay > total_tokens:
+        self._total = tokens(steps)
+        if duration.unit == "tokens":
+            # The last step may go beyond it.
+            self._total = min(self._total, duration.count)
+        self._warmup = tokens(config.warmup.count) if config.warmup.unit == "steps" else config.warmup.count
+        self._decay = self._tokens_of_decay(config.decay, steps, tokens) if config.decay else 0
+        if self._warmup + self._decay > self._total:
+            last = f"warmup {config.warmup._text()}"
+            last += f" and decay {config.decay._text()} together last" if config.decay else " lasts"
             raise UserError(
-                f"train.schedule: warmup {config.warmup._text()}"
-                + (f" and decay {config.decay._text()} together last" if config.decay else " lasts")
-                + f" {self._warmup + self._decay:,} tokens, but train.duration has {total_tokens:,}"
+                f"train.schedule: {last} {self._warmup + self._decay:,} tokens, but the run has {self._total:,} "
+                f"(train.duration: {duration._text()})"
             )
 
+    @staticmethod
+    def _tokens_of_decay(decay: Duration, steps: int, tokens: Callable[[int], int]) -> int:
+        if decay.unit == "tokens":
+            return decay.count
+        return tokens(steps) - tokens(steps - decay.count) if decay.count <= steps else tokens(decay.count)
+
     def factor(self, tokens: int) -> float:
-        """Learning rate over its peak for the step that ends at `tokens`."""
         if tokens < self._warmup:
             return tokens / self._warmup
         low = self._config.min_ratio

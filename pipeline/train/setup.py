@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -73,9 +73,9 @@ def check_tokenizer(datasets: Mapping[str, Dataset], tokenizer: Tokenizer) -> No
 
 
 @contextmanager
-def out_of_memory_means(advice: str) -> Iterator[None]:
-    """A device that runs out of memory inside is a `MachineError` with `advice`."""
+def out_of_memory_means(advice: Callable[[], str]) -> Iterator[None]:
+    """A device that runs out of memory inside is a `MachineError` with `advice`, which is asked for then."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise MachineError(f"out of memory: {advice} ({str(error).partition('. ')[0]})") from error
+        raise MachineError(f"out of memory: {advice()} ({str(error).partition('. ')[0]})") from error

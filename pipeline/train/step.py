@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.train import TrainConfig
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 from pipeline.train.loss import token_loss
 from pipeline.train.model.attention import Context
 from pipeline.train.model.decoder import Decoder
@@ -69,7 +69,7 @@ class Stepper:
         """
         sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
         for micro_batch in micro_batches:
-            batch = micro_batch.to(self._device)
+            batch = micro_batch.to(self._device, non_blocking=True)
             logits = self._model(batch.tokens, make_context(batch, self._document_attention))
             loss, objective = token_loss(logits, batch.targets, self._train.loss.z_loss)
             ((objective * batch.weight).sum() / max(1, valid_targets)).backward()  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,21 +17,26 @@ from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.console import say
 from pipeline.data import store
+from pipeline.data.batch import StepData
+from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
-from pipeline.data.loader import Loader, StepData, open_loader
-from pipeline.data.preprocess import open_datasets, run_tokenizer
+from pipeline.data.journal import Segment
+from pipeline.data.loader import Loader, open_loader
+from pipeline.data.opening import open_datasets
+from pipeline.data.staging import staged
 from pipeline.errors import MachineError, NumericalError, Stopped, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.fingerprint import compare, fingerprints
+from pipeline.train.describe import describe_change, describe_run
 from pipeline.train.metrics import Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.optim import build_optimizer
 from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.plan import RunPlan, plan_run
 from pipeline.train.run_folder import RunFolder, open_run
 from pipeline.train.schedule import Schedule
-from pipeline.train.setup import Setup, check_tokenizer, out_of_memory_means, set_up
-from pipeline.train.step import Stepper, StepResult
+from pipeline.train.setup import Setup, out_of_memory_means, set_up
+from pipeline.train.step import Stepper
 from pipeline.train.stop import StopRequest
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
@@ -41,17 +46,10 @@ _MAX_NONFINITE = 3
 """So many non-finite steps one after the other end the run: they are no longer an accident."""
 
 
-def total_steps(config: Config) -> int:
-    """Steps of the whole run; a duration in tokens is rounded up to whole steps."""
-    duration = config.train.duration
-    if duration.unit == "steps":
-        return duration.count
-    per_step = config.train.batch_size * config.train.sequence_length
-    return -(-duration.count // per_step)
-
-
 def train(config: Config, console: Console | None = None) -> int:
-    """Train until `train.duration`, from the latest checkpoint if there is one; returns the steps trained in all.
+    """Train to the end of the run, from the latest checkpoint if there is one; returns the steps trained in all.
+
+    The run ends after `train.duration`, or before it where a source with `on_exhausted: stop` does.
 
     Raises:
         UserError: the config, the data or the checkpoint do not allow it.
@@ -59,54 +57,62 @@ def train(config: Config, console: Console | None = None) -> int:
         Stopped: a signal or the `stop` file asked for it; a checkpoint was saved.
     """
     console = console or Console()
-    total = total_steps(config)
-    if total == 0:
-        raise UserError("train.duration is 0; give it at least one step")
     with open_run(config.run.dir) as folder:
         checkpoints = Checkpoints.of_run(folder.path)
         checkpoints.clean(lambda line: say(console, line))
         checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
         folder.step = checkpoint.step if checkpoint else 0
+        plan = plan_run(config, checkpoint)
+        total, reason = plan.length.steps, plan.length.reason
+        if total == 0:
+            raise UserError(f"the run has no step ({reason}); give it at least one")
         if checkpoint is not None and checkpoint.step >= total:
-            say(console, f"train: nothing to do, already at step {checkpoint.step} (train.duration: {total} steps)")
+            say(console, f"train: nothing to do, already at step {checkpoint.step} ({reason})")
             return checkpoint.step
+        for line in plan.warnings:
+            say(console, f"warning: {line}")
+        # Copying may take long, and is interrupted at once: nothing of it needs to be saved.
+        datasets = staged(config, plan.datasets, plan.journal)
         with StopRequest(folder.stop_file) as stop:
-            trainer = Trainer(config, folder, checkpoints, console)
+            trainer = Trainer(config, plan, datasets, folder, checkpoints, console)
             if checkpoint is not None:
                 trainer.restore(checkpoint)
-            trainer.run(total, stop)
-            say(console, f"train: done, {total} steps; checkpoints and metrics are in {folder.path}")
+            trainer.run(stop)
+            say(console, f"train: done, {total} steps ({reason}); checkpoints and metrics are in {folder.path}")
             return total
 
 
 class Trainer:
     """A run in this process: its model, data and sinks."""
 
-    def __init__(self, config: Config, folder: RunFolder, checkpoints: Checkpoints, console: Console) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: RunPlan,
+        datasets: Mapping[str, Dataset],
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        console: Console,
+    ) -> None:
         self._config = config
+        self._plan = plan
         self._folder = folder
         self._checkpoints = checkpoints
         self._console = console
         train = config.train
-        self._setup: Setup = set_up(config, run_tokenizer(config))
-        mesh = self._setup.mesh
-        datasets = open_datasets(config, "train")
-        self._loader: Loader = open_loader(config, datasets, dp_rank=mesh.rank("batch"), dp_size=mesh.size("batch"))
+        self._setup: Setup = set_up(config, plan.tokenizer)
+        mesh, spec = self._setup.mesh, self._setup.spec
+        self._schedule = Schedule(train.schedule, train.duration, plan.length.steps, plan.journal.tokens)
+        self._loader: Loader = open_loader(
+            config,
+            datasets,
+            journal=plan.journal,
+            dp_rank=mesh.rank("batch"),
+            dp_size=mesh.size("batch"),
+            device=self._setup.device,
+        )
         validation = config.train.validation
         self._heldout = open_heldout(config, validation.split) if validation.samples else {}
-        self._schedule = Schedule(
-            train.schedule,
-            train.duration.in_tokens(train.batch_size * train.sequence_length),
-            train.batch_size * train.sequence_length,
-        )
-        check_tokenizer(datasets, self._setup.tokenizer)
-        self._fingerprints = fingerprints(
-            config,
-            {name: dataset.fingerprint for name, dataset in datasets.items()},
-            self._setup.tokenizer.fingerprint,
-            self._loader.journal.fingerprint,
-        )
-        spec = self._setup.spec
         self._model = build_model(config.model, spec, mesh, train.precision, self._setup.device, config.run.seed)
         self._optimizer = build_optimizer(self._model, spec, config.model.init, train.optimizer)
         self._stepper = Stepper(
@@ -118,7 +124,6 @@ class Trainer:
             sources=len(self._loader.names),
             document_attention=config.model.document_attention,
         )
-        self._flops = {causal: flops_per_token(spec, train.sequence_length, causal=causal) for causal in (False, True)}
         self._peak = peak_flops(self._setup.device, train.precision.compute)
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = self._setup.device.type != "cpu"
@@ -127,61 +132,79 @@ class Trainer:
         self._pending: Callable[[], dict[str, Any]] | None = None
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint, after comparing what it depends on with what there is now."""
-        state = checkpoint.state()
-        # The journals say what differs in the order; their hashes only that something does.
-        saved = {**state["fingerprints"], "order": state["journal"]}
-        now = {**self._fingerprints, "order": self._loader.journal.to_json()}
-        for line in compare(saved, now, self._config.resume.allow):
-            say(self._console, f"warning: allowed difference from the checkpoint: {line}")
+        """Load the weights and moments of a checkpoint."""
         storage.read(checkpoint.path, self._model, self._optimizer)
         say(self._console, f"train: going on from {checkpoint.path.name}")
 
-    def run(self, total: int, stop: StopRequest) -> None:
-        """Train up to step `total`."""
-        first = self._folder.step
+    def run(self, stop: StopRequest) -> None:
+        """Train up to the end of the run."""
+        first, total = self._folder.step, self._plan.length.steps
         store.put(self._folder.path / "config.yaml", dump(self._config).encode())
-        self._announce(first, total)
-        checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
-        advice = f"lower train.micro_batch_size ({self._loader.micro_batch_size} now); the result is the same"
-        with out_of_memory_means(advice), Metrics(self._sinks(first, total)) as metrics:
+        store.put_json(self._folder.path / "journal.json", self._plan.journal.to_json())
+        self._announce(first)
+        with out_of_memory_means(self._advice), Metrics(self._sinks(first, total)) as metrics:
             waiting = self._since = time.monotonic()
             for data in self._loader.iterate(first, total):
                 waited = time.monotonic() - waiting
-                lr = self._config.train.optimizer.lr * self._schedule.factor(self._loader.tokens(data.step + 1))
-                result = self._stepper.step(data.micro_batches, data.valid_targets, lr)
+                self._announce_step(data, first)
                 # The numbers of a step are read when the next one has been issued, so that a device never idles.
+                row = self._pass_over(data) if data.skipped else self._train(data, waited)
                 self._flush(metrics)
-                self._pending = self._row(data, result, lr, waited)
+                self._pending = row
                 if not self._runs_ahead:
                     self._flush(metrics)
-                step = self._folder.step = data.step + 1
-                reason = stop.reason()
-                if step % validation.every_steps == 0 or step == total:
-                    self._flush(metrics)
-                    self._validate(step, metrics)
-                if step % checkpoint.every_steps == 0 or step == total or reason:
-                    self._flush(metrics)
-                    self._save(step, last=step == total or reason is not None)
-                if reason:
-                    stop.consume()
-                    if step < total:
-                        raise Stopped(f"{reason} at step {step} of {total}; saved. Run the same command to go on.")
+                self._folder.step = data.step + 1
+                self._between_steps(stop, metrics)
                 waiting = time.monotonic()
 
-    def _announce(self, first: int, total: int) -> None:
-        train, spec = self._config.train, self._setup.spec
-        tokens = train.batch_size * train.sequence_length
+    def _between_steps(self, stop: StopRequest, metrics: Metrics) -> None:
+        """Validate and save where it is time to, and look for a stop request."""
+        step, total = self._folder.step, self._plan.length.steps
+        checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
+        reason = stop.reason()
+        if step % validation.every_steps == 0 or step == total:
+            self._flush(metrics)
+            self._validate(step, metrics)
+        if step % checkpoint.every_steps == 0 or step == total or reason:
+            self._flush(metrics)
+            self._save(step, last=step == total or reason is not None)
+        if reason:
+            stop.consume()
+            if step < total:
+                raise Stopped(f"{reason} at step {step} of {total}; saved. Run the same command to go on.")
+
+    def _advice(self) -> str:
+        now = self._loader.micro_batch_size(self._folder.step)
+        return f"lower train.micro_batch_size, or that of the phase ({now} now); the result is the same"
+
+    def _announce(self, first: int) -> None:
+        train, spec, length = self._config.train, self._setup.spec, self._plan.length
         say(
             self._console,
-            f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {total - first:,} steps of {tokens:,} tokens, "
-            f"{train.precision.compute} on {self._setup.device.type}, {torch.get_num_threads()} threads, "
-            f"{self._flops[True] / 1e6:,.4g} MFLOP a token",
+            f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {train.precision.compute} on "
+            f"{self._setup.device.type}, {torch.get_num_threads()} threads, "
+            f"{self._flops(first, causal=True) / 1e6:,.4g} MFLOP a token",
+        )
+        say(
+            self._console,
+            f"train: {describe_run(self._config, self._plan.journal, first, length.steps)} ({length.reason})",
         )
         if train.validation.samples and not any(len(split) for split in self._heldout.values()):
             share = self._config.data.splits.get(train.validation.split)
             where = f"data.splits.{train.validation.split}: {share}"
             say(self._console, f"warning: nothing is held out ({where}), so there is no validation")
+
+    def _announce_step(self, data: StepData, first: int) -> None:
+        """Say what changes with this step, if anything does."""
+        journal, step = self._plan.journal, data.step
+        number = journal.segment_number(step)
+        if step and step == journal.segments[number].first_step:
+            say(self._console, f"step {step + 1}: {describe_change(self._config, journal, number)}")
+        if data.skipped and (step == first or not journal.is_skipped(step - 1)):
+            total = self._plan.length.steps
+            end = next((s for s in range(step + 1, total) if not journal.is_skipped(s)), total)
+            what = f"step {step + 1} is" if end == step + 1 else f"steps {step + 1} to {end} are"
+            say(self._console, f"{what} passed over (blend.skip)")
 
     def _sinks(self, first: int, total: int) -> list[Sink]:
         config = self._config.train.metrics
@@ -192,8 +215,27 @@ class Trainer:
             sinks.append(Wandb(config, self._folder.path, self._config.model_dump(mode="json")))
         return [*sinks, Terminal(self._console, first, total, config.log_every_steps)]
 
-    def _row(self, data: StepData, result: StepResult, lr: float, waited: float) -> Callable[[], dict[str, Any]]:
-        """The metrics of a step, as a function that reads the device and is called a step later."""
+    def _segment(self, step: int) -> Segment:
+        journal = self._plan.journal
+        return journal.segments[journal.segment_number(step)]
+
+    def _flops(self, step: int, *, causal: bool) -> float:
+        """FLOPs of a token at a step, counted from 0."""
+        return flops_per_token(self._setup.spec, self._segment(step).sequence_length, causal=causal)
+
+    def _pass_over(self, data: StepData) -> Callable[[], dict[str, Any]]:
+        """The metrics of a step that the skip list takes out: nothing is computed and nothing changes."""
+
+        def row() -> dict[str, Any]:
+            self._since = time.monotonic()
+            return {**self._place(data.step + 1), "passed_over": True, "order_hash": f"{data.order_hash:016x}"}
+
+        return row
+
+    def _train(self, data: StepData, waited: float) -> Callable[[], dict[str, Any]]:
+        """Issue a step; its metrics come as a function that reads the device and is called a step later."""
+        lr = self._config.train.optimizer.lr * self._schedule.factor(self._plan.journal.tokens(data.step + 1))
+        result = self._stepper.step(data.micro_batches, data.valid_targets, lr)
         tokens = sum(data.tokens_by_source.values())
 
         def row() -> dict[str, Any]:
@@ -201,11 +243,9 @@ class Trainer:
             # The device has done the step by now: a step lasts from the end of the one before to its own.
             now = time.monotonic()
             rate, self._since = tokens / (now - self._since), now
+            flops = self._flops(data.step, causal=False)
             values = {
-                "step": data.step + 1,
-                "attempt": self._folder.attempt,
-                "time": time.time(),
-                "tokens": self._loader.tokens(data.step + 1),
+                **self._place(data.step + 1),
                 "loss": sum(nats) / max(1.0, sum(targets)),
                 "loss_by_source": {
                     name: nats[k] / targets[k] for k, name in enumerate(self._loader.names) if targets[k]
@@ -215,24 +255,34 @@ class Trainer:
                 "skipped": not result.finite.item(),
                 "tokens_per_second": rate,
                 "data_wait": waited,
-                "model_flops_per_second": rate * self._flops[False],
+                "model_flops_per_second": rate * flops,
                 "tokens_by_source": self._loader.tokens_by_source(data.step + 1),
                 "epochs_by_source": self._loader.epochs_by_source(data.step + 1),
                 "order_hash": f"{data.order_hash:016x}",
                 "data_hash": f"{data.data_hash:016x}",
             }
             if self._peak is not None:
-                values["mfu"] = rate * self._flops[False] / self._peak
-                values["mfu_causal"] = rate * self._flops[True] / self._peak
+                values["mfu"] = rate * flops / self._peak
+                values["mfu_causal"] = rate * self._flops(data.step, causal=True) / self._peak
             return values
 
         return row
+
+    def _place(self, step: int) -> dict[str, Any]:
+        """What every row of metrics begins with."""
+        return {
+            "step": step,
+            "attempt": self._folder.attempt,
+            "time": time.time(),
+            "tokens": self._plan.journal.tokens(step),
+        }
 
     def _flush(self, metrics: Metrics) -> None:
         if self._pending is not None:
             row, self._pending = self._pending(), None
             metrics.write(row)
-            self._check_finite(row["step"], finite=not row["skipped"])
+            if "passed_over" not in row:
+                self._check_finite(row["step"], finite=not row["skipped"])
 
     def _check_finite(self, step: int, *, finite: bool) -> None:
         """Record a step whose update was withheld; end the run after several in a row."""
@@ -262,6 +312,9 @@ class Trainer:
         if not samples or not splits:
             return
         losses: dict[str, HeldOutLoss] = {}
+        # As many tokens at once as in a micro-batch of the step, whose windows may be shorter or longer.
+        tokens = self._loader.micro_batch_size(step - 1) * self._segment(step - 1).sequence_length
+        batch_size = max(1, tokens // self._config.train.sequence_length)
         everything = sum(len(split) for split in splits.values())
         for name, split in splits.items():
             # Each source has its share of the sample, and at least one window.
@@ -270,7 +323,7 @@ class Trainer:
                 self._model,
                 split,
                 windows,
-                batch_size=self._loader.micro_batch_size,
+                batch_size=batch_size,
                 document_attention=self._config.model.document_attention,
                 device=self._setup.device,
             )
@@ -296,10 +349,10 @@ class Trainer:
             return
         config = self._config
         state = {
-            "fingerprints": self._fingerprints,
-            "journal": self._loader.journal.to_json(),
+            "fingerprints": self._plan.fingerprints,
+            "journal": self._plan.journal.to_json(),
             "config": config.model_dump(mode="json"),
-            "tokens": self._loader.tokens(step),
+            "tokens": self._plan.journal.tokens(step),
             "layout": {"world_size": self._setup.mesh.devices.size()},
             "versions": {
                 "pipeline": __version__,
@@ -334,6 +387,6 @@ class Trainer:
 
 
 def open_heldout(config: Config, split: str) -> dict[str, HeldOut]:
-    """A held-out split of each source."""
+    """A held-out split of each source, in windows of `train.sequence_length` whatever the phases have."""
     datasets = open_datasets(config, split)
     return {name: HeldOut(dataset, config.train.sequence_length) for name, dataset in datasets.items()}

@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
 from pipeline.config.load import load
 from pipeline.config.schema import keys
+from pipeline.config.train import ObjectiveConfig
 from tests.tiny import write_run
 
 EXEMPT: dict[str, str] = {}
@@ -37,6 +38,19 @@ VARIANTS: list[dict[str, Any]] = [
     {"model.rope_scaling": {"type": "linear", "factor": 2}, "model.document_attention": True},
     {"model.rope_scaling": {"type": "llama3", "factor": 2}, "model.sliding_window": 8, "model.qk_norm": True},
     {"model.rope_scaling": {"type": "yarn", "factor": 2}, "train.metrics.wandb": {"project": "p", "mode": "offline"}},
+    {
+        "data.loader": {"read": "pread"},
+        "stage.data": "local",
+        "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},
+        "train.objective": {"type": "fim"},
+        "blend": {
+            "phases": [
+                {"name": "a", "until": "1 steps", "slices": {"sea": [0, "30 documents"]}, "temperature": 2},
+                {"weights": {"sea": 1}, "sequence_length": 16, "batch_size": 2, "micro_batch_size": 1},
+            ],
+            "skip": [{"steps": 2}, {"samples": "0-1"}, {"source": "sea", "documents": ["3-4"], "from_step": 1}],
+        },
+    },
 ]
 
 
@@ -70,12 +84,13 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     first = load(_with_jsonl(tmp_path))
     longer = load(tmp_path / "both.yaml", ["train.duration=3 steps"])
+    common = {
+        "train.duration": "2 steps",
+        "tokenizer.special_tokens": list(ObjectiveConfig().sentinels),
+        "stage.dir": str(tmp_path / "local"),
+    }
     variants = [
-        load(
-            write_run(
-                tmp_path, {"train.duration": "2 steps", "run.dir": str(tmp_path / str(n)), **changes}, f"{n}.yaml"
-            )
-        )
+        load(write_run(tmp_path, {**common, "run.dir": str(tmp_path / str(n)), **changes}, f"{n}.yaml"))
         for n, changes in enumerate(VARIANTS)
     ]
     with record_reads() as reads:
@@ -95,8 +110,9 @@ def _with_jsonl(root: Path) -> Path:
     records = root / "records.jsonl"
     records.write_text("".join(json.dumps({"id": n, "text": f"wind and sea {n} " * 20}) + "\n" for n in range(20)))
     path = write_run(root, {"train.duration": "2 steps"})
+    limits = {"slice": [0, 0.9], "max_epochs": 3, "on_exhausted": "stop"}
     sources = [
-        {"name": "sea", "type": "text", "paths": [str(root / "sea" / "*.txt")]},
+        {"name": "sea", "type": "text", "paths": [str(root / "sea" / "*.txt")], **limits},
         {"name": "records", "type": "jsonl", "paths": [str(records)]},
         {"name": "hub", "type": "hub", "hub": {"path": "json", "data_files": [str(records)]}},
     ]

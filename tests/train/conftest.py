@@ -1,6 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
+
+from tests import tiny
 
 # The models here are so small that a second thread only waits for the first.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with its run file, preprocessed once for a module."""
+    folder = tmp_path_factory.mktemp("corpus")
+    done = tiny.pipeline("preprocess", tiny.write_run(folder))
+    assert done.returncode == 0, done.stderr
+    return folder

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import PrecisionConfig, TrainConfig
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 from pipeline.train.loss import token_loss
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
@@ -29,11 +29,8 @@ def batches(count: int, seed: int = 0) -> list[Batch]:
         tokens = torch.randint(0, 61, (2, 17), generator=generator)
         # Unequal numbers of valid targets, so that a mean of means would be wrong.
         weight = (torch.rand(2, 16, generator=generator) < (index + 1) / count).float()
-        made.append(
-            Batch(
-                tokens[:, :-1], tokens[:, 1:], weight, torch.zeros(2, 16, dtype=torch.int64), torch.tensor([0, 1]), {}
-            )
-        )
+        starts = torch.tensor([0, 16], dtype=torch.int32)
+        made.append(Batch(tokens[:, :-1], tokens[:, 1:], weight, starts, torch.tensor([0, 1]), {}))
     return made
 
 

@@ -1,6 +1,5 @@
 """Whole runs: killed, stopped, damaged, changed, resumed; compared bit for bit with one that was left alone."""
 
-import io
 import os
 import random
 import shutil
@@ -13,59 +12,19 @@ from typing import Any
 
 import orjson
 import pytest
-from rich.console import Console
 
 from pipeline.config.load import load
-from pipeline.errors import UserError
 from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run_folder import read_metrics
 from tests import tiny
-
-EXACT = ("loss", "loss_by_source", "grad_norm", "lr", "tokens", "order_hash", "data_hash", "validation_loss")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus that is preprocessed once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    done = tiny.pipeline("preprocess", tiny.write_run(folder))
-    assert done.returncode == 0, done.stderr
-    return folder
+from tests.train.runs import exact, start, train, weights_hash
 
 
 @pytest.fixture(scope="module")
 def straight(root: Path) -> list[dict[str, Any]]:
     """Metrics of a run that nobody disturbs."""
     return exact(train(root, "straight"))
-
-
-def start(root: Path, name: str, *overrides: str) -> tuple[int, str]:
-    """Train in this process; returns the exit code that the command line would leave with, and what was printed."""
-    out = io.StringIO()
-    try:
-        trainer.train(load(root / "run.yaml", [f"run.dir={root / name}", *overrides]), Console(file=out, width=500))
-    except UserError as error:
-        return error.exit_code, out.getvalue() + str(error)
-    return 0, out.getvalue()
-
-
-def train(root: Path, name: str, *overrides: str) -> Path:
-    code, out = start(root, name, *overrides)
-    assert code == 0, out
-    return root / name
-
-
-def exact(run: Path) -> list[dict[str, Any]]:
-    """What must not differ between two runs."""
-    return [{key: row.get(key) for key in ("step", *EXACT)} for row in read_metrics(run)]
-
-
-def weights_hash(run: Path) -> dict[str, Any]:
-    """Size and hash of the tensors of the last checkpoint."""
-    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    files = orjson.loads((latest / "COMMIT").read_bytes())["files"]
-    return {name: value for name, value in files.items() if name.endswith(".distcp")}
 
 
 def test_a_run_leaves_what_it_should(root: Path, straight: list[dict[str, Any]]) -> None:
@@ -186,9 +145,9 @@ def test_metrics_of_a_device_that_runs_ahead_are_the_same(
     """Where the host does not wait for a step, its numbers are read a step later."""
     original = trainer.Trainer.run
 
-    def run(self: trainer.Trainer, total: int, stop: Any) -> None:
+    def run(self: trainer.Trainer, stop: Any) -> None:
         self._runs_ahead = True
-        original(self, total, stop)
+        original(self, stop)
 
     monkeypatch.setattr(trainer.Trainer, "run", run)
     assert exact(train(root, "ahead")) == straight
@@ -251,10 +210,10 @@ def test_no_trusted_checkpoint_is_refused(root: Path) -> None:
     ("change", "shown"),
     [
         ("model.sliding_window=8", "model.sliding_window: None -> 8"),
-        ("train.batch_size=8", "order.segments.0.batch_size: 4 -> 8"),
-        ("train.sequence_length=16", "order.segments.0.sequence_length: 32 -> 16"),
-        ("run.seed=5", "order.seed: 1234 -> 5"),
-        ("data.sources.0.weight=1", "order.segments.0.sources.sea.weight"),
+        ("train.batch_size=8", "from step 1 of the 8 that are done (sample 0, after 0 tokens): batch size 4 -> 8"),
+        ("train.sequence_length=16", "sequence length 32 -> 16"),
+        ("run.seed=5", "run.seed 1234 -> 5"),
+        ("data.sources.0.weight=1", "share of 'sea' 0.75 -> 0.5"),
     ],
 )
 def test_what_a_resume_depends_on_is_compared(

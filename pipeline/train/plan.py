@@ -1,0 +1,82 @@
+"""What is known of a run before its first step: its data, their order, how long it lasts, what it goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import Config
+from pipeline.data import accounting
+from pipeline.data.accounting import RunLength
+from pipeline.data.checks import check_datasets
+from pipeline.data.dataset import Dataset
+from pipeline.data.journal import Journal
+from pipeline.data.opening import open_datasets
+from pipeline.data.sampler import Sampler
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer_stage import run_tokenizer
+from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.fingerprint import Fingerprints, compare, fingerprints
+from pipeline.train.setup import check_tokenizer
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run as it goes on from a checkpoint, or starts."""
+
+    datasets: dict[str, Dataset]
+    """The training split of each source."""
+    tokenizer: Tokenizer
+    """The model's."""
+    journal: Journal
+    """The plan of the order: that of the checkpoint up to its step, that of the run file from there on."""
+    length: RunLength
+    """Steps of the whole run, and what ends it."""
+    fingerprints: Fingerprints
+    """What else a resume depends on."""
+    warnings: list[str]
+    """What the user should know before the first step."""
+
+
+def plan_run(config: Config, checkpoint: Checkpoint | None) -> RunPlan:
+    """Plan a run, after comparing what a checkpoint depends on with what there is now.
+
+    Args:
+        config: resolved config.
+        checkpoint: the one to go on from.
+
+    Raises:
+        UserError: the data are not as they were written or were made with another tokenizer, the blend cannot be had
+            from them, or the run differs from its checkpoint.
+    """
+    datasets = open_datasets(config, "train")
+    check_datasets(datasets)
+    tokenizer = run_tokenizer(config)
+    check_tokenizer(datasets, tokenizer)
+    journal = Journal.plan(config, datasets)
+    now = fingerprints(config, {name: d.fingerprint for name, d in datasets.items()}, tokenizer.fingerprint)
+    warnings: list[str] = []
+    if checkpoint is not None:
+        state = checkpoint.state()
+        saved = Journal.from_json(state["journal"])
+        warnings += [
+            f"allowed difference from the checkpoint: {line}"
+            for line in compare(
+                _of_sources(state["fingerprints"], saved, checkpoint.step),
+                _of_sources(now, saved, checkpoint.step),
+                config.resume.allow,
+            )
+        ]
+        journal = journal.going_on(saved, checkpoint.step)
+    sampler = Sampler(journal, [segment.windows for segment in journal.segments])
+    length = accounting.run_length(config, sampler)
+    warnings += accounting.warnings(config, journal, sampler, length.steps)
+    return RunPlan(datasets, tokenizer, journal, length, now, warnings)
+
+
+def _of_sources(values: Fingerprints, journal: Journal, step: int) -> Fingerprints:
+    """`values` with the data of those sources alone that the steps before `step` are made of.
+
+    What later steps read may be added or replaced until then, like the phases that they are in.
+    """
+    used = {name for segment, _ in journal.drawn(step) for name in segment.sources}
+    return {**values, "data": {name: value for name, value in values["data"].items() if name in used}}
