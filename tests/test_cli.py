@@ -63,6 +63,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 COMMANDS = [
     *("", "preprocess", "train", "eval", "run", "generate", "init"),
     *("config", "config show", "config schema", "data", "data inspect", "data verify"),
+    *("data plan", "data where", "data when"),
 ]
 
 
