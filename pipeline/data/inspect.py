@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,21 +73,24 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         raise UserError(f"{error}; {REPAIR}") from None
     records = [dataset.provenance(document)[:2] for document in range(count)]
     origins = open_origins(dataset.folder, dataset.manifest)
-    places = origins.places(records) if origins else {}
+    places = origins.places(records, report=partial(say, console)) if origins else {}
     for document, record in enumerate(records):
         start, end = dataset.document_start(document), dataset.document_start(document + 1)
         # Four tokens a character is the most (one for each byte of it); the end of the document is not shown.
         text = tokenizer.decode(dataset.read(start, min(end - start - 1, SHOWN_CHARACTERS * 4)))
-        shown = text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
         console.print()
         place = f"{printable(str(places[record]))}, " if record in places else ""
         about = f"document {document}: {end - start:,} tokens, {place}row {record[1]} of unit {record[0]}"
         console.print(Text(about, style="dim"), soft_wrap=True)
         if metadata := dataset.metadata(document):
             kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())
-            console.print(Text(printable(kept), style="dim"), soft_wrap=True)
-        say(console, printable(shown, keep="\n\t"))
+            console.print(Text(printable(_shortened(kept)), style="dim"), soft_wrap=True)
+        say(console, printable(_shortened(text), keep="\n\t"))
     console.print()
+
+
+def _shortened(text: str) -> str:
+    return text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
 
 
 def document_lengths(dataset: Dataset, limit: int) -> npt.NDArray[np.int64]:

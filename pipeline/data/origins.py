@@ -8,6 +8,7 @@ piece is read again. The source files are needed for that alone.
 from __future__ import annotations
 
 import itertools
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ class Origin(NamedTuple):
         place = self.file or ""
         if self.number is not None:
             place += f":{self.number}" if self.kind == "line" else f": {self.kind} {self.number}"
-        return f"{place} ({self.note})" if self.note else place
+        return f"{place} ({self.note})".lstrip() if self.note else place
 
 
 class _Stretch(NamedTuple):
@@ -103,7 +104,7 @@ class Origins:
         for unit, row in keys:
             stretch = self._stretch_of(unit, row)
             if stretch is None:
-                found[unit, row] = Origin(None, self._kind, None, f"unit {unit}, row {row}: its receipt is missing")
+                found[unit, row] = Origin(None, self._kind, None, "its receipt is missing")
                 continue
             found[unit, row] = self._place(stretch, row)
             if read or (found[unit, row].number is None and self._kind != "text"):
@@ -228,7 +229,7 @@ class Origins:
         exact = [number for number, (name, path, _) in enumerate(files) if text in (name, path)]
         ends = exact or [number for number, (_, path, _) in enumerate(files) if path.endswith(f"/{text}")]
         if not ends:
-            absolute = str(Path(text).expanduser().absolute())
+            absolute = os.path.abspath(os.path.expanduser(text))
             ends = [number for number, (_, path, _) in enumerate(files) if path == absolute]
         if not ends:
             shown = _some([path for _, path, _ in files])
@@ -236,7 +237,7 @@ class Origins:
         if len(ends) > 1:
             raise UserError(f"--row: {text} may be {' or '.join(files[n][1] for n in ends[:_SHOWN])}; name one of them")
         if ends[0] not in self._pieces:
-            raise UserError(f"{files[ends[0]][1]} is empty: it has no record")
+            raise UserError(f"--row: {files[ends[0]][1]} is empty: it has no record")
         return ends[0], files[ends[0]][1]
 
     def _file(self, number: int) -> File:
@@ -325,6 +326,9 @@ class Origins:
 
     def _documents(self, stretch: _Stretch) -> Iterator[Document]:
         """Read the records of a stretch."""
+        file = self._file(self._file_of(stretch))
+        if self._reader.type != "hub" and (now := os.stat(file.path).st_size) != file.size:
+            raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was tokenized, now {now:,}")
         cut = self._plan["units"][stretch.unit]
         pieces = tuple(Piece(self._file(file), start, end) for file, start, end in cut)
         unit = Unit(stretch.unit, self._plan["settings"]["name"], pieces)

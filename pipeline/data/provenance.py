@@ -29,6 +29,7 @@ from pipeline.errors import UserError
 
 JOURNAL_FILE = "journal.json"
 _SHOWN_CHARACTERS = 60
+_ID_CHARACTERS = 200
 _TAIL_BYTES = 2**20
 
 Range = tuple[int, int]
@@ -61,7 +62,11 @@ class Described(NamedTuple):
         return value
 
     def __str__(self) -> str:
-        id = f"id {printable(self.id)}" if self.id is not None else f"id xxh3:{self.id_hash:016x}"
+        id = (
+            f"id {printable(shortened(self.id, _ID_CHARACTERS))}"
+            if self.id is not None
+            else f"id xxh3:{self.id_hash:016x}"
+        )
         place = f"{printable(str(self.origin))}, " if self.origin else ""
         return f"{place}row {self.row} of unit {self.unit}, {id}"
 
@@ -74,7 +79,7 @@ class AskedRun:
         config: its run file.
         folder: its folder.
         journal: the one it trains by, or that it would begin with.
-        about_journal: what is to be said of it; empty if it is that of the run file.
+        about: what is to be said of the journal and the datasets with any answer.
         datasets: training split of each source.
         windows: what positions are windows of, for each segment by source.
         sampler: the order of the run.
@@ -84,7 +89,7 @@ class AskedRun:
     config: Config
     folder: Path
     journal: Journal
-    about_journal: str
+    about: Sequence[str]
     datasets: Mapping[str, Dataset]
     windows: Sequence[Mapping[str, Windows]]
     sampler: Sampler
@@ -103,13 +108,11 @@ class AskedRun:
     @property
     def notes(self) -> list[str]:
         """What else is to be said with any answer."""
-        notes = []
-        if self.about_journal:
-            notes.append(self.about_journal)
+        notes = [*self.about]
         if self.config.train.objective.type == "fim":
             notes.append(
-                "train.objective.type: fim: pieces are rearranged within the sample; the first three tokens of each "
-                "piece that is make room for the sentinels"
+                "train.objective.type: fim: the model sees some pieces rearranged; the first three tokens of each of "
+                "these make room for the sentinels"
             )
         if self.config.train.loss.mask_document_start:
             notes.append("train.loss.mask_document_start: token 0 of each document has no weight")
@@ -199,7 +202,7 @@ class AskedRun:
             text = self._tokenizer(source).decode(ids)
             if len(text) > _SHOWN_CHARACTERS or len(ids) == count:
                 break
-        return printable(text[:_SHOWN_CHARACTERS]) + ("…" if len(text) > _SHOWN_CHARACTERS else "")
+        return printable(shortened(text))
 
     def masked(self, step: int, sample: int, source: str, document: int | None = None) -> str | None:
         """Why the targets of a sample have no weight; with `document`, those of the document in it. None if they have.
@@ -244,6 +247,11 @@ def answer(given: Answer, as_json: bool) -> None:
         print(line)
 
 
+def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
+    """The beginning of a text."""
+    return text[:characters] + ("…" if len(text) > characters else "")
+
+
 def in_brackets(tokens: Range) -> str:
     """`[3, 7)`."""
     return f"[{tokens[0]}, {tokens[1]})"
@@ -269,13 +277,21 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
     path, done = folder / JOURNAL_FILE, _steps_done(folder)
     now = partial(Journal.plan, config, datasets)
     if path.exists():
-        journal = Journal.from_json(store.get_json(path))
+        journal = _read_journal(path)
         _check_datasets(journal, datasets, path)
-        about = _compare(journal, now, done, path)
+        about = [*_compare(journal, now, done, path), *_replaced(folder, datasets)]
     else:
-        journal, about = now(), f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"
+        journal, about = now(), [f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"]
     sampler = Sampler(journal, [segment.windows for segment in journal.segments])
     return AskedRun(config, folder, journal, about, datasets, windows_of(journal, datasets), sampler, done)
+
+
+def _read_journal(path: Path) -> Journal:
+    value = store.get_json(path)
+    try:
+        return Journal.from_json(value)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; the next start of training writes it again") from None
 
 
 def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Path) -> None:
@@ -293,17 +309,27 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
                 )
 
 
-def _compare(journal: Journal, plan: Callable[[], Journal], done: int, path: Path) -> str:
+def _compare(journal: Journal, plan: Callable[[], Journal], done: int, path: Path) -> Iterator[str]:
     """What to say if the run file has changed since the journal was written."""
     try:
-        if plan().going_on(journal, done).to_json() == journal.to_json():
-            return ""
+        if plan().going_on(journal, done).to_json() != journal.to_json():
+            yield (
+                f"the run file plans other steps than {path}, by which this was answered; the next start of training "
+                "follows the run file"
+            )
     except UserError as error:
-        return f"answered by {path}, which cannot go on by the run file: {error}"
-    return (
-        f"the run file plans other steps than {path}, by which this was answered; the next start of training follows "
-        "the run file"
-    )
+        yield f"answered by {path}, which cannot go on by the run file: {error}"
+
+
+def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
+    """What to say if datasets were made again since the newest checkpoint, with as many tokens as before."""
+    for name, fingerprint in _newest_state(folder).get("fingerprints", {}).get("data", {}).items():
+        if name in datasets and datasets[name].fingerprint != fingerprint:
+            yield (
+                f"{datasets[name].folder} was made again: the newest checkpoint was trained on fingerprint "
+                f"{fingerprint}, and it has {datasets[name].fingerprint} now; its documents in steps before that are "
+                "other ones than shown"
+            )
 
 
 def _config(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
@@ -341,15 +367,22 @@ def _steps_done(folder: Path) -> int:
     for line in reversed(tail):
         try:
             return max(done, int(orjson.loads(line)["step"]))
-        except (orjson.JSONDecodeError, KeyError, TypeError):  # a crash cut it short, or it is about something else
+        except (ValueError, KeyError, TypeError):  # a crash cut it short, or it is about something else
             continue
     return done
 
 
 def newest_ranks(folder: Path) -> int | None:
     """Data-parallel ranks of the newest checkpoint; None without one."""
-    for path in reversed(checkpoint_steps(folder).values()):
-        layout = store.get_json(path / "state.json").get("layout", {})
-        ranks = layout.get("dp", layout.get("world_size"))
-        return None if ranks is None else int(ranks)
-    return None
+    layout = _newest_state(folder).get("layout", {})
+    ranks = layout.get("dp", layout.get("world_size"))
+    return None if ranks is None else int(ranks)
+
+
+def _newest_state(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint says of the run; empty without one."""
+    steps = checkpoint_steps(folder)
+    try:
+        return dict(store.get_json(steps[max(steps)] / "state.json", "layout")) if steps else {}
+    except FileNotFoundError:  # training has just removed it
+        return {}

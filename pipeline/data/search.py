@@ -19,8 +19,8 @@ _THREADS = max(2, min(8, os.cpu_count() or 1))
 
 
 def hash_of_id(id: str) -> int:
-    """What `.prov` has of a document's id."""
-    return xxhash.xxh3_64_intdigest(id.encode())
+    """What `.prov` has of a document's id. No document has an id that is not UTF-8, but people may ask for one."""
+    return xxhash.xxh3_64_intdigest(id.encode(errors="surrogateescape"))
 
 
 def documents_with_id(folder: Path, manifest: Manifest, id: str) -> list[int]:

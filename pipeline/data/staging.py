@@ -1,8 +1,9 @@
 """Copies of datasets on a node's own disk: made once, checked while they are made, kept for the next start.
 
-Below `stage.dir`, `pipeline-data/FINGERPRINT` is a dataset with those parts that runs on this node have needed. A part
-has its final name only if its bytes were those that `parts.bin` has the hash of. `checked.jsonl` has the size and time
-that each file had then; a file that has others now, or is not listed, is read again, and copied again if it is wrong.
+Below `stage.dir`, `pipeline-data-UID/FINGERPRINT` has those parts of a dataset that this user's runs on this node have
+needed. A part has its final name only if its bytes were those that `parts.bin` has the hash of. `checked.jsonl` has the
+size and time that each file had then; a file that has others now, or is not listed, is read again, and copied again if
+it is wrong. All of that is good for nothing where others may write, so the folder belongs to the user alone.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +30,12 @@ from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import machine, store
 from pipeline.data.checks import file_sizes, part_prefixes, repair
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import Dataset, ReadBy
 from pipeline.data.hashing import CHUNK_BYTES, file_hash
 from pipeline.data.indexed import HashedFile
 from pipeline.data.journal import Journal
-from pipeline.data.manifest import PARTS_FILE, read_parts
+from pipeline.data.manifest import read_parts
 from pipeline.data.progress import counted, size
-from pipeline.data.receipts import MANIFEST_FILE
 from pipeline.data.retry import retried
 from pipeline.errors import MachineError, UserError
 
@@ -62,12 +63,12 @@ def staged(
 
     Raises:
         UserError: a file of a dataset is missing or damaged.
-        MachineError: there is too little space, or the folder cannot be used.
+        MachineError: there is too little space, or the folder cannot be used, or others may write there.
         OSError: a disk failed. Nothing half-copied stays.
     """
     if config.stage.data == "shared":
         return dict(datasets)
-    base = (config.stage.dir or Path(tempfile.gettempdir())) / FOLDER
+    base = _own_folder(config.stage.dir or Path(tempfile.gettempdir()))
     segments = journal.segments[journal.segment_number(first_step) :]
     copies: dict[str, _Copy] = {}
     used = set()
@@ -81,8 +82,9 @@ def staged(
     if not all(copy.is_complete() for copy in copies.values()):
         with _alone(base):
             _make(base, list(copies.values()))
+    read = config.data.loader.read
     return {
-        name: Dataset.open(copies[dataset.fingerprint].folder, config.data.loader.read) if name in used else dataset
+        name: copies[dataset.fingerprint].opened(dataset, read) if name in used else dataset
         for name, dataset in datasets.items()
     }
 
@@ -151,18 +153,11 @@ class _Copy:
 
     def is_complete(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.missing() and not self._missing_head()
+        return not self.missing()
 
-    def write_head(self) -> None:
-        """Write what makes the parts a dataset, if it is not there."""
-        for path, data in self._missing_head().items():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            store.put(path, data)
-
-    def _missing_head(self) -> dict[Path, bytes]:
-        manifest = store.json_bytes(self._dataset.manifest.model_dump())
-        head = {self.folder / PARTS_FILE: self._parts.tobytes(), self.folder / MANIFEST_FILE: manifest}
-        return {path: data for path, data in head.items() if not path.is_file() or path.read_bytes() != data}
+    def opened(self, dataset: Dataset, read: ReadBy) -> Dataset:
+        """The copy of a dataset of this fingerprint. Its manifest and the counts of its parts are in memory already."""
+        return Dataset(self.folder, dataset.manifest, self._parts, read)
 
 
 def _make(base: Path, copies: list[_Copy]) -> None:
@@ -171,8 +166,6 @@ def _make(base: Path, copies: list[_Copy]) -> None:
         copy.sweep()
     if missing := [(copy, file) for copy in copies for file in copy.missing()]:
         _Transfer(base, missing).run()
-    for copy in copies:
-        copy.write_head()
 
 
 class _Transfer:
@@ -197,16 +190,16 @@ class _Transfer:
             raise self._no_room()
         total, console = sum(self._sizes), Console()
         say(console, f"copying {counted(len(self._missing), 'file')} of datasets, {size(total)}, to {self._base}")
-        for folder in {os.path.dirname(file.target) for _, file in self._missing}:
-            os.makedirs(folder, exist_ok=True)
         with ExitStack() as stack:
-            notes = {
-                copy: stack.enter_context(closing(store.JsonLines(copy.folder / CHECKED_FILE)))
-                for copy in dict(self._missing)
-            }
             self._advance = stack.enter_context(_shown(console, total))
             pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="staging"))
             try:
+                for folder in {os.path.dirname(file.target) for _, file in self._missing}:
+                    os.makedirs(folder, exist_ok=True)
+                notes = {
+                    copy: stack.enter_context(closing(store.JsonLines(copy.folder / CHECKED_FILE)))
+                    for copy in dict(self._missing)
+                }
                 running = {pool.submit(self._bring, file): (copy, file) for copy, file in self._missing}
                 for done in as_completed(running):
                     done.result()
@@ -262,28 +255,53 @@ class _Transfer:
         )
 
 
+def _own_folder(parent: Path) -> Path:
+    """The folder of this user's copies; it is made if it is not there.
+
+    Its name can be guessed, and /tmp is everybody's: what another user made there first, or may write to, is not used.
+    Else that user could put in other tokens, or links at which this process would overwrite files of its own user.
+    """
+    base = parent / f"{FOLDER}-{os.geteuid()}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            base.mkdir(mode=0o700)
+        found = base.lstat()
+    except OSError as error:
+        raise _unusable(base, str(error.strerror)) from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise _unusable(base, "it is a link or a file, not a folder")
+    if found.st_uid != os.geteuid():
+        raise _unusable(base, f"it belongs to the user with id {found.st_uid}, who may change what is in it")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _unusable(base, "other users may write there, so what is in it may be theirs")
+    return base
+
+
+def _unusable(base: Path, why: str) -> MachineError:
+    return MachineError(
+        f"stage.dir: {base} cannot be used: {why}; set stage.dir to a folder of yours on a disk of the node"
+    )
+
+
 @contextmanager
 def _alone(base: Path) -> Iterator[None]:
-    """Wait until no other process of the node copies. The lock of a process that has died is free."""
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        lock = (base / LOCK_FILE).open("a+b")
-    except OSError as error:
-        raise MachineError(
-            f"stage.dir: {base} cannot be used ({error.strerror}); set stage.dir to a folder of yours on a disk of the "
-            "node"
-        ) from None
-    with lock:
+    """Wait until no other process of the user copies on this node. The lock of a process that has died is free."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read(20).decode(errors="replace")
-            say(Console(), f"waiting for process {holder}, which copies datasets to {base}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(str(os.getpid()).encode())
-        lock.flush()
+            lock = stack.enter_context((base / LOCK_FILE).open("a+b", buffering=0))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read(20).decode(errors="replace") or "that has just begun"
+                say(Console(), f"waiting for process {holder}, which copies datasets to {base}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _unusable(base, str(error.strerror)) from None
+        with suppress(OSError):  # a full disk; the number is for people alone
+            lock.truncate(0)
+            lock.write(str(os.getpid()).encode())
         yield
 
 

@@ -15,11 +15,11 @@ from pipeline.data.instances import Windows
 from pipeline.data.journal import Segment
 from pipeline.data.manifest import datasets_below, read_manifest
 from pipeline.data.origins import AdoptedOrigins, Key, Origins
-from pipeline.data.provenance import AskedRun, Described, Range, Say, in_brackets
+from pipeline.data.provenance import AskedRun, Described, Range, Say, in_brackets, shortened
 from pipeline.data.search import documents_of_record, documents_with_id
 from pipeline.errors import UserError
 
-_ROW = re.compile(r"^(?P<file>.+?)(?::\s*(?:row|document|line)?\s*(?P<number>\d+))?$", re.DOTALL)
+_ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9]{1,18}))?", re.DOTALL)
 _EXHAUSTED = "the source has given all that its max_epochs allows"
 
 
@@ -160,7 +160,7 @@ def when(
             never = _split_of(dataset.folder, lambda folder: documents_with_id(folder, read_manifest(folder), id))
             if not never:
                 example = run.describe(source, [0], True, say)[0].id
-                like = f"; ids are like {example!r}" if example else ""
+                like = f"; ids are like {shortened(example)!r}" if example else ""
                 raise UserError(f"--doc: no document of source {source!r} has the id {id!r}, in no split{like}")
     else:
         assert row is not None
@@ -172,18 +172,20 @@ def when(
         if not documents:
             never = _why_not(origins, key, dataset.folder, row)
     described = run.describe(source, documents, ids, say)
+    found = [_Search(run, source, described[number]).times() for number in documents]
+    end = [f"the run ends after step {run.steps:,}: {run.length.reason}"] if any(one.unseen for one in found) else []
     return When(
         source=source,
         steps=run.steps,
         done=run.done,
-        documents=[_Search(run, source, described[number]).times() for number in documents],
+        documents=found,
         never=never,
-        notes=run.notes,
+        notes=[*end, *run.notes],
     )
 
 
 def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:
-    found = _ROW.match(row)
+    found = _ROW.fullmatch(row)
     assert found is not None
     file, number = found["file"], found["number"]
     return origins.find(file, None if number is None else int(number))
@@ -216,8 +218,9 @@ class _Search:
         self._times = Times(about)
         # By lap: the positions that were not drawn yet, each with the document's targets there.
         self._open: dict[int, dict[int, list[Range]]] = {}
-        # By lap: why the positions that are open will stay so.
+        # By lap: why the positions that are open will stay so, and whether anything can still change that.
         self._why: dict[int, str] = {}
+        self._closed: set[int] = set()
         # By lap and position: the step at which it would be drawn, were the run longer.
         self._due: dict[tuple[int, int], int] = {}
         # Steps [first, stop) in which no lap has the document, and why.
@@ -232,6 +235,7 @@ class _Search:
                 break
             end = segments[number + 1].first_step if number + 1 < len(segments) else run.steps
             stop = min(end, run.steps)
+            self._close_laps(segment)
             if reason := self._not_in(segment) or self._look(number, segment, stop):
                 first = segment.first_step
                 if self._without and self._without[-1][1:] == (first, reason):
@@ -259,6 +263,18 @@ class _Search:
             return f"only documents {state.documents[0]} to {state.documents[1] - 1} are read (slice)"
         return ""
 
+    def _close_laps(self, segment: Segment) -> None:
+        """Say why laps end before a segment that has later ones. One that was drawn to its end has nothing open."""
+        state = segment.sources.get(self._source)
+        for lap in self._open.keys() - self._closed:
+            if state is not None and lap < state.lap:
+                self._closed.add(lap)
+                if self._why[lap] != _EXHAUSTED:
+                    self._why[lap] = (
+                        f"the lap was closed before step {segment.first_step + 1:,}, where sequence_length or slice "
+                        "changes"
+                    )
+
     def _look(self, number: int, segment: Segment, stop: int) -> str:
         """Find the document in the laps of a segment, up to step `stop`. Returns why there is no lap; empty if any."""
         run, state = self._run, segment.sources[self._source]
@@ -270,11 +286,7 @@ class _Search:
         )
         if drawn == state.cap and not state.stops:
             why = _EXHAUSTED
-        for lap in self._open:
-            if lap < state.lap and self._why[lap] != _EXHAUSTED:
-                self._why[lap] = (
-                    f"the lap was closed before step {segment.first_step + 1:,}, where sequence_length or slice changes"
-                )
+        self._why |= dict.fromkeys(self._open.keys() - self._closed, why)
         if drawn == 0:
             return _EXHAUSTED if state.cap == 0 else "the source is not drawn"
         for lap in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):

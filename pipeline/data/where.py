@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.blend import PhaseConfig
-from pipeline.data.journal import Segment
-from pipeline.data.phases import phase_at
+from pipeline.data.lookup import Share
+from pipeline.data.phases import micro_batch_size
 from pipeline.data.provenance import AskedRun, Described, Range, Say, in_brackets, newest_ranks
 from pipeline.errors import UserError
 
@@ -124,7 +123,8 @@ class Where:
             f"of the run; {state}"
         )
         if self.rank:
-            yield f"rank {self.rank[0]} of {self.rank[1]}, with micro-batches of {self.rank[2]}"
+            padding = "" if self.shown else ": all its samples of this step are padding"
+            yield f"rank {self.rank[0]} of {self.rank[1]}, with micro-batches of {self.rank[2]}{padding}"
         for sample in self.shown:
             micro_batch = "" if sample.micro_batch is None else f", micro-batch {sample.micro_batch}"
             masked = f"; masked: {sample.masked}" if sample.masked else ""
@@ -163,12 +163,13 @@ def where(
     journal = run.journal
     samples, draws = journal.samples(step), run.sampler.step(step)
     number = journal.segment_number(step)
-    chosen: dict[int, int | None] = dict.fromkeys(range(len(samples)))
-    share = _share(run, journal.segments[number], rank, ranks)
+    chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
+    share = _share(run, number, rank, ranks)
     if share is not None:
-        chosen = _of_rank(len(samples), *share)
+        micro_batches = Share(len(samples), share[2], *share[:2]).micro_batches
+        chosen = [(index, micro_batch) for micro_batch, part in enumerate(micro_batches) for index in part]
     drawn = []
-    for index, micro_batch in chosen.items():
+    for index, micro_batch in chosen:
         name = journal.names[int(draws.source[index])]
         lap, position = int(draws.lap[index]), int(draws.position[index])
         spans = run.windows[number][name].at(lap, position)
@@ -206,34 +207,18 @@ def where(
     )
 
 
-def _share(run: AskedRun, segment: Segment, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
+def _share(run: AskedRun, segment: int, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
     """(rank, ranks, micro-batch size) that were asked for; None if nothing was."""
     if rank is None and ranks is None:
         return None
+    if rank is None:
+        raise UserError(f"--ranks: {ranks}: say which of them, with --rank, from 0")
     ranks = ranks if ranks is not None else newest_ranks(run.folder)
-    if rank is None or ranks is None or not 0 <= rank < ranks:
-        raise UserError(
-            f"--rank: {rank}, --ranks: {ranks}: say which rank, from 0, and how many there are, which without a "
-            "checkpoint nothing else tells"
-        )
-    return rank, ranks, _micro_batch_size(run, segment, ranks)
-
-
-def _of_rank(samples: int, rank: int, ranks: int, micro_batch_size: int) -> dict[int, int | None]:
-    """Places in the step of a rank's samples, each with its micro-batch; the layout is the loader's."""
-    return {
-        index: index // (ranks * micro_batch_size)
-        for index in range(samples)
-        if index // micro_batch_size % ranks == rank
-    }
-
-
-def _micro_batch_size(run: AskedRun, segment: Segment, ranks: int) -> int:
-    """Samples of a micro-batch on one rank, as the loader cuts them."""
-    phases = run.config.blend.phases or [PhaseConfig()]
-    phase = phases[phase_at(run.config, run.journal, segment.first_step)]
-    share = -(-segment.batch_size // ranks)
-    return min(phase.micro_batch_size or run.config.train.micro_batch_size or share, share)
+    if ranks is None:
+        raise UserError(f"--rank: {rank}: say of how many with --ranks; {run.folder} has no checkpoint that tells")
+    if not 0 <= rank < ranks:
+        raise UserError(f"--rank: {rank} is none of the ranks 0 to {ranks - 1}; --ranks gives another number of them")
+    return rank, ranks, micro_batch_size(run.config, run.journal, segment, ranks)
 
 
 def _last(half_open: Range) -> str:

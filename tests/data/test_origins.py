@@ -55,7 +55,7 @@ def _write(root: Path) -> dict[str, tuple[dict[str, Any], Places]]:
     """Files of sources of all kinds: their entries in the run file, and what is in them."""
     mixed.write(root)
     # Sound lines only, so that their numbers need no second look; files are cut into several units.
-    made = mixed.records(150, 9)
+    made = mixed.records(100, 9)
     made = [record for record in made if record["text"]]
     (root / "sound.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made))
     # Blank lines of all kinds, at the beginning and the end, too.
@@ -254,10 +254,32 @@ def test_without_source_files_or_receipts(made: Made, tmp_path: Path) -> None:
         for receipt in (tmp_path / name / "receipts").rglob("0*.json"):
             receipt.unlink()
         without = Origins(tmp_path / name)
-        assert "its receipt is missing" in str(without.places(keys[:1])[keys[0]])
+        assert str(without.places(keys[:1])[keys[0]]) == "(its receipt is missing)"
         with pytest.raises(UserError, match="receipts of .* are missing") as error:
             without.find(f"{name}.jsonl", 3)
         assert REPAIR in str(error.value)
+
+
+def test_a_file_that_has_changed(made: Made, tmp_path: Path) -> None:
+    """Its lines are other ones now. What the receipts say of those it had is right all the same."""
+    config, expected = made
+    shutil.copytree(config.data_dir / "blank", tmp_path / "blank")
+    file = tmp_path / "blank.jsonl"
+    (old,) = {path for path, _ in expected["blank"]}
+    file.write_bytes(b"\n" + Path(old).read_bytes())
+    plan = tmp_path / "blank" / "plan.json"
+    plan.write_text(plan.read_text().replace(old, str(file)))
+    dataset = Dataset.open(tmp_path / "blank" / "train")
+    origins = open_origins(dataset.folder, dataset.manifest)
+    assert isinstance(origins, Origins)
+    keys = [dataset.provenance(document)[:2] for document in range(dataset.documents)]
+    places = origins.places(keys, read=True).values()
+    note = f"{file} has changed: it had {file.stat().st_size - 1:,} bytes when it was tokenized, now "
+    assert all(note in place.note and place.id is None for place in places)
+    assert None in {place.number for place in places}
+    assert {place.number for place in places} <= {line for _, line in expected["blank"]} | {None}
+    with pytest.raises(UserError, match="has changed"):
+        origins.find(str(file), 10)
 
 
 def test_adopted_files(made: Made, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from pipeline.cli import app
 from pipeline.config.load import dump
 from pipeline.data import store
 from pipeline.data.adopt import adopt
@@ -35,7 +36,6 @@ from pipeline.data.where import Where, where
 from pipeline.errors import UserError
 from tests.data import mixed
 from tests.data.runs import make_config
-from tests.tiny import pipeline
 
 
 def _quiet(_: str) -> None:
@@ -216,6 +216,7 @@ def test_when_is_the_inverse_of_where(run: AskedRun, steps: list[Where]) -> None
                     seen = sample.lap, answer.step, sample.sample, piece.targets, piece.masked
                     expected[sample.source, piece.about.document].append(seen)
     reasons = defaultdict(int)
+    closed: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for source, dataset in run.datasets.items():
         for document in range(dataset.documents):
             (times,) = _when(run, source, document=document).documents
@@ -231,6 +232,8 @@ def test_when_is_the_inverse_of_where(run: AskedRun, steps: list[Where]) -> None
             for lap, tokens in covered.items():
                 assert sorted(tokens) == list(range(times.about.tokens)), (source, document, lap)
             for one in times.unseen:
+                if "closed" in one.why:
+                    closed[source][one.lap].add(one.why)
                 reasons[one.why.translate({ord(c): "N" for c in "0123456789"}).replace("NN", "N")] += 1
     assert not expected
     said = " / ".join(sorted(reasons))
@@ -243,6 +246,15 @@ def test_when_is_the_inverse_of_where(run: AskedRun, steps: list[Where]) -> None
         "are read (slice)",
     ):
         assert reason in said
+    # A lap is closed where the next segment of the source begins.
+    for source in ("plain", "gz"):
+        drawn = [(sample.lap, answer.step) for answer in steps for sample in answer.shown if sample.source == source]
+        laps = {max(lap for lap, step in drawn if step < end): end for end in (61, 91)}
+        expected_whys = {
+            lap: {f"the lap was closed before step {step}, where sequence_length or slice changes"}
+            for lap, step in laps.items()
+        }
+        assert closed[source] == expected_whys, source
     steps_without = [one.why for one in _when(run, "pq", document=0).documents[0].unseen if one.lap is None]
     assert steps_without == ["in steps 61 to 90 the source is not in the blend"]
 
@@ -273,6 +285,8 @@ def test_documents_by_id_and_row(root: Path, run: AskedRun, steps: list[Where]) 
 
 
 def test_ids_are_shown_where_they_can_be_proved(run: AskedRun) -> None:
+    about = run.describe("plain", [0], True, _quiet)[0]
+    assert str(about._replace(id=1000 * "\n")).endswith(", id " + 200 * r"\n" + "…")
     for source, known in (("plain", 63), ("gz", 0), ("pq", 12), ("text", 34)):
         documents = range(run.datasets[source].documents)
         described = run.describe(source, documents, False, _quiet)
@@ -299,13 +313,28 @@ def test_questions_without_an_answer(run: AskedRun) -> None:
         _when(run, "plain", row="e.parquet: row 3")
     with pytest.raises(UserError, match="exactly one of --doc ID, --document N and --row FILE:N"):
         _when(run, "plain", row="a.jsonl:3", id="x")
+    for row in ("", "a.jsonl\n", "~nobody/a.jsonl:3", "\udcff.jsonl:1", "a.jsonl:" + 5000 * "9"):
+        with pytest.raises(UserError, match="is none of the files that"):
+            _when(run, "plain", row=row)
+    with pytest.raises(UserError, match=r"no document of source 'plain' has the id '\\udcff', in no split"):
+        _when(run, "plain", id="\udcff")  # a word of a command line that is not UTF-8
     for step in (0, 151):
         with pytest.raises(UserError, match=rf"--step: {step} is none of the run's steps 1 to 150 \(train.duration"):
             _where(run, step)
-    with pytest.raises(UserError, match="say which rank"):
+    with pytest.raises(UserError, match="--rank: 2 is none of the ranks 0 to 1"):
         _where(run, 3, rank=2, ranks=2)
-    with pytest.raises(UserError, match="say which rank"):
-        _where(run, 3, rank=0)  # there is no checkpoint that says how many there are
+    with pytest.raises(UserError, match="--rank: 0: say of how many with --ranks; .* has no checkpoint that tells"):
+        _where(run, 3, rank=0)
+    with pytest.raises(UserError, match="--ranks: 2: say which of them, with --rank"):
+        _where(run, 3, ranks=2)
+
+
+def test_a_rank_that_has_padding_alone(run: AskedRun) -> None:
+    answer = _where(run, 1, rank=1, ranks=2)  # the ramp begins with 2 samples
+    assert [len(_where(run, 1, rank=0, ranks=2).shown), len(answer.shown)] == [1, 1]
+    answer = _where(run, 1, rank=2, ranks=3)
+    assert answer.shown == []
+    assert list(answer.lines())[1] == "rank 2 of 3, with micro-batches of 1: all its samples of this step are padding"
 
 
 def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
@@ -326,7 +355,8 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
         store.put_json(path / "state.json", {"layout": {"world_size": ranks}})
     (folder / "checkpoints" / "step-00000040.1.tmp").mkdir()
     rows = [{"step": step, "attempt": 1} for step in range(1, 35)]
-    (folder / "metrics.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)) + b'\n{"step": 35, "att')
+    cut = b'\n{"step": "?"}\n[]\n{"step": 35, "att'
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)) + cut)
     run = ask(folder, ["train.loss.mask_document_start=true"])
     assert (run.done, run.journal.to_json()) == (34, before.journal.to_json())
     assert run.notes == ["train.loss.mask_document_start: token 0 of each document has no weight"]
@@ -335,6 +365,20 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     seen = [one for number in range(30) for one in _when(run, "plain", document=number).documents[0].seen]
     assert {one.done for one in seen} == {True, False}
     assert all(one.done == (one.step <= 34) for one in seen)
+
+    # With as many tokens as before, which the journal does not tell from the old ones.
+    made = {name: dataset.fingerprint for name, dataset in run.datasets.items()}
+    trained_on = made | {"gz": "0123", "gone": "4567"}
+    store.put_json(path / "state.json", {"layout": {}, "fingerprints": {"data": trained_on}})
+    (note,) = ask(folder).notes
+    assert (
+        f"gz/train was made again: the newest checkpoint was trained on fingerprint 0123, and it has {made['gz']}"
+        in note
+    )
+    store.put_json(path / "state.json", {"layout": {}, "fingerprints": {"data": made}})
+    assert ask(folder).notes == []
+    (path / "state.json").unlink()
+    assert ask(folder).notes == []
 
     # The run file may have changed since; the journal follows it when training starts again.
     (folder / "other.yaml").write_text((folder / "config.yaml").read_text().replace("/nowhere", str(folder)))
@@ -352,6 +396,11 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     other["segments"][0]["sources"]["gz"]["tokens"] += 1
     store.put_json(folder / "journal.json", other)
     with pytest.raises(UserError, match=r"gz/train is not the dataset that the run was begun with"):
+        ask(folder)
+    store.put_json(folder / "journal.json", other | {"order_version": 2})
+    with pytest.raises(
+        UserError, match=f"(?s)^{folder}/journal.json: the journal of the run cannot be used: .*training"
+    ):
         ask(folder)
     with pytest.raises(UserError, match="is no run folder: it has no config.yaml"):
         ask(tmp_path)
@@ -396,43 +445,42 @@ def test_datasets_of_others(root: Path, tmp_path: Path) -> None:
         _when(run, "bare", row="e.parquet:3")
 
 
-def test_the_commands(root: Path) -> None:
-    """As users run them. They must not import torch, which takes seconds."""
-    found = pipeline("data", "where", root / "run.yaml", "train.duration=20 steps", "--step", "20")
-    assert (found.returncode, found.stderr) == (0, "")
-    lines = found.stdout.splitlines()
-    run = ask(root / "run.yaml", ["train.duration=20 steps"])
-    assert lines == list(_where(run, 20).lines())
+def test_the_commands(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As users run them."""
+
+    def said(*arguments: object) -> str:
+        app([str(argument) for argument in ("data", *arguments)], standalone_mode=False)
+        return capfd.readouterr().out
+
+    file = root / "run.yaml"
+    lines = said("where", file, "train.duration=20 steps", "--step", 20).splitlines()
+    assert lines == list(_where(ask(file, ["train.duration=20 steps"]), 20).lines())
     assert lines[0].startswith("step 20 of 20: samples 38 to 39, ") and lines[0].endswith("of the run; not yet trained")
-    found = pipeline("data", "where", root / "run.yaml", "--step", "40", "--rank", "0", "--ranks", "2", "--json")
-    value = json.loads(found.stdout)
-    assert value["samples"][0]["documents"][0]["tokens"] and value["micro_batch_size"] == 2
-    document = value["samples"][0]["documents"][0]["document"]
-    asked = ("--source", value["samples"][0]["source"], "--document", document)
-    found = pipeline("data", "when", root / "run.yaml", *asked, "--json")
-    times = json.loads(found.stdout)["documents"][0]["seen"]
-    assert any(one["step"] == 40 and one["sample"] == value["samples"][0]["sample"] for one in times)
-    found = pipeline("data", "when", root / "run.yaml", "--source", "gz", "--doc", "nobody")
-    assert found.returncode == 2 and "no document of source 'gz' has the id 'nobody'" in found.stderr
+    value = json.loads(said("where", file, "--step", 40, "--rank", 0, "--ranks", 2, "--json"))
+    sample = value["samples"][0]
+    assert sample["documents"][0]["tokens"] and value["micro_batch_size"] == 2
+    asked = ("--source", sample["source"], "--document", sample["documents"][0]["document"])
+    times = json.loads(said("when", file, *asked, "--json"))["documents"][0]["seen"]
+    assert any(one["step"] == 40 and one["sample"] == sample["sample"] for one in times)
 
 
 _ASK = """
 import sys
-from pathlib import Path
-from pipeline.data.provenance import ask
-from pipeline.data.when import when
-from pipeline.data.where import where
-
-run = ask(Path(sys.argv[1]))
-where(run, 3, say=print)
-when(run, "plain", document=3, say=print)
-print([name for name in ("torch", "pyarrow") if name in sys.modules])
+from pipeline.cli import app, main
+run = sys.argv[3]
+app(["data", "where", run, "--step", "3"], standalone_mode=False)
+app(["data", "when", run, "--source", "plain", "--document", "3"], standalone_mode=False)
+print({"torch", "pyarrow"} & set(sys.modules))
+main()
 """
 
 
 def test_nothing_heavy_is_imported(root: Path) -> None:
-    found = subprocess.run([sys.executable, "-c", _ASK, root / "run.yaml"], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    """torch takes seconds. The last command is one that is refused."""
+    last = ("data", "when", root / "run.yaml", "--source", "plain", "--doc", "nobody")
+    found = subprocess.run([sys.executable, "-c", _ASK, *last], capture_output=True, text=True, check=False)
+    assert found.stdout.splitlines()[-1] == "set()"
+    assert found.returncode == 2 and "no document of source 'plain' has the id 'nobody'" in found.stderr
 
 
 def test_the_plan_is_that_of_the_journal(run: AskedRun) -> None:

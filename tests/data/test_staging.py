@@ -1,6 +1,8 @@
 """Copies on the node's own disk: checked, complete, made once, whatever happens meanwhile."""
 
 import errno
+import itertools
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -101,6 +103,11 @@ def temporary(folder):
     return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
 
 
+def own(folder):
+    """Where this user's copies are."""
+    return folder / f"pipeline-data-{os.geteuid()}"
+
+
 def identity(path):
     """Of a file; inodes alone are used again."""
     return path.stat().st_ino, path.stat().st_mtime_ns
@@ -116,8 +123,8 @@ def test_shared_is_as_it_is(shared, tmp_path):
 def test_a_copy_is_the_same_dataset(shared, tmp_path, capsys):
     dataset = Dataset.open(shared)
     copy = stage(tmp_path, tmp_path / "node")["s"]
-    assert copy.folder == tmp_path / "node" / "pipeline-data" / dataset.fingerprint
-    assert copy.fingerprint == dataset.fingerprint
+    assert copy.folder == own(tmp_path / "node") / dataset.fingerprint
+    assert (copy.fingerprint, copy.manifest) == (dataset.fingerprint, dataset.manifest)
     assert copy.read(0, copy.tokens).tolist() == dataset.read(0, dataset.tokens).tolist()
     assert copy.document_starts(0, copy.tokens).tolist() == dataset.document_starts(0, dataset.tokens).tolist()
     assert parts_of(copy.folder) == parts_of(shared)
@@ -129,7 +136,7 @@ def test_a_copy_is_the_same_dataset(shared, tmp_path, capsys):
 def test_by_default_in_the_folder_for_temporary_files(shared, tmp_path, monkeypatch):
     monkeypatch.setattr(staging.tempfile, "tempdir", str(tmp_path / "node"))
     (tmp_path / "node").mkdir()
-    assert stage(tmp_path, None)["s"].folder.parent == tmp_path / "node" / "pipeline-data"
+    assert stage(tmp_path, None)["s"].folder.parent == own(tmp_path / "node")
 
 
 def test_read_by_pread(shared, tmp_path):
@@ -167,14 +174,6 @@ def test_without_receipts_files_are_read_and_kept(shared, tmp_path, monkeypatch)
     stage(tmp_path, tmp_path / "node")
     monkeypatch.setattr(staging, "_make", None)
     stage(tmp_path, tmp_path / "node")
-
-
-@pytest.mark.parametrize("name", ["parts.bin", "manifest.json"])
-def test_what_lies_beside_the_parts_is_mended(shared, tmp_path, name):
-    copy = stage(tmp_path, tmp_path / "node")["s"]
-    (copy.folder / name).write_bytes(b"{}")
-    stage(tmp_path, tmp_path / "node")
-    assert (copy.folder / name).read_bytes() == (shared / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -272,8 +271,62 @@ def test_errors_that_do_not_pass(shared, tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_used(shared, tmp_path):
     (tmp_path / "node").write_text("a file")
-    with pytest.raises(MachineError, match=r"stage.dir: .*node/pipeline-data cannot be used .*; set stage.dir to"):
+    with pytest.raises(MachineError, match=r"stage.dir: .*node/pipeline-data-\d+ cannot be used: .*; set stage.dir to"):
         stage(tmp_path, tmp_path / "node")
+
+
+def test_only_this_user_may_write_to_the_folder(shared, tmp_path):
+    previous = os.umask(0)
+    try:
+        stage(tmp_path, tmp_path / "node")
+    finally:
+        os.umask(previous)
+    assert own(tmp_path / "node").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_lock_that_cannot_be_had(shared, tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(staging.fcntl, "flock", fails)
+    with pytest.raises(MachineError, match=r"stage.dir: .* cannot be used: No locks available"):
+        stage(tmp_path, tmp_path / "node")
+
+
+@pytest.mark.parametrize("kind", ["of another user", "everybody's", "link", "link to nothing", "file"])
+def test_what_another_user_planted_is_not_touched(shared, tmp_path, monkeypatch, kind):
+    """The name of the folder can be guessed, and /tmp is everybody's."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    place = own(tmp_path / "node")
+    place.parent.mkdir()
+    planted = place
+    if kind == "link":
+        planted = tmp_path / "theirs"
+        place.symlink_to(planted)
+    if kind == "link to nothing":
+        place.symlink_to(tmp_path / "nothing")
+    elif kind == "file":
+        place.write_text("")
+    else:
+        planted.mkdir()
+        (planted / "lock").symlink_to(precious)
+        folder = planted / Dataset.open(shared).fingerprint
+        folder.mkdir()
+        (folder / "checked.jsonl").symlink_to(precious)
+    if kind == "everybody's":
+        place.chmod(0o777)
+    if kind == "of another user":
+        if os.geteuid() == 0:
+            os.chown(place, 12345, 12345)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+            place.rename(own(place.parent))
+    with pytest.raises(MachineError, match=r"stage.dir: .*/node/pipeline-data-\d+ cannot be used: "):
+        stage(tmp_path, tmp_path / "node")
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
+    assert not list(tmp_path.rglob("parts/*/*.bin.*")) and not list((tmp_path / "node").rglob("*.bin"))
 
 
 @pytest.fixture
@@ -298,14 +351,14 @@ def small_disk(tmp_path):
 def test_too_little_space_is_found_before(shared, tmp_path, small_disk, monkeypatch):
     small_disk("size=64k")
     monkeypatch.setattr(staging, "_ROOM", 60 * 2**10)
-    (tmp_path / "node" / "pipeline-data" / "another").mkdir(parents=True)
+    (own(tmp_path / "node") / "another").mkdir(parents=True)
     with pytest.raises(MachineError) as error:
         stage(tmp_path, tmp_path / "node")
     needed = sum(map(len, parts_of(shared).values()))
     text = str(error.value)
-    assert text.startswith(f"stage.dir: {tmp_path}/node/pipeline-data has ")
+    assert text.startswith(f"stage.dir: {own(tmp_path / 'node')} has ")
     assert f"the parts that the run reads need {needed / 1000:.1f} kB more" in text
-    assert f"remove copies of other datasets that no run needs ({tmp_path}/node/pipeline-data/another)" in text
+    assert f"remove copies of other datasets that no run needs ({own(tmp_path / 'node')}/another)" in text
     assert "stage.data: shared" in text
     assert parts_of(tmp_path / "node") == {}
 
@@ -329,50 +382,55 @@ def test_a_disk_that_fills_up(shared, tmp_path, small_disk, monkeypatch):
     assert parts_of(copy.folder) == parts_of(shared)
 
 
-GATED = """
-import itertools, sys, time
-from pathlib import Path
-from pipeline.data import staging
-from tests.data.test_staging import stage
+class Gated:
+    """A process that stages, and after so many writes waits for the file `go`. A fork, so nothing is imported again."""
 
-root, allowed = Path(sys.argv[1]), int(sys.argv[2])
-write, numbers = staging.HashedFile.write, itertools.count()
-def gated(self, data):
-    write(self, data)
-    self._file.flush()
-    while next(numbers) >= allowed and not (root / "go").exists():
-        time.sleep(0.01)
-staging.HashedFile.write = gated
-staging.CHUNK_BYTES = 200
-copy = stage(root, root / "node")["s"]
-print("sum", int(copy.read(0, copy.tokens).sum()))
-"""
+    def __init__(self, root, allowed=10**9):
+        reading, writing = os.pipe()
+        self.process = multiprocessing.get_context("fork").Process(target=self._run, args=(root, allowed, writing))
+        self.process.start()
+        os.close(writing)
+        self.stdout = os.fdopen(reading)
+        self.pid = self.process.pid
+
+    def _run(self, root, allowed, writing):
+        sys.stdout = os.fdopen(writing, "w", buffering=1)
+        write, numbers = HashedFile.write, itertools.count()
+
+        def gated(file, data):
+            write(file, data)
+            file._file.flush()
+            while next(numbers) >= allowed and not (root / "go").exists():
+                time.sleep(0.01)
+
+        HashedFile.write, staging.CHUNK_BYTES = gated, 200
+        copy = stage(root, root / "node")["s"]
+        print("sum", int(copy.read(0, copy.tokens).sum()))
+
+    def end(self):
+        """Wait for its end. Returns what it said and its exit code."""
+        with self.stdout:
+            said = self.stdout.read()
+        self.process.join(60)
+        return said, self.process.exitcode
+
+    def kill(self):
+        self.process.kill()
+        return self.end()
 
 
-def start(root, allowed=10**9):
-    """A process that stages, and after so many writes waits for the file `go`."""
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", GATED, str(root), str(allowed)],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_for(condition, *processes):
+def wait_for(condition, gated):
     end = time.monotonic() + 60
     while not condition():
-        assert all(process.poll() is None for process in processes), processes[0].communicate()
+        assert gated.process.is_alive(), gated.end()
         assert time.monotonic() < end
         time.sleep(0.005)
 
 
 def test_killed_while_copying(shared, tmp_path):
-    process = start(tmp_path, 25)  # a .bin takes 5
+    process = Gated(tmp_path, 25)  # a .bin takes 5
     wait_for(lambda: parts_of(tmp_path / "node") and temporary(tmp_path / "node"), process)
     process.kill()
-    process.communicate()
     there = parts_of(tmp_path / "node")
     assert there and there.items() < parts_of(shared).items()
     assert temporary(tmp_path / "node")
@@ -384,31 +442,30 @@ def test_killed_while_copying(shared, tmp_path):
 
 
 def test_one_process_copies_and_others_wait(shared, tmp_path):
-    one = start(tmp_path, 5)
+    one = Gated(tmp_path, 5)
     wait_for(lambda: temporary(tmp_path / "node"), one)
-    others = [start(tmp_path) for _ in range(2)]
-    expected = f"waiting for process {one.pid}, which copies datasets to {tmp_path}/node/pipeline-data\n"
+    others = [Gated(tmp_path) for _ in range(2)]
+    expected = f"waiting for process {one.pid}, which copies datasets to {own(tmp_path / 'node')}\n"
     assert [other.stdout.readline() for other in others] == [expected] * 2
     (tmp_path / "go").touch()
     dataset = Dataset.open(shared)
     total = f"sum {dataset.read(0, dataset.tokens).sum()}\n"
-    said = [process.communicate(timeout=60)[0] for process in (one, *others)]
-    assert said[0].startswith("copying 12 files") and said[0].endswith(total)
-    assert said[1:] == [total] * 2
+    (said, code), *rest = [process.end() for process in (one, *others)]
+    assert said.startswith("copying 12 files") and said.endswith(total) and code == 0
+    assert rest == [(total, 0)] * 2
 
 
 def test_a_dead_copier_frees_the_others(shared, tmp_path):
-    one = start(tmp_path, 2)
+    one = Gated(tmp_path, 2)
     wait_for(lambda: temporary(tmp_path / "node"), one)
-    other = start(tmp_path)
+    other = Gated(tmp_path)
     assert other.stdout.readline().startswith(f"waiting for process {one.pid}")
     one.kill()
-    said, _ = other.communicate(timeout=60)
-    assert other.returncode == 0 and said.startswith("copying"), said
-    folder = next(path for path in (tmp_path / "node" / "pipeline-data").iterdir() if path.is_dir())
+    said, code = other.end()
+    assert code == 0 and said.startswith("copying"), said
+    folder = next(path for path in own(tmp_path / "node").iterdir() if path.is_dir())
     assert parts_of(folder) == parts_of(shared)
     assert temporary(tmp_path) == []
-    one.communicate()
 
 
 def test_hashes_are_those_of_the_files(shared):
