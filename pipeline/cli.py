@@ -262,16 +262,24 @@ def data_adopt(
 def data_plan(
     run: Run,
     overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 1,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks, for micro-batches and padding.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="First steps whose order is hashed.", min=0)] = 1000,
-    preview: Annotated[int, typer.Option(help="First windows to show.", min=0)] = 0,
+    preview: Annotated[int, typer.Option(help="First windows to show as text.", min=0)] = 0,
     assume: Annotated[
         list[str] | None,
-        typer.Option(metavar="SOURCE=TOKENS", help="Plan without its dataset; may be repeated.", show_default=False),
+        typer.Option(
+            metavar="SOURCE=TOKENS",
+            help="Plan as if the source had so many tokens, like web=1T, whether or not it has a dataset; may be "
+            "repeated.",
+            show_default=False,
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all digits.")] = False,
 ) -> None:
-    """Show a run's blend on paper: sources, segments, epochs, accounts at the end, warnings, a hash of the order."""
+    """Show a run's blend on paper: sources, segments, epochs, accounts at the end, warnings, a hash of the order.
+
+    Writes nothing. A run that has begun is planned from its newest checkpoint.
+    """
     config = _load(run, overrides)
     from pipeline.data.paper_show import print_plan
 

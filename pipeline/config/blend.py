@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetJsonSchemaHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -95,6 +103,19 @@ class Bound(Value):
         return int(Fraction(repr(self.share)) * documents)
 
 
+def _in_order(bounds: tuple[Bound, Bound]) -> tuple[Bound, Bound]:
+    first, end = bounds
+    # A share and a number can be compared only when the dataset is there; that is left to the plan.
+    comparable = (first.documents is None) == (end.documents is None)
+    if comparable and (first.documents or 0, first.share) >= (end.documents or 0, end.share):
+        raise ValueError(f"[{first}, {end}] has no documents: the second place must lie behind the first")
+    return bounds
+
+
+Slice = Annotated[tuple[Bound, Bound], AfterValidator(_in_order)]
+"""The documents from the first place up to the second, which is not included."""
+
+
 class PhaseConfig(Section):
     """A part of the run with weights, sources, sequence length or batch size of its own."""
 
@@ -109,7 +130,7 @@ class PhaseConfig(Section):
     """The sources that take part; by default those of `weights`, or all."""
     temperature: float | None = Field(default=None, gt=0)
     """In place of blend.temperature."""
-    slices: dict[str, tuple[Bound, Bound]] = Field(default_factory=dict)
+    slices: dict[str, Slice] = Field(default_factory=dict)
     """By source: read only the documents from the first place up to the second, in place of the source's `slice`."""
     sequence_length: int | None = Field(default=None, ge=1)
     """In place of train.sequence_length."""
@@ -118,15 +139,27 @@ class PhaseConfig(Section):
     micro_batch_size: int | None = Field(default=None, ge=1)
     """In place of train.micro_batch_size."""
 
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _weights(cls, value: Any) -> Any:
+        # As a union it would tell what is wrong once for each of its types, and not with which source.
+        if value is None or value == "tokens":
+            return value
+        if not isinstance(value, dict) or not value:
+            raise ValueError("must be 'tokens', or the weight of each source that takes part, like {web: 7, code: 3}")
+        for name, weight in value.items():
+            try:
+                good = not isinstance(weight, bool) and 0 < float(weight) < math.inf
+            except (TypeError, ValueError):
+                good = False
+            if not good:
+                raise ValueError(f"{name}: {weight} is no number above 0; leave out a source that is to give nothing")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> PhaseConfig:
-        if isinstance(self.weights, dict):
-            if not self.weights:
-                raise ValueError("weights: give at least one source, or leave the key out")
-            if bad := [name for name, weight in self.weights.items() if weight <= 0]:
-                raise ValueError(f"weights: {bad[0]}: {self.weights[bad[0]]:g} is not above 0; leave the source out")
-            if self.sources is not None and set(self.sources) != set(self.weights):
-                raise ValueError("weights and sources name different sources; leave `sources` out")
+        if isinstance(self.weights, dict) and self.sources is not None and set(self.sources) != set(self.weights):
+            raise ValueError("weights and sources name different sources; leave `sources` out")
         if self.sources is not None and (not self.sources or len(set(self.sources)) != len(self.sources)):
             raise ValueError(f"sources: give at least one, each once, got {self.sources}")
         return self
@@ -179,6 +212,17 @@ class BlendConfig(Section):
                 raise ValueError(
                     f"phases.{number}: `until` is missing; only the last phase lasts to the end of the run"
                 )
+        # Steps with tokens are compared when the plan is made.
+        ends = {"steps": 0, "tokens": 0}
+        for number, phase in enumerate(self.phases[:-1]):
+            assert phase.until is not None
+            count, unit = phase.until.count, phase.until.unit
+            if count <= ends[unit]:
+                raise ValueError(
+                    f"phases.{number}: `until` counts from the start of the run, so {count:,} {unit} must be more than "
+                    f"{ends[unit]:,} here"
+                )
+            ends[unit] = count
         return self
 
 

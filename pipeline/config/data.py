@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
-from pipeline.config.blend import Bound
+from pipeline.config.blend import Slice
 
 
 class HubConfig(Section):
@@ -61,7 +61,7 @@ class SourceConfig(Section):
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the blend, relative to the other sources. Without any weight, shares are proportional to tokens."""
-    slice: tuple[Bound, Bound] | None = None
+    slice: Slice | None = None
     """Train only on the documents from the first place up to the second, like `[0, 0.9]` or `[0, 500 documents]`."""
     max_epochs: float | None = Field(default=None, gt=0)
     """Train on at most so many times the source's tokens; fractions are allowed."""
@@ -85,6 +85,10 @@ class SourceConfig(Section):
             raise ValueError(f"type is not set, and without it each {kind} file is one document: write type: {kind}")
         if (self.type == "hub") != (self.hub is not None):
             raise ValueError("type: hub and the key hub belong together")
+        if self.on_exhausted != "renormalize" and self.max_epochs is None:
+            raise ValueError(
+                f"on_exhausted: {self.on_exhausted} is for a source with max_epochs: set that, or leave it out"
+            )
         return self
 
 
@@ -157,9 +161,6 @@ class DataConfig(Section):
             raise ValueError(
                 f"splits: {', '.join(f'{k}: {v}' for k, v in self.splits.items())} leave nothing to train on"
             )
-        for source in self.sources:
-            if source.on_exhausted != "renormalize" and source.max_epochs is None:
-                raise ValueError(f"source {source.name}: on_exhausted says what to do at max_epochs, which is not set")
         weighted = [source.name for source in self.sources if source.weight is not None]
         if weighted and len(weighted) != len(names):
             without = [name for name in names if name not in weighted]

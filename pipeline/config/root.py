@@ -53,7 +53,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _blend_names(self) -> Config:
-        names = [source.name for source in self.data.sources]
+        names = dict.fromkeys(source.name for source in self.data.sources)
         used = [
             (f"blend.phases.{number}.{key}", name)
             for number, phase in enumerate(self.blend.phases)

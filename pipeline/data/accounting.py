@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.root import Config
+from pipeline.data.blend import UNIT
 from pipeline.data.hashing import key
-from pipeline.data.journal import Journal, SourceState
+from pipeline.data.journal import Journal, Skip, SourceState
 from pipeline.data.permutation import IntArray, Permutation
 from pipeline.data.phases import label, phase_at
 from pipeline.data.sampler import Sampler
@@ -50,6 +51,8 @@ class SliceAccount:
     """Tokens not drawn in laps that ended early, because the sequence length or the slice changed."""
     remaining: int | None
     """Tokens in whole windows until `max_epochs`; None without a limit."""
+    exhausted: int | None
+    """Segment with the last window that `max_epochs` allows; None if there are more, or were none at all."""
 
     @property
     def epochs(self) -> float:
@@ -116,6 +119,7 @@ class _Stretch:
     windows: int = 0  # drawn, from the first position of the first lap on
     closed: int | None = None  # the segment that ended the last lap early
     limit: int | None = None  # windows that its last segment can still give
+    exhausted: int | None = None  # the segment that gave the last one
     first_lap: int = field(init=False)
     lap_windows: int = field(init=False)
 
@@ -172,9 +176,10 @@ def _accounts(journal: Journal, stretches: Mapping[str, list[_Stretch]]) -> dict
 def _stretches(journal: Journal, step: int) -> dict[str, list[_Stretch]]:
     """By source, in the order of the run."""
     found: dict[str, list[_Stretch]] = {}
-    for number, counts in enumerate(windows_drawn(journal, step)):
-        length = journal.segments[number].sequence_length
-        for name, state in journal.segments[number].sources.items():
+    for number, (segment, samples) in enumerate(journal.drawn(step)):
+        length = segment.sequence_length
+        counts = dict(zip(segment.sources, segment.order().counts(samples), strict=True))
+        for name, state in segment.sources.items():
             row = found.setdefault(name, [])
             if row and row[-1].goes_on_with(state, length):
                 stretch = row[-1]
@@ -185,16 +190,10 @@ def _stretches(journal: Journal, step: int) -> dict[str, list[_Stretch]]:
                 stretch = _Stretch(state, length)
                 row.append(stretch)
             stretch.windows += counts[name]
-            stretch.limit = None if state.cap is None else max(0, state.cap - counts[name])
+            stretch.limit = None if state.cap is None else state.cap - counts[name]
+            if state.cap and stretch.limit == 0:
+                stretch.exhausted = number
     return found
-
-
-def windows_drawn(journal: Journal, step: int) -> list[dict[str, int]]:
-    """Windows that the steps before `step` have drawn from each source, for each segment that begins before it."""
-    return [
-        dict(zip(segment.sources, segment.order().counts(samples), strict=True))
-        for segment, samples in journal.drawn(step)
-    ]
 
 
 def _first_stretch(journal: Journal, name: str) -> _Stretch:
@@ -218,6 +217,7 @@ def _account(seed: int, name: str, stretches: list[_Stretch]) -> SliceAccount:
         exact=exact,
         unseen=sum(stretch.unseen for stretch in stretches),
         remaining=None if last.limit is None else last.limit * last.length,
+        exhausted=next((stretch.exhausted for stretch in stretches if stretch.exhausted is not None), None),
     )
 
 
@@ -305,11 +305,14 @@ def warnings(config: Config, journal: Journal, sampler: Sampler, last_step: int)
         last_step: Steps of the whole run.
     """
     stretches = _stretches(journal, last_step)
+    found_accounts = _accounts(journal, stretches)
     kinds = (
-        _repeated(config, _accounts(journal, stretches)),
+        _repeated(config, found_accounts),
+        _dropped(config, journal, found_accounts, last_step),
         _overlaps(config, journal, last_step),
         _closed(config, journal, stretches),
         _late_phases(config, journal, last_step),
+        _idle_skips(journal, last_step),
     )
     lines = []
     for found in map(list, kinds):
@@ -326,7 +329,10 @@ def _repeated(config: Config, found: Mapping[str, Account]) -> Iterator[str]:
             continue
         account = found[source.name]
         if account.drawn == 0:
-            yield f"source {source.name!r} gives no window in the whole run: its weight is too small for the duration"
+            why = "its weight is too small for the duration"
+            if account.current.remaining == 0:
+                why = f"max_epochs {source.max_epochs:g} of its {account.current.tokens:,} tokens is less than a window"
+            yield f"source {source.name!r} gives no window in the whole run: {why}"
         for part in account.slices:
             where = f"source {source.name!r}" + (f" ({documents_text(part.documents)})" if part.documents else "")
             limit = source.max_epochs if source.on_exhausted == "repeat" else None
@@ -335,27 +341,40 @@ def _repeated(config: Config, found: Mapping[str, Account]) -> Iterator[str]:
             elif part.epochs > config.blend.warn_epochs:
                 yield (
                     f"{where} is read {part.epochs:.2f} times, more than blend.warn_epochs "
-                    f"{config.blend.warn_epochs:g}: lower its weight, give it more documents, or set max_epochs"
+                    f"{config.blend.warn_epochs:g}: lower its weight, give it more documents, set a lower max_epochs, "
+                    "or raise warn_epochs"
+                )
+
+
+def _dropped(config: Config, journal: Journal, found: Mapping[str, Account], last_step: int) -> Iterator[str]:
+    """Sources that have a share in a phase and nothing left for it."""
+    told = set()
+    for number, (segment, _) in enumerate(journal.drawn(last_step)):
+        for name, state in segment.sources.items():
+            if state.cap == 0 and not state.stops and found[name].drawn and name not in told:
+                told.add(name)
+                yield (
+                    f"source {name!r} has nothing left for phase {label(config, journal, number)}, since it has "
+                    f"reached max_epochs: the others share its {state.weight / UNIT:.1%}"
                 )
 
 
 def _overlaps(config: Config, journal: Journal, last_step: int) -> Iterator[str]:
     """Slices with common documents, of one source or of sources that share a dataset."""
     folders = {source.name: str(source.dataset or source.name) for source in config.data.sources}
-    used: dict[str, dict[tuple[str, Documents], str]] = {}
-    for number, segment in enumerate(journal.segments):
-        if segment.first_step < last_step:
-            for name, state in segment.sources.items():
-                uses = used.setdefault(folders.get(name, name), {})
-                uses.setdefault((name, state.documents), label(config, journal, number))
+    used: dict[str, dict[tuple[str, Documents], int]] = {}
+    for number, (segment, _) in enumerate(journal.drawn(last_step)):
+        for name, state in segment.sources.items():
+            used.setdefault(folders.get(name, name), {}).setdefault((name, state.documents), number)
     for uses in used.values():
-        for ((one, first), phase), ((two, second), other) in combinations(uses.items(), 2):
+        for ((one, first), number), ((two, second), other) in combinations(uses.items(), 2):
             common = _common(first, second)
             if common is not None and common[0] < common[1]:
                 what = documents_text(None if first is None and second is None else common)
                 yield (
-                    f"source {one!r} in phase {phase} and source {two!r} in phase {other} both read {what} of one "
-                    "dataset, as texts of their own: epochs and max_epochs count for each by itself"
+                    f"source {one!r} in phase {label(config, journal, number)} and source {two!r} in phase "
+                    f"{label(config, journal, other)} both read {what} of one dataset, as texts of their own: epochs "
+                    "and max_epochs count for each by itself"
                 )
 
 
@@ -385,6 +404,35 @@ def _late_phases(config: Config, journal: Journal, last_step: int) -> Iterator[s
     for number, phase in enumerate(config.blend.phases[last + 1 :], start=last + 1):
         name = f" ({phase.name})" if phase.name else ""
         yield f"blend.phases.{number}{name} never begins: the run ends with step {last_step:,}"
+
+
+def _idle_skips(journal: Journal, last_step: int) -> Iterator[str]:
+    """Entries of the run file that leave the whole run as it is."""
+    used = {name for segment, _ in journal.drawn(last_step) for name in segment.sources}
+    for skip in journal.skips:
+        first, end = skip.first_step, last_step
+        if skip.steps is not None:
+            first, end = max(first, skip.steps[0]), min(end, skip.steps[1])
+        elif skip.samples is not None:
+            first, end = (
+                max(first, journal.step_of(skip.samples[0])),
+                min(end, journal.step_of(skip.samples[1] - 1) + 1),
+            )
+        if skip.end_step is None and (first >= end or (skip.source is not None and skip.source not in used)):
+            yield f"blend.skip: {skip_text(skip)}, but the run has nothing of that from there on"
+
+
+def skip_text(skip: Skip) -> str:
+    """A skip for people, steps counted from 1: `steps 5 to 9 are passed over (from step 1 on)`."""
+    if skip.steps is not None:
+        what = f"steps {skip.steps[0] + 1:,} to {skip.steps[1]:,} are passed over"
+    elif skip.samples is not None:
+        what = f"samples {skip.samples[0]:,} to {skip.samples[1] - 1:,} are not trained on"
+    else:
+        ranges = ", ".join(f"{first:,} to {end - 1:,}" for first, end in skip.documents)
+        what = f"source {skip.source!r} is not trained on" + (f": documents {ranges}" if ranges else "")
+    until = "" if skip.end_step is None else f" up to step {skip.end_step:,}"
+    return f"{what} (from step {skip.first_step + 1:,} on{until})"
 
 
 def documents_text(documents: Documents) -> str:

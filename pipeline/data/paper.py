@@ -18,7 +18,6 @@ import xxhash
 from rich.console import Console
 
 from pipeline.config.base import parse_count
-from pipeline.config.blend import PhaseConfig
 from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import store
@@ -29,16 +28,16 @@ from pipeline.data.accounting import (
     SliceAccount,
     accounts,
     run_length,
+    skip_text,
     warnings,
-    windows_drawn,
 )
 from pipeline.data.blend import UNIT
 from pipeline.data.checks import check_tokenizers
 from pipeline.data.dataset import Dataset, Slice
 from pipeline.data.instances import Windows
-from pipeline.data.journal import Journal, Sized, Skip
+from pipeline.data.journal import Journal, Sized
 from pipeline.data.opening import dataset_folder
-from pipeline.data.phases import label, phase_at
+from pipeline.data.phases import label, micro_batch_size
 from pipeline.data.plan import check_settings
 from pipeline.data.provenance import checkpoint_steps
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN
@@ -54,6 +53,8 @@ SHOWN_CHARACTERS = 300
 STATE_FILE = "state.json"
 """Of a checkpoint; it has the journal by which the steps before it were trained."""
 _PATIENCE_S = 1.0
+_NAMED = 5
+"""Sources without a dataset in a message."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def make_plan(
         steps_so_far=done,
         sources=_slice_rows(config, sized, sampler, length, done),
         segments=segments,
-        skips=[_skip_text(skip) for skip in journal.skips],
+        skips=[skip_text(skip) for skip in journal.skips],
         warnings=warnings(config, journal, sampler, length.steps),
         hashed_steps=hashed,
         order_hash=f"{order_hash(sampler, hashed):016x}",
@@ -246,12 +247,13 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
         elif (folder / MANIFEST_FILE).exists():
             found[source.name] = Dataset.open(folder)
         else:
-            missing.append(f"source {source.name!r} has no dataset yet ({folder})")
+            missing.append((source.name, folder))
     if missing:
-        example = missing[0].split("'")[1]
+        more = f"; and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
         raise UserError(
-            "; ".join(missing) + ": run `pipeline preprocess` first, or plan with sizes that you assume: "
-            f"--assume {example}=1T"
+            "; ".join(f"source {name!r} has no dataset yet ({folder})" for name, folder in missing[:_NAMED])
+            + f"{more}: run `pipeline preprocess` first (or correct the key `dataset`, if it has one), or plan with "
+            f"sizes that you assume: --assume {missing[0][0]}=1T"
         )
     datasets = {name: dataset for name, dataset in found.items() if isinstance(dataset, Dataset)}
     if datasets:
@@ -293,10 +295,7 @@ def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> l
     """The segments that begin before the end of the run."""
     rows = []
     for number, (segment, samples) in enumerate(journal.drawn(steps)):
-        phases = config.blend.phases or [PhaseConfig()]
-        phase = phases[phase_at(config, journal, segment.first_step)]
-        share = -(-segment.batch_size // ranks)
-        micro = min(phase.micro_batch_size or config.train.micro_batch_size or share, share)
+        micro = micro_batch_size(config, journal, number, ranks)
         micro_batches = -(-segment.batch_size // (micro * ranks))
         rows.append(
             SegmentRow(
@@ -320,9 +319,9 @@ def _slice_rows(
 ) -> list[SliceRow]:
     """The slices of all sources that take part, in the order of the run file."""
     journal = sampler.journal
+    phases = [label(config, journal, number) for number in range(len(journal.drawn(length.steps)))]
     ends = accounts(sampler, length.steps)
     now = {} if done is None else accounts(sampler, done)
-    drawn = windows_drawn(journal, length.steps)
     rows = []
     for source in config.data.sources:
         for part in ends[source.name].slices if source.name in ends else ():
@@ -334,15 +333,13 @@ def _slice_rows(
                     document_count=end - first,
                     assumed=isinstance(sized[source.name], Assumed),
                     weights={
-                        label(config, journal, number): state.weight / UNIT
-                        for number, segment in enumerate(journal.segments)
-                        if (state := segment.sources.get(source.name)) is not None
-                        and state.documents == part.documents
-                        and segment.first_step < length.steps
+                        phase: state.weight / UNIT
+                        for phase, segment in zip(phases, journal.segments, strict=False)
+                        if (state := segment.sources.get(source.name)) is not None and state.documents == part.documents
                     },
                     max_epochs=source.max_epochs,
                     on_exhausted=source.on_exhausted,
-                    exhausted_step=_exhausted_step(sampler, drawn, source.name, part.documents),
+                    exhausted_step=_exhausted_step(sampler, source.name, part),
                     so_far=_same_slice(now.get(source.name), part),
                     end=part,
                 )
@@ -354,43 +351,24 @@ def _same_slice(account: Account | None, part: SliceAccount) -> SliceAccount | N
     return next((other for other in account.slices if other.documents == part.documents), None) if account else None
 
 
-def _exhausted_step(
-    sampler: Sampler, drawn: Sequence[Mapping[str, int]], name: str, documents: Documents
-) -> int | None:
-    """The step, from 1, in which a source gives the last window that max_epochs allows.
-
-    Args:
-        sampler: The order of the run.
-        drawn: Windows drawn in the whole run, from `windows_drawn`.
-        name: The source.
-        documents: Its slice.
-    """
-    journal = sampler.journal
-    for number, counts in enumerate(drawn):
-        segment = journal.segments[number]
-        state = segment.sources.get(name)
-        if state is not None and state.documents == documents and state.cap and counts[name] == state.cap:
-            lap, position = divmod(state.cursor + state.cap - 1, state.tokens // segment.sequence_length)
-            (sample,) = sampler.find(name, number, state.lap + lap, np.array([position]))
-            return journal.step_of(int(sample)) + 1
-    return None
-
-
-def _skip_text(skip: Skip) -> str:
-    if skip.steps is not None:
-        what = f"steps {skip.steps[0] + 1:,} to {skip.steps[1]:,} are passed over"
-    elif skip.samples is not None:
-        what = f"samples {skip.samples[0]:,} to {skip.samples[1] - 1:,} are not trained on"
-    else:
-        ranges = ", ".join(f"{first:,} to {end - 1:,}" for first, end in skip.documents)
-        what = f"source {skip.source!r} is not trained on" + (f": documents {ranges}" if ranges else "")
-    until = "" if skip.end_step is None else f" up to step {skip.end_step:,}"
-    return f"{what} (from step {skip.first_step + 1:,} on{until})"
+def _exhausted_step(sampler: Sampler, name: str, part: SliceAccount) -> int | None:
+    """The step, from 1, in which a source gives the last window that max_epochs allows; None if it does not."""
+    if part.exhausted is None:
+        return None
+    segment = sampler.journal.segments[part.exhausted]
+    state = segment.sources[name]
+    assert state.cap
+    laps, position = divmod(state.cursor + state.cap - 1, segment.windows[name])
+    (sample,) = sampler.find(name, part.exhausted, state.lap + laps, np.array([position]))
+    return sampler.journal.step_of(int(sample)) + 1
 
 
 def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], count: int) -> Iterator[PreviewRow]:
     """The first windows."""
     journal = sampler.journal
+    # All datasets of a run have one tokenizer.
+    folders = [dataset.folder for dataset in sized.values() if isinstance(dataset, Dataset)]
+    tokenizer = Tokenizer.open(folders[0]) if folders and count else None
     for sample in range(count):
         step = journal.step_of(sample)
         number, first = journal.segment_number(step), journal.samples(step).start
@@ -400,11 +378,12 @@ def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], coun
         dataset, documents = sized[name], journal.segments[number].sources[name].documents
         pieces, shown = [], None
         if isinstance(dataset, Dataset):
+            assert tokenizer is not None
             text = dataset if documents is None else Slice(dataset, *documents)
             windows = Windows(text, journal.segments[number].sequence_length, journal.seed, name)
             pieces = [(span.document, span.start, span.length) for span in windows.at(lap, position)]
             ids = [dataset.read(dataset.document_start(d) + start, length) for d, start, length in pieces]
             # Four tokens a character is the most: one for each byte of it.
-            decoded = Tokenizer.open(dataset.folder).decode(np.concatenate(ids)[: 4 * SHOWN_CHARACTERS])
+            decoded = tokenizer.decode(np.concatenate(ids)[: 4 * SHOWN_CHARACTERS])
             shown = decoded[:SHOWN_CHARACTERS] + ("…" if len(decoded) > SHOWN_CHARACTERS else "")
         yield PreviewRow(sample, step + 1, name, lap, position, pieces, shown)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import orjson
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,8 +17,12 @@ from pipeline.data.accounting import SliceAccount
 from pipeline.data.paper import HASHED_STEPS, Plan, PreviewRow, SliceRow, make_plan
 from pipeline.data.records import printable
 
-_WIDE = 160
-"""Columns of tables that go to a file or a pipe."""
+_WIDE = 1000
+"""Columns of tables that go to a file or a pipe: enough that nothing is broken."""
+_PHASES = 5
+"""Columns of a table of weights."""
+_SEGMENTS = 20
+"""Of more than two times as many, the first and the last so many are shown; JSON has all."""
 
 
 def print_plan(
@@ -57,84 +62,131 @@ def show(plan: Plan, console: Console) -> None:
     say(console, f"length: {plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens ({plan.ends})")
     if plan.steps_so_far is not None:
         say(console, f"so far: {plan.steps_so_far:,} steps, by the newest checkpoint")
-    console.print(_sources_table(plan))
-    console.print(_segments_table(plan))
-    if plan.steps_so_far and plan.steps_so_far != plan.steps:
-        console.print(_accounts_table(f"after {plan.steps_so_far:,} steps", [(r, r.so_far) for r in plan.sources]))
-    console.print(_accounts_table(f"at the end, after {plan.steps:,} steps", [(r, r.end) for r in plan.sources]))
+    for table in _tables(plan):
+        console.print()
+        console.print(table)
+    console.print()
     for line in plan.skips:
         say(console, f"skip: {line}")
     for line in plan.warnings:
         say(console, f"warning: {line}")
-    say(console, f"order hash of the first {plan.hashed_steps:,} steps: {plan.order_hash}")
+    if plan.hashed_steps:
+        say(console, f"order hash of steps 1 to {plan.hashed_steps:,}: {plan.order_hash}")
     say(console, f"journal: {plan.journal}")
     for row in plan.preview:
         _show_window(row, console)
 
 
-def _sources_table(plan: Plan) -> Table:
+def _tables(plan: Plan) -> Iterator[Table]:
+    yield _sources_table(plan)
     phases = [phase for phase, _ in groupby(row.phase for row in plan.segments)]
-    shares = ["weight"] if len(phases) == 1 else [f"weight\n{phase}" for phase in phases]
-    table = _table("source", "slice", "documents", "tokens", *shares, "epochs", "max_epochs", title="sources")
-    before = ""
+    if len(phases) > 1:
+        for first in range(0, len(phases), _PHASES):
+            yield _weights_table(plan, phases[first : first + _PHASES])
+    yield _segments_table(plan)
+    if plan.steps_so_far and plan.steps_so_far != plan.steps:
+        yield _accounts_table(f"after {plan.steps_so_far:,} steps", [(row, row.so_far) for row in plan.sources])
+    yield _accounts_table(f"at the end, after {plan.steps:,} steps", [(row, row.end) for row in plan.sources])
+
+
+def _sources_table(plan: Plan) -> Table:
+    # The weights of several phases have tables of their own.
+    weight = ["weight"] if len({row.phase for row in plan.segments}) == 1 else []
+    table = _table("sources", "source", "slice", "documents", "tokens", *weight, "epochs", "max_epochs")
     for row in plan.sources:
         limit = "-" if row.max_epochs is None else f"{row.max_epochs:g}, {row.on_exhausted}"
         if row.exhausted_step is not None:
-            limit += f"\nreached at step {row.exhausted_step:,}"
-        table.add_row(
-            "" if row.source == before else row.source + (" (assumed)" if row.assumed else ""),
-            "all" if row.documents is None else f"{row.documents[0]:,} to {row.documents[1] - 1:,}",
-            f"{row.document_count:,}" if not row.assumed else "-",
-            f"{row.end.tokens:,}",
-            *(f"{100 * row.weights[phase]:.4g} %" if phase in row.weights else "-" for phase in phases),
+            limit += f"\nreached at\nstep {row.exhausted_step:,}"
+        _add(
+            table,
+            row.source + (" (assumed)" if row.assumed else ""),
+            _slice(row),
+            _count(row.document_count) if not row.assumed else "-",
+            _count(row.end.tokens),
+            *(_weight(next(iter(row.weights.values()), None)) for _ in weight),
             f"{row.end.epochs:.4g}",
             limit,
         )
-        before = row.source
+    return table
+
+
+def _weights_table(plan: Plan, phases: Sequence[str]) -> Table:
+    table = _table("weights", "source", "slice", *phases)
+    for row in plan.sources:
+        if not row.weights.keys().isdisjoint(phases):
+            _add(table, row.source, _slice(row), *(_weight(row.weights.get(phase)) for phase in phases))
     return table
 
 
 def _segments_table(plan: Plan) -> Table:
-    table = _table("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding\na step")
-    table.title = "segments" if plan.ranks == 1 else f"segments, on {plan.ranks:,} data-parallel ranks"
-    for row in plan.segments:
-        table.add_row(
-            row.phase,
-            f"{row.first_step:,} to {row.last_step:,}",
-            f"{row.batch_size:,}",
-            f"{row.sequence_length:,}",
-            f"{row.samples:,}",
-            f"{row.tokens:,}",
-            f"{row.micro_batches:,} x {row.micro_batch_size:,}",
-            f"{row.padding:,}" + (f" ({_percent(row.padding, row.batch_size + row.padding)})" if row.padding else ""),
-        )
+    ranks = f", on {plan.ranks:,} data-parallel ranks" if plan.ranks > 1 else ""
+    columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
+    table = _table(f"segments{ranks}", *columns)
+    left_out = len(plan.segments) - 2 * _SEGMENTS
+    for number, row in enumerate(plan.segments):
+        if left_out > 0 and number == _SEGMENTS:
+            _add(table, f"({left_out:,} more)")
+        if left_out <= 0 or not _SEGMENTS <= number < len(plan.segments) - _SEGMENTS:
+            _add(
+                table,
+                row.phase,
+                f"{row.first_step:,} to {row.last_step:,}",
+                f"{row.batch_size:,}",
+                f"{row.sequence_length:,}",
+                _count(row.samples),
+                _count(row.tokens),
+                f"{row.micro_batches:,} x {row.micro_batch_size:,}",
+                _percent(row.padding, row.batch_size + row.padding) if row.padding else "-",
+            )
     return table
 
 
-def _accounts_table(title: str, rows: list[tuple[SliceRow, SliceAccount | None]]) -> Table:
-    table = _table("source", "slice", "drawn", "epochs", "lap", "unique", "left out", "until max_epochs", title=title)
+def _accounts_table(title: str, rows: Sequence[tuple[SliceRow, SliceAccount | None]]) -> Table:
+    table = _table(title, "source", "slice", "drawn", "epochs", "lap", "unique", "left out", "until\nmax_epochs")
     for row, account in rows:
-        if account is None:
-            continue
-        table.add_row(
-            row.source,
-            "all" if account.documents is None else f"{account.documents[0]:,} to {account.documents[1] - 1:,}",
-            f"{account.drawn:,}",
-            f"{account.epochs:.4g}",
-            f"{account.lap:,}, {account.lap_share:.1%} done",
-            ("" if account.exact else "about ") + f"{account.unique:,} ({_percent(account.unique, account.tokens)})",
-            f"{account.unseen:,}" if account.unseen else "-",
-            "-" if account.remaining is None else f"{account.remaining:,}",
-        )
+        if account is not None:
+            _add(
+                table,
+                row.source,
+                _slice(row),
+                _count(account.drawn),
+                f"{account.epochs:.4g}",
+                f"{account.lap:,} + {100 * account.lap_share:.3g} %",
+                ("" if account.exact else "~ ") + _percent(account.unique, account.tokens),
+                _count(account.unseen) if account.unseen else "-",
+                "-" if account.remaining is None else _count(account.remaining),
+            )
     return table
 
 
-def _table(*columns: str, title: str = "") -> Table:
-    """All but the first column to the right."""
-    table = Table(*columns, title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _table(title: str, *columns: str) -> Table:
+    """All columns but the first to the right. Only names and ranges are broken where the terminal is narrow."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_edge=False, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        breaks = column in ("source", "slice", "phase", "steps")
+        table.add_column(Text(column), justify="right" if number else "left", no_wrap=not breaks, overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Names of phases may have what rich takes for markup."""
+    table.add_row(*map(Text, cells))
+
+
+def _slice(row: SliceRow) -> str:
+    return "all" if row.documents is None else f"{row.documents[0]:,} to {row.documents[1] - 1:,}"
+
+
+def _weight(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.4g} %"
+
+
+def _count(number: int) -> str:
+    """Four digits of what is long, with the letters of the run file; JSON has all of them."""
+    for letter, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= 10 * scale or (number >= scale and letter != "M"):
+            return f"{number / scale:.4g}{letter}"
+    return f"{number:,}"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -52,8 +52,20 @@ def test_written_out_and_read_again() -> None:
     [
         (BlendConfig, {"phases": [{}, {}]}, r"phases.0: `until` is missing"),
         (BlendConfig, {"phases": [{"until": "3 steps"}]}, r"phases.0: the last phase lasts to the end"),
-        (PhaseConfig, {"weights": {"a": 0}}, "a: 0 is not above 0; leave the source out"),
-        (PhaseConfig, {"weights": {}}, "at least one"),
+        (BlendConfig, {"phases": [{"until": "0 steps"}, {}]}, r"phases.0: .* so 0 steps must be more than 0 here"),
+        (
+            BlendConfig,
+            {"phases": [{"until": "50 steps"}, {"until": "9 tokens"}, {"until": "50 steps"}, {}]},
+            r"phases.2: `until` counts from the start of the run, so 50 steps must be more than 50 here",
+        ),
+        *(
+            (PhaseConfig, {"weights": {"b": 1, "a": weight}}, f"weights\n.* a: {weight} is no number above 0; leave")
+            for weight in (0, -1, float("nan"), float("inf"), True, "much", None)
+        ),
+        (PhaseConfig, {"weights": {}}, "the weight of each source that takes part"),
+        (PhaseConfig, {"weights": "proportional"}, "must be 'tokens', or the weight of each source"),
+        (PhaseConfig, {"slices": {"a": [0.5, 0.5]}}, r"slices.a\n.*\[0.5, 0.5\] has no documents: the second place"),
+        (PhaseConfig, {"slices": {"a": ["9 documents", "7 documents"]}}, r"\[9 documents, 7 documents\] has no"),
         (PhaseConfig, {"weights": {"a": 1}, "sources": ["b"]}, "different sources"),
         (PhaseConfig, {"sources": ["a", "a"]}, "each once"),
         (SkipConfig, {}, "exactly one of"),
@@ -72,7 +84,20 @@ def test_refused(section, value, message) -> None:
         section.model_validate(value)
 
 
+def test_what_is_not_refused() -> None:
+    # Floats like 4e-3 are text to YAML 1.1.
+    assert PhaseConfig.model_validate({"weights": {"a": "4e-3", "b": 1}}).weights == {"a": 0.004, "b": 1}
+    for bounds in ([0, "1 documents"], ["9 documents", 0.5], ["7 documents", "9 documents"]):
+        PhaseConfig.model_validate({"slices": {"a": bounds}})
+    # Which comes first is known when the plan is made.
+    BlendConfig.model_validate({"phases": [{"until": "50 steps"}, {"until": "9 tokens"}, {"until": "51 steps"}, {}]})
+
+
 def test_names_of_sources_are_checked(tmp_path) -> None:
     file = write(tmp_path)
     assert "blend.skip.0.source: 'x' is none of data.sources" in refused(file, "blend.skip=[{source: x}]")
+    assert "data.sources.0: on_exhausted: stop is for a source with max_epochs" in refused(
+        file, "data.sources.0.on_exhausted=stop"
+    )
+    assert "data.sources.0.slice: [0.9, 0.1] has no documents" in refused(file, "data.sources.0.slice=[0.9, 0.1]")
     assert "blend.phases.0.weights: 'x' is none of" in refused(file, "blend.phases=[{weights: {x: 1}}]")

@@ -80,7 +80,7 @@ def enumerated(sampler, step):
             known[identity] = Windows(Text(state.tokens), length, sampler.journal.seed, name)
         first = known[identity].phase(lap) + known[identity].window(lap, position) * length + 1
         counter = seen.setdefault((name, state.documents), Counter())
-        counter.update((first + offset) % state.tokens for offset in range(length))
+        counter.update(((first + np.arange(length)) % state.tokens).tolist())
     return seen
 
 
@@ -308,6 +308,47 @@ def test_warnings_about_sources_that_give_nothing():
     first, second = lines(config, {"web": 100_000, "code": 1000, "books": 1000})
     assert "source 'code' gives no window in the whole run" in first
     assert "source 'books' is in data.sources, but no phase reads it" in second
+    config = run_file({"web": {}, "code": {"max_epochs": 0.004}})
+    (line,) = lines(config, {"web": 100_000, "code": 1000})
+    assert "'code' gives no window in the whole run: max_epochs 0.004 of its 1,000 tokens is less than a window" in line
+
+
+def test_warnings_about_sources_that_have_nothing_left_for_a_phase():
+    phases = [{"until": "50 steps"}, {"name": "end", "weights": {"web": 3, "code": 1}}, {"name": "never"}]
+    phases[1]["until"] = "120 steps"
+    config = run_file({"web": {"weight": 1}, "code": {"weight": 1, "max_epochs": 1}}, blend={"phases": phases})
+    first, second = lines(config, {"web": 100_000, "code": 500})
+    assert (
+        "'code' has nothing left for phase 2 end, since it has reached max_epochs: the others share its 25.0%" in first
+    )
+    assert "never begins" in second
+    # It is exhausted within the second phase, where the table has the step.
+    assert all("nothing left" not in line for line in lines(config, {"web": 100_000, "code": 1500}))
+
+
+def test_warnings_about_skips_that_skip_nothing():
+    entries = [
+        {"steps": "100"},
+        {"steps": "101-200"},
+        {"steps": "5-9", "from_step": 10},
+        {"samples": "399"},
+        {"samples": "400-500"},
+        {"samples": "0-7", "from_step": 3},
+        {"samples": "0-8", "from_step": 3},
+        {"source": "web", "documents": [3]},
+        {"source": "web", "from_step": 101},
+        {"source": "code"},
+    ]
+    config = run_file({"web": {}, "code": {}}, blend={"phases": [{"sources": ["web"]}], "skip": entries})
+    told = [line for line in lines(config, {"web": 100_000, "code": 1000}) if line.startswith("blend.skip: ")]
+    assert [line.split(" (")[0].removeprefix("blend.skip: ") for line in told] == [
+        "steps 101 to 200 are passed over",
+        "steps 5 to 9 are passed over",
+        "samples 400 to 500 are not trained on",
+        "samples 0 to 7 are not trained on",
+        "source 'web' is not trained on",
+        "source 'code' is not trained on",
+    ]
 
 
 def test_warnings_about_slices_with_common_documents():
@@ -355,4 +396,7 @@ def test_ten_trillion_tokens_and_a_thousand_sources():
     assert all(account.exact or account.unique for account in found.values())
     assert found["s999"].epochs == pytest.approx(0.5, abs=1e-5)
     told = warnings(config, sampler.journal, sampler, length.steps)
-    assert len(told) == 11 and told[-1] == "and 990 more like the last one"
+    assert [line for line in told if line.startswith("and")] == [
+        "and 230 more like the last one",
+        "and 990 more like the last one",
+    ]

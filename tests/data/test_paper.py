@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -146,7 +147,7 @@ def test_printed_for_people(run):
         "segments, on 3 data-parallel ranks",
         "after 8 steps",
         "at the end, after 20 steps",
-        "order hash of the first 20 steps: " + planned(run, "train.duration=20 steps").order_hash,
+        "order hash of steps 1 to 20: " + planned(run, "train.duration=20 steps").order_hash,
         "sample 0 (step 1): ",
     ):
         assert line in text
@@ -200,15 +201,49 @@ def test_what_cannot_be_assumed(run, assume):
         planned(run, assume=[assume])
 
 
-def test_torch_is_not_imported():
-    code = "import sys, pipeline.data.paper_show; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_the_command(run):
-    done = tiny.pipeline("data", "plan", run.file, "--steps", 2, "--ranks", 2, "train.duration=9 steps", "--json")
+    """In a process of its own, which imports no torch."""
+    code = (
+        "import runpy, sys\n"
+        "try: runpy.run_module('pipeline', run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    words = ["data", "plan", run.file, "--steps", "2", "--ranks", "2", "train.duration=9 steps", "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
     assert (value["steps"], value["hashed_steps"], value["ranks"], value["steps_so_far"]) == (9, 2, 2, 8)
-    done = tiny.pipeline("data", "plan", run.file, "run.seed=5")
-    assert done.returncode == 2 and "run.seed" in done.stderr
+
+
+ASSUMED = ("sea=8123456789012", "land=400B")
+MANY = [
+    *({"name": f"p{k} [red]", "until": f"{k + 1}00B tokens", "slices": {"land": [0, 0.95]}} for k in range(6)),
+    {"name": "end", "weights": {"land": 1}, "slices": {"land": [0.95, 1]}},
+]
+
+
+def shown(run, tmp_path, width, *overrides):
+    """What a terminal of so many columns shows of a large run, and lines of text in a file."""
+    changes = (f"run.dir={tmp_path}", "train.duration=1T tokens", "train.sequence_length=4096", "train.batch_size=2048")
+    console = Console(file=io.StringIO(), force_terminal=width is not None, no_color=True, width=width)
+    config = load(run.file, (*changes, f"blend.phases={json.dumps(MANY)}", *overrides))
+    print_plan(config, console, hashed_steps=0, assume=ASSUMED)
+    return re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+
+
+@pytest.mark.parametrize("width", [80, 120, None])
+def test_nothing_is_cut_off_at_any_width(run, tmp_path, width):
+    text = shown(run, tmp_path, width)
+    tables = text[: text.index("warning:")]
+    assert "…" not in tables and (width is None or max(map(len, tables.split("sources")[1].splitlines())) <= width)
+    for figure in ("8.123T", "380B", "20B", "380,000,000", "399,999,999", "p0 [red]", "p5 [red]", "7 end", "75 %"):
+        assert figure in tables, figure
+    assert text.count("\nweights") == 2
+    assert "order hash" not in text
+    if width is None:
+        assert re.search(r"^land +380,000,000 to 399,999,999 .*100 % *$", text, re.MULTILINE)
+
+
+def test_long_ramps_are_shortened(run, tmp_path):
+    text = shown(run, tmp_path, 120, "train.batch_ramp={start: 1948, increment: 1, tokens: 50B}")
+    assert len(text.splitlines()) < 150 and re.search(r"^\(67 more\)", text, re.MULTILINE)
