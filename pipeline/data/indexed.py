@@ -47,11 +47,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def part_files(prefix: Path) -> tuple[Path, Path, Path]:
     """The three files that every part has: `.bin`, `.idx`, `.prov`."""
-    return (
-        prefix.with_name(prefix.name + ".bin"),
-        prefix.with_name(prefix.name + ".idx"),
-        prefix.with_name(prefix.name + ".prov"),
-    )
+    tokens, index, provenance = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prov"))
+    return tokens, index, provenance
 
 
 def metadata_file(prefix: Path) -> Path:
@@ -336,7 +333,7 @@ class IndexedPart:
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
         if not 0 <= token < self.tokens:
-            raise IndexError(f"token {token} is outside of [0, {self.tokens}) of {self.bin_path}")
+            raise self._outside(token, 1)
         return int(self._first_after(np.array([token]))[0]) - 1
 
     def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:

@@ -34,6 +34,9 @@ from pipeline.data.sampler import End, Sampler
 from pipeline.data.tokenizer_stage import check_tokenizer_settings
 from pipeline.errors import UserError
 
+_MAX_POSITIONS = 2**31 - 1
+"""Of a micro-batch: `Batch.starts` is int32."""
+
 
 class Loader:
     """Steps of a run for one data-parallel rank, each a pure function of the journal, the data and the step.
@@ -84,7 +87,6 @@ class Loader:
         # A dtype that has room for the ids of all its sources, so that a batch is checked and widened at once.
         self._dtypes = [np.result_type(*(i.dtype for i in by_name.values())) for by_name in instances]
         self._ones = lru_cache(maxsize=8)(torch.ones)
-        self._targets_at = lru_cache(maxsize=None)(self._sampler.targets)  # at the ends of segments
 
     def micro_batch_size(self, step: int) -> int:
         """Samples of one micro-batch of a step on one rank."""
@@ -116,22 +118,13 @@ class Loader:
         return self._sampler.targets(step)
 
     def epochs_by_source(self, step: int) -> dict[str, float]:
-        """`tokens_by_source` over each source's tokens; of a source with several slices, the sum over these."""
-        drawn: dict[tuple[str, Any, int], int] = {}
-        for number, segment in enumerate(self.journal.segments):
-            if segment.first_step >= step:
-                break
-            following = self.journal.segments[number + 1 : number + 2]
-            ended = following and following[0].first_step <= step
-            before = self._targets_at(segment.first_step)
-            after = self._targets_at(following[0].first_step) if ended else self._sampler.targets(step)
+        """`tokens_by_source` over each source's tokens: those of the slices that it has been read from so far."""
+        tokens: dict[str, dict[Any, int]] = {name: {} for name in self.names}
+        for segment, _ in self.journal.drawn(step):
             for name, state in segment.sources.items():
-                text = name, state.documents, state.tokens
-                drawn[text] = drawn.get(text, 0) + after[name] - before[name]
-        epochs = dict.fromkeys(self.names, 0.0)
-        for (name, _, tokens), targets in drawn.items():
-            epochs[name] += targets / tokens
-        return epochs
+                tokens[name][state.documents] = state.tokens
+        drawn = self._sampler.targets(step)
+        return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
 
     def describe(self, step: int) -> list[dict[str, Any]]:
         """The step's samples as JSON: global index, source, lap, position, and the pieces of documents in it."""
@@ -199,7 +192,7 @@ class Loader:
             raw[count:] = 0
             sources = np.concatenate([sources, np.full(size - count, -1)])
             starts = np.concatenate([starts, np.arange(count, size, dtype=np.int32) * length])
-        if self._vocab_size is not None and _largest(raw) >= self._vocab_size:
+        if self._vocab_size is not None and _has_unknown(raw, self._vocab_size):
             raise self._outside_of_vocabulary(step, located, rows, raw)
         # Before its tokens each row has the index of the sample, which is hashed with them.
         ids = np.empty((size, length + 2), np.int64)
@@ -250,9 +243,10 @@ class Loader:
         )
 
 
-def _largest(ids: npt.NDArray[Any]) -> int:
-    """The largest id; a negative one counts as larger than all others."""
-    return int((ids if ids.dtype.kind == "u" else ids.view(ids.dtype.str.replace("i", "u"))).max())
+def _has_unknown(ids: npt.NDArray[Any], vocab_size: int) -> bool:
+    """Whether an id lies outside of the vocabulary; as unsigned numbers, negative ones are above all others."""
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))
+    return int(unsigned.max()) >= min(vocab_size, np.iinfo(ids.dtype).max + 1)
 
 
 def open_loader(
@@ -276,23 +270,29 @@ def open_loader(
 
     Raises:
         UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, the
-            tokenizer lacks what the objective needs, or the run file has other settings than the datasets were made
-            with.
+            tokenizer lacks what the objective needs, the run file has other settings than the datasets were made
+            with, or a micro-batch is too large.
     """
     check_tokenizers(datasets)
     check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
     check_tokenizer_settings(config)
     journal = journal or Journal.plan(config, datasets)
     tokenizer = next(iter(datasets.values())).manifest.tokenizer
+    sizes = [micro_batch_size(config, journal, number, dp_size) for number in range(len(journal.segments))]
+    for size, segment in zip(sizes, journal.segments, strict=True):
+        if size * segment.sequence_length > _MAX_POSITIONS:
+            raise UserError(
+                f"a micro-batch of {size:,} windows of {segment.sequence_length:,} tokens has more than "
+                f"{_MAX_POSITIONS:,} positions: lower train.micro_batch_size, or that of the phase; the result is the "
+                "same"
+            )
     return Loader(
         journal,
         windows_of(journal, datasets),
         make_objective(config, tokenizer),
         dp_rank=dp_rank,
         dp_size=dp_size,
-        micro_batch_size=[
-            micro_batch_size(config, journal, number, dp_size) for number in range(len(journal.segments))
-        ],
+        micro_batch_size=sizes,
         vocab_size=tokenizer.vocab_size,
         prefetch=config.data.loader.prefetch,
         device=device,

@@ -44,8 +44,8 @@ def describe_change(config: Config, journal: Journal, number: int) -> str:
     changes += sources[:_MOST_SOURCES]
     if len(sources) > _MOST_SOURCES:
         changes.append(f"{len(sources) - _MOST_SOURCES} more sources")
-    begins = [f"phase {phase} begins"] if phase != label(config, journal, number - 1) else []
-    return ": ".join([*begins, ", ".join(changes)])
+    begins = f"phase {phase} begins" if phase != label(config, journal, number - 1) else ""
+    return ": ".join(filter(None, [begins, ", ".join(changes)]))
 
 
 def _course(values: Iterable[int]) -> str:

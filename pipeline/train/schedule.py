@@ -39,8 +39,8 @@ class Schedule:
             last = f"warmup {config.warmup._text()}"
             last += f" and decay {config.decay._text()} together last" if config.decay else " lasts"
             raise UserError(
-                f"train.schedule: {last} {self._warmup + self._decay:,} tokens, but the run has {self._total:,} "
-                f"(train.duration: {duration._text()})"
+                f"train.schedule: {last} {self._warmup + self._decay:,} tokens, but the run has {self._total:,} in "
+                f"{steps:,} steps (train.duration: {duration._text()})"
             )
 
     @staticmethod

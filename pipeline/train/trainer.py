@@ -18,12 +18,14 @@ from pipeline.config.load import dump
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.batch import StepData
+from pipeline.data.checks import check_datasets
 from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.journal import Segment
 from pipeline.data.loader import Loader, open_loader
 from pipeline.data.opening import open_datasets
 from pipeline.data.staging import staged
+from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import MachineError, NumericalError, Stopped, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -35,7 +37,7 @@ from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.plan import RunPlan, plan_run
 from pipeline.train.run_folder import RunFolder, open_run
 from pipeline.train.schedule import Schedule
-from pipeline.train.setup import Setup, out_of_memory_means, set_up
+from pipeline.train.setup import Setup, check_tokenizer, out_of_memory_means, set_up
 from pipeline.train.step import Stepper
 from pipeline.train.stop import StopRequest
 from pipeline.train.validation import HeldOutLoss, heldout_loss
@@ -71,10 +73,11 @@ def train(config: Config, console: Console | None = None) -> int:
             return checkpoint.step
         for line in plan.warnings:
             say(console, f"warning: {line}")
+        heldout = _open_validation(config, plan.tokenizer)
         # Copying may take long, and is interrupted at once: nothing of it needs to be saved.
-        datasets = staged(config, plan.datasets, plan.journal)
+        datasets = staged(config, plan.datasets, plan.journal, first_step=folder.step)
         with StopRequest(folder.stop_file) as stop:
-            trainer = Trainer(config, plan, datasets, folder, checkpoints, console)
+            trainer = Trainer(config, plan, datasets, heldout, folder, checkpoints, console)
             if checkpoint is not None:
                 trainer.restore(checkpoint)
             trainer.run(stop)
@@ -90,6 +93,7 @@ class Trainer:
         config: Config,
         plan: RunPlan,
         datasets: Mapping[str, Dataset],
+        heldout: Mapping[str, HeldOut],
         folder: RunFolder,
         checkpoints: Checkpoints,
         console: Console,
@@ -111,8 +115,7 @@ class Trainer:
             dp_size=mesh.size("batch"),
             device=self._setup.device,
         )
-        validation = config.train.validation
-        self._heldout = open_heldout(config, validation.split) if validation.samples else {}
+        self._heldout = heldout
         self._model = build_model(config.model, spec, mesh, train.precision, self._setup.device, config.run.seed)
         self._optimizer = build_optimizer(self._model, spec, config.model.init, train.optimizer)
         self._stepper = Stepper(
@@ -148,7 +151,8 @@ class Trainer:
                 waited = time.monotonic() - waiting
                 self._announce_step(data, first)
                 # The numbers of a step are read when the next one has been issued, so that a device never idles.
-                row = self._pass_over(data) if data.skipped else self._train(data, waited)
+                passes_over = data.skipped or not data.valid_targets
+                row = self._pass_over(data) if passes_over else self._train(data, waited)
                 self._flush(metrics)
                 self._pending = row
                 if not self._runs_ahead:
@@ -200,11 +204,15 @@ class Trainer:
         number = journal.segment_number(step)
         if step and step == journal.segments[number].first_step:
             say(self._console, f"step {step + 1}: {describe_change(self._config, journal, number)}")
+        for line in self._plan.exhaustions.get(step, ()):
+            say(self._console, f"step {step + 1}: {line}")
         if data.skipped and (step == first or not journal.is_skipped(step - 1)):
             total = self._plan.length.steps
             end = next((s for s in range(step + 1, total) if not journal.is_skipped(s)), total)
             what = f"step {step + 1} is" if end == step + 1 else f"steps {step + 1} to {end} are"
             say(self._console, f"{what} passed over (blend.skip)")
+        elif not data.skipped and not data.valid_targets:
+            say(self._console, f"step {step + 1} is passed over: all of its targets are masked (blend.skip)")
 
     def _sinks(self, first: int, total: int) -> list[Sink]:
         config = self._config.train.metrics
@@ -224,11 +232,11 @@ class Trainer:
         return flops_per_token(self._setup.spec, self._segment(step).sequence_length, causal=causal)
 
     def _pass_over(self, data: StepData) -> Callable[[], dict[str, Any]]:
-        """The metrics of a step that the skip list takes out: nothing is computed and nothing changes."""
+        """The metrics of a step of which nothing is trained on: nothing is computed and nothing changes."""
 
         def row() -> dict[str, Any]:
             self._since = time.monotonic()
-            return {**self._place(data.step + 1), "passed_over": True, "order_hash": f"{data.order_hash:016x}"}
+            return {**self._place(data), "passed_over": True}
 
         return row
 
@@ -245,7 +253,7 @@ class Trainer:
             rate, self._since = tokens / (now - self._since), now
             flops = self._flops(data.step, causal=False)
             values = {
-                **self._place(data.step + 1),
+                **self._place(data),
                 "loss": sum(nats) / max(1.0, sum(targets)),
                 "loss_by_source": {
                     name: nats[k] / targets[k] for k, name in enumerate(self._loader.names) if targets[k]
@@ -256,9 +264,6 @@ class Trainer:
                 "tokens_per_second": rate,
                 "data_wait": waited,
                 "model_flops_per_second": rate * flops,
-                "tokens_by_source": self._loader.tokens_by_source(data.step + 1),
-                "epochs_by_source": self._loader.epochs_by_source(data.step + 1),
-                "order_hash": f"{data.order_hash:016x}",
                 "data_hash": f"{data.data_hash:016x}",
             }
             if self._peak is not None:
@@ -268,13 +273,17 @@ class Trainer:
 
         return row
 
-    def _place(self, step: int) -> dict[str, Any]:
-        """What every row of metrics begins with."""
+    def _place(self, data: StepData) -> dict[str, Any]:
+        """What the metrics of every step have: where it is in the run and its data."""
+        step = data.step + 1
         return {
             "step": step,
             "attempt": self._folder.attempt,
             "time": time.time(),
-            "tokens": self._plan.journal.tokens(step),
+            "tokens": self._loader.tokens(step),
+            "tokens_by_source": self._loader.tokens_by_source(step),
+            "epochs_by_source": self._loader.epochs_by_source(step),
+            "order_hash": f"{data.order_hash:016x}",
         }
 
     def _flush(self, metrics: Metrics) -> None:
@@ -384,6 +393,17 @@ class Trainer:
     def _last_good(self) -> str:
         latest = self._checkpoints.latest()
         return latest.path.name if latest else "The start"
+
+
+def _open_validation(config: Config, tokenizer: Tokenizer) -> dict[str, HeldOut]:
+    """What is validated on, checked like what is trained on, since it is read only after many steps."""
+    if not config.train.validation.samples:
+        return {}
+    splits = open_heldout(config, config.train.validation.split)
+    datasets = {name: split.dataset for name, split in splits.items()}
+    check_datasets(datasets)
+    check_tokenizer(datasets, tokenizer)
+    return splits
 
 
 def open_heldout(config: Config, split: str) -> dict[str, HeldOut]:

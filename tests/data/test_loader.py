@@ -51,28 +51,29 @@ def run_file(weights, *, seed=1, batch_size=4, sequence_length=8, blend=None, da
     )
 
 
-def make(
-    datasets=DATASETS,
-    weights=WEIGHTS,
-    *,
-    objective=None,
-    mask=False,
-    micro=None,
-    dp_rank=0,
-    dp_size=1,
-    vocab=None,
-    **keys,
+def make(datasets=DATASETS, weights=WEIGHTS, *, objective=None, mask=False, micro=None, vocab=None, **keys):
+    (loader,) = make_ranks(1, datasets, weights, objective=objective, mask=mask, micro=micro, vocab=vocab, **keys)
+    return loader
+
+
+def make_ranks(
+    dp_size, datasets=DATASETS, weights=WEIGHTS, *, objective=None, mask=False, micro=None, vocab=None, **keys
 ):
+    """The loaders of all ranks."""
     journal = Journal.plan(run_file(weights, **keys), datasets)
-    return Loader(
-        journal,
-        windows_of(journal, datasets),
-        objective or Causal(mask_document_start=mask),
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        micro_batch_size=[micro or segment.batch_size for segment in journal.segments],
-        vocab_size=vocab,
-    )
+    windows = windows_of(journal, datasets)
+    return [
+        Loader(
+            journal,
+            windows,
+            objective or Causal(mask_document_start=mask),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batch_size=[micro or segment.batch_size for segment in journal.segments],
+            vocab_size=vocab,
+        )
+        for dp_rank in range(dp_size)
+    ]
 
 
 def rows(steps):
@@ -124,6 +125,15 @@ def test_a_batch_holds_what_the_instances_say():
     assert moved.tokens.is_meta and moved.sources.is_meta and moved.extras == {}
 
 
+PHASES = {
+    "phases": [
+        {"until": "7 steps"},
+        {"until": "900 tokens", "batch_size": 9, "slices": {"books": [0.5, 1], "web": ["1 documents", "5 documents"]}},
+        {"until": "30 steps", "sequence_length": 21, "sources": ["web", "code"]},
+        {"weights": {"books": 1, "web": 1}, "sequence_length": 21, "batch_size": 3},
+    ]
+}
+
 SKIPS = [
     {"source": "web", "documents": ["0-2", 5]},
     {"source": "books", "from_step": 41},
@@ -132,22 +142,41 @@ SKIPS = [
 ]
 
 
+class Turned(Causal):
+    """Turns the tokens of documents around whose piece in the window has an odd place, if the key says so."""
+
+    rearranges = True
+
+    def rearrange(self, ids, bounds, key):
+        assert len(ids) == len(bounds)
+        for begin in np.unique(bounds)[key % 2 :: 2].tolist():
+            piece = np.flatnonzero(bounds == begin)
+            ids[piece] = ids[piece][::-1]
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     batch_size=st.integers(1, 13),
     dp_size=st.integers(1, 4),
     micro=st.integers(1, 6),
-    step=st.integers(0, 200),
+    step=st.one_of(st.integers(0, 40), st.integers(0, 200)),
     mask=st.booleans(),
+    turned=st.booleans(),
     skip=st.lists(st.sampled_from(SKIPS), unique_by=str, max_size=3),
+    blend=st.sampled_from([{}, PHASES]),
 )
-def test_any_split_over_ranks_and_micro_batches_is_the_same_step(batch_size, dp_size, micro, step, mask, skip):
-    keys = {"batch_size": batch_size, "mask": mask, "blend": {"skip": skip}}
-    whole = make(**keys).batches(step)
+def test_any_split_over_ranks_and_micro_batches_is_the_same_step(
+    batch_size, dp_size, micro, step, mask, turned, skip, blend
+):
+    objective = (Turned if turned else Causal)(mask_document_start=mask)
+    keys = {"batch_size": batch_size, "objective": objective, "blend": {**blend, "skip": skip}}
+    whole_run = make(**keys)
+    whole = whole_run.batches(step)
+    batch_size = len(whole_run.journal.samples(step))
     expected = rows(whole)
     assert len(expected) == batch_size
     assert whole.valid_targets == sum(sum(weight) for _, _, _, weight, _ in expected)
-    parts = [make(**keys, dp_rank=rank, dp_size=dp_size, micro=micro).batches(step) for rank in range(dp_size)]
+    parts = [loader.batches(step) for loader in make_ranks(dp_size, micro=micro, **keys)]
     assert len({len(part.micro_batches) for part in parts}) == 1
     # Micro-batch by micro-batch, rank after rank, the padded step in its order.
     joined = [
@@ -207,7 +236,7 @@ def test_hashes_tell_steps_and_data_apart():
 @relaxed
 @given(step=st.integers(0, 100), batch_size=st.integers(1, 9), length=st.integers(1, 40))
 def test_document_starts_are_masked_and_valid_targets_counted(step, batch_size, length):
-    masked = make(mask=True, batch_size=batch_size, sequence_length=length, dp_size=1)
+    masked = make(mask=True, batch_size=batch_size, sequence_length=length)
     plain = make(batch_size=batch_size, sequence_length=length)
     data, everything = masked.batches(step), plain.batches(step)
     assert everything.valid_targets == batch_size * length
@@ -221,10 +250,7 @@ def test_document_starts_are_masked_and_valid_targets_counted(step, batch_size, 
 def test_a_lap_of_each_source_has_every_target_once_over_ranks():
     """Tokens are their own offsets here, so the targets of a lap can be counted."""
     datasets = {"a": FlatDataset(640), "b": FlatDataset(320)}
-    loaders = [
-        make(datasets, {"a": 2, "b": 1}, batch_size=6, sequence_length=16, micro=2, dp_rank=rank, dp_size=2)
-        for rank in range(2)
-    ]
+    loaders = make_ranks(2, datasets, {"a": 2, "b": 1}, batch_size=6, sequence_length=16, micro=2)
     seen = {0: np.zeros(641, int), 1: np.zeros(641, int)}
     for step in range(10):  # 60 samples: 40 windows of a, 20 of b
         for data in (loader.batches(step) for loader in loaders):
@@ -276,15 +302,6 @@ def test_values_that_must_never_change():
 
 # Phases
 
-PHASES = {
-    "phases": [
-        {"until": "7 steps"},
-        {"until": "900 tokens", "batch_size": 9, "slices": {"books": [0.5, 1], "web": ["1 documents", "5 documents"]}},
-        {"until": "30 steps", "sequence_length": 21, "sources": ["web", "code"]},
-        {"weights": {"books": 1, "web": 1}, "sequence_length": 21, "batch_size": 3},
-    ]
-}
-
 
 def phased(**keys):
     return make(batch_size=5, blend=PHASES, **keys)
@@ -304,10 +321,11 @@ def test_each_segment_has_its_own_windows():
     assert len(segments) == 4
     inside = {"books": range(3, 7), "web": range(1, 5), "code": range(30)}
     total = dict.fromkeys(loader.names, 0)
-    epochs = dict.fromkeys(loader.names, 0.0)
+    slices = {name: {} for name in loader.names}
     for step in range(60):
         assert loader.tokens_by_source(step) == total
-        assert loader.epochs_by_source(step) == pytest.approx(epochs)
+        read = {name: sum(slices[name].values()) or 1 for name in total}
+        assert loader.epochs_by_source(step) == pytest.approx({name: total[name] / read[name] for name in total})
         number = loader.journal.segment_number(step)
         length = segments[number].sequence_length
         data = loader.batches(step)
@@ -319,7 +337,9 @@ def test_each_segment_has_its_own_windows():
             if number == 1:
                 assert {span["document"] for span in entry["spans"]} <= set(inside[entry["source"]])
             total[entry["source"]] += length
-            epochs[entry["source"]] += length / segments[number].sources[entry["source"]].tokens
+        # A source of a segment counts with its slice, whether it was its turn yet or not.
+        for name, state in segments[number].sources.items():
+            slices[name][state.documents] = state.tokens
         assert set(data.tokens_by_source) == set(loader.names)
     assert {name for name in loader.names if name not in segments[2].sources} == {"books"}
 
@@ -415,24 +435,34 @@ def test_skipped_samples_and_sources_do_not_count():
 # Ids
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
-def test_an_id_that_the_model_does_not_know_is_named(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "other", "vocab", "bad"),
+    [
+        (np.uint16, np.uint16, 1000, [1000, 65535]),
+        (np.int32, np.uint16, 1000, [1000, -1]),
+        (np.int64, np.int64, 1000, [1000, -1, 2**62]),
+        # What is negative here is below the size of the vocabulary when it is taken for an unsigned number.
+        (np.int8, np.int8, 1000, [-1, -128]),
+        (np.int16, np.uint8, 100_000, [-1]),
+    ],
+)
+def test_an_id_that_the_model_does_not_know_is_named(dtype, other, vocab, bad):
     def broken(value):
-        dataset = MemoryDataset([5] * 30, dtype)
-        dataset.ids[dataset.ids > 99] = 7
+        dataset = MemoryDataset([5] * 20, dtype)
         if value is not None:
             dataset.ids[77] = value
-        return make({"a": dataset, "b": DATASETS["books"]}, {"a": 4, "b": 0.001}, vocab=1000, micro=3)
+        return make({"a": dataset, "b": MemoryDataset([5] * 3, other)}, {"a": 4, "b": 0.001}, vocab=vocab, micro=3)
 
+    loader = broken(None)
     for step in range(20):
-        broken(None).batches(step)
-    for value in (1000, 1001) if dtype == np.uint16 else (1000, -1):
+        loader.batches(step)
+    for value in bad:
         loader = broken(value)
         with pytest.raises(UserError) as error:
             for step in range(40):
                 loader.batches(step)
-        assert f"source 'a': document 15 of memory has token id {value}" in str(error.value)
-        assert "1000" in str(error.value)
+        assert f"source 'a': document 15 of memory has token id {value}," in str(error.value)
+        assert f"ends before {vocab}:" in str(error.value)
 
 
 # Reading ahead
@@ -512,18 +542,6 @@ def test_an_error_in_the_consumer_ends_the_thread():
 # An objective of one's own
 
 
-class Turned(Causal):
-    """Turns the tokens of documents around whose piece in the window has an odd place, if the key says so."""
-
-    rearranges = True
-
-    def rearrange(self, ids, bounds, key):
-        assert len(ids) == len(bounds)
-        for begin in np.unique(bounds)[key % 2 :: 2].tolist():
-            piece = np.flatnonzero(bounds == begin)
-            ids[piece] = ids[piece][::-1]
-
-
 def test_rearranging_depends_on_the_sample_alone():
     plain, whole = make(batch_size=6).batches(4), make(batch_size=6, objective=Turned()).batches(4)
     assert whole.data_hash == plain.data_hash  # of the tokens as they were read
@@ -554,6 +572,14 @@ def test_without_a_micro_batch_size_a_rank_takes_its_share_at_once(batch_size, d
     config = run_file({"web": 1}, batch_size=batch_size)
     (batch,) = module.open_loader(config, {"web": DATASETS["web"]}, dp_size=dp_size).batches(0).micro_batches
     assert len(batch.sources) == expected
+
+
+def test_a_micro_batch_with_more_positions_than_there_are_numbers_for_is_refused():
+    config = run_file({"web": 1}, batch_size=2**16, sequence_length=2**15)
+    datasets = {"web": MemoryDataset([2**15])}
+    with pytest.raises(UserError, match=r"65,536 windows of 32,768 tokens .*lower train\.micro_batch_size"):
+        module.open_loader(config, datasets)
+    module.open_loader(config, datasets, dp_size=2)
 
 
 def test_a_phase_has_its_micro_batch_size():
@@ -592,7 +618,7 @@ def test_open_loader_reads_what_was_preprocessed(tmp_path):
                     {"name": "log", "type": "jsonl", "paths": [str(tmp_path / "log.jsonl")]},
                 ],
                 "splits": {"heldout": 0.1},
-                "preprocess": {"workers": 1},
+                "preprocess": {"workers": 1, "engine": "tokenizers"},
             },
             "tokenizer": {"train": {"vocab_size": 300}},
             "model": {"layers": 1, "dim": 8, "heads": 1},

@@ -230,12 +230,12 @@ def open_bins(folder):
 
 @pytest.mark.parametrize("read", BY)
 def test_only_so_many_parts_are_open(tmp_path, monkeypatch, read):
-    write(tmp_path / "train", [[np.array([n, 0])] for n in range(1, 40)])
+    write(tmp_path / "train", [[np.array([n, 0])] for n in range(1, 20)])
     cached = dataset_module.lru_cache(maxsize=8)(dataset_module._open_part.__wrapped__)
     monkeypatch.setattr(dataset_module, "_open_part", cached)
     dataset = Dataset.open(tmp_path / "train", read)
     for _ in range(2):
-        assert [int(dataset.read(2 * n, 1)[0]) for n in range(39)] == list(range(1, 40))
+        assert [int(dataset.read(2 * n, 1)[0]) for n in range(19)] == list(range(1, 20))
         assert 1 <= len(open_bins(tmp_path)) <= 8
     cached.cache_clear()
     assert not open_bins(tmp_path)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.config.load import load
+from pipeline.data.preprocess import preprocess
 from tests import tiny
 
 # The models here are so small that a second thread only waits for the first.
@@ -15,6 +17,5 @@ torch.set_num_threads(1)
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus with its run file, preprocessed once for a module."""
     folder = tmp_path_factory.mktemp("corpus")
-    done = tiny.pipeline("preprocess", tiny.write_run(folder))
-    assert done.returncode == 0, done.stderr
+    preprocess(load(tiny.write_run(folder)))
     return folder

@@ -54,3 +54,8 @@ def test_what_a_phase_changes() -> None:
         f"phase 3 begins: sequence length 8 -> 16, {halves}, s1 reads all documents, "
         "share of s2 0.25 -> 0.125, share of s3 0.25 -> 0.125, share of s4 0 -> 0.125, 3 more sources"
     )
+
+
+def test_a_phase_that_changes_nothing_still_begins() -> None:
+    config, journal = plan(["a"], {}, {"until": "3 steps"}, {"name": "same"})
+    assert describe_change(config, journal, 1) == "phase 2 same begins"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+from pipeline.cli import main
 from pipeline.train.run_folder import read_metrics
 from tests import tiny
 from tests.train.runs import column, train
@@ -49,33 +51,32 @@ def test_phases_ramp_long_windows_and_skips(root: Path) -> None:
     assert max(row["sea"] for row in column(whole, "epochs_by_source") if row) > 1
     run = root / "all"
     stopped_at(2, file, run, *slices, micro_batch=4)  # in the ramp
-    killed_at(9, file, run, *slices, micro_batch=1)  # behind the boundary of a phase and the step that is skipped
-    stopped_at(11, file, run, *slices, micro_batch=3)  # in the long windows
-    goes_on(11, file, run, *slices, micro_batch=4)
+    killed_at(8, file, run, *slices, micro_batch=1)  # behind the boundary of a phase and the step that is skipped
+    stopped_at(10, file, run, *slices, micro_batch=4)  # at the boundary to the long windows
+    killed_at(12, file, run, *slices, micro_batch=2)  # in the long windows
+    goes_on(11, file, run, *slices, micro_batch=3)
     assert_same_course(run, whole)
 
 
 def stopped_at(step: int, file: Path, run: Path, *overrides: str, micro_batch: int) -> None:
     """`pipeline train` until a `stop` file is there, which is made while the step before is being saved."""
-    hook = f"open({str(run / 'stop')!r}, 'w').close()"
-    done = _hooked(f"step-{step - 1:08d}", hook, file, run, *overrides, micro_batch=micro_batch)
-    assert done.returncode == 75, done.stdout + done.stderr
-    assert f"stop file at step {step} of " in done.stderr.replace("\n", " ")
+    code, out = _train(file, run, overrides, micro_batch, f"step-{step - 1:08d}", "stop")
+    assert code == 75, out
+    assert f"stop file at step {step} of " in out.replace("\n", " ")
 
 
 def killed_at(step: int, file: Path, run: Path, *overrides: str, micro_batch: int) -> None:
     """`pipeline train`, killed while it saves this step: what is left is the step before."""
-    hook = "os.kill(os.getpid(), signal.SIGKILL)"
-    done = _hooked(f"step-{step:08d}", hook, file, run, *overrides, micro_batch=micro_batch)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    code, out = _train(file, run, overrides, micro_batch, f"step-{step:08d}", "kill")
+    assert code == -signal.SIGKILL, out
     assert read_metrics(run)[-1]["step"] == step
 
 
 def goes_on(step: int, file: Path, run: Path, *overrides: str, micro_batch: int) -> None:
     """`pipeline train` from the checkpoint of `step` to the end."""
-    done = tiny.pipeline("train", file, *_overrides(run, overrides, micro_batch))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"going on from step-{step:08d}" in done.stdout
+    code, out = _train(file, run, overrides, micro_batch)
+    assert code == 0, out
+    assert f"going on from step-{step:08d}" in out
 
 
 def assert_same_course(run: Path, whole: Path) -> None:
@@ -89,27 +90,37 @@ def assert_same_course(run: Path, whole: Path) -> None:
     assert journals[0] == journals[1]
 
 
-def _hooked(
-    name: str, hook: str, file: Path, run: Path, *overrides: str, micro_batch: int
-) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own, with `hook` done right before a file or folder gets its final name."""
-    words = ["pipeline", "train", str(file), *_overrides(run, overrides, micro_batch)]
-    script = f"""
-import os, signal, sys
-rename = os.replace
-def replace(source, final):
-    if os.fspath(final).endswith({name!r}):
-        {hook}
-    rename(source, final)
-os.replace = replace
-sys.argv = {words!r}
-from pipeline.cli import main
-main()
-"""
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+def _train(
+    file: Path, run: Path, overrides: tuple[str, ...], micro_batch: int, name: str = "", hook: str = ""
+) -> tuple[int | None, str]:
+    """The command line in a process of its own: its exit code, and what it has printed."""
+    words = ["pipeline", "train", str(file), f"run.dir={run}", f"train.micro_batch_size={micro_batch}"]
+    words += ["train.checkpoint.every_steps=1", *overrides]
+    out = run.with_suffix(".out")
+    # Processes are forked from one that has done nothing but the imports, which take longer than such a run.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pipeline.cli", "pipeline.train.trainer"])
+    process = context.Process(target=_command_line, args=(words, out, name, hook, run), daemon=True)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "still running"
+    return process.exitcode, out.read_text()
 
 
-def _overrides(run: Path, overrides: tuple[str, ...], micro_batch: int) -> list[str]:
-    return [
-        f"run.dir={run}", f"train.micro_batch_size={micro_batch}", "train.checkpoint.every_steps=1", *overrides
-    ]  # fmt: skip
+def _command_line(words: list[str], out: Path, name: str, hook: str, run: Path) -> None:
+    """In the process: `hook` is done right before a file or folder gets a final name that ends with `name`."""
+    with out.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    rename = os.replace
+
+    def replace(source: Any, final: Any) -> None:
+        if hook and os.fspath(final).endswith(name):
+            if hook == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            (run / "stop").touch()
+        rename(source, final)
+
+    os.replace = replace
+    sys.argv = words
+    main()
