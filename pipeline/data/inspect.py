@@ -79,8 +79,11 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         # Four tokens a character is the most (one for each byte of it); the end of the document is not shown.
         text = tokenizer.decode(dataset.read(start, min(end - start - 1, SHOWN_CHARACTERS * 4)))
         console.print()
-        place = f"{printable(str(places[record]))}, " if record in places else ""
-        about = f"document {document}: {end - start:,} tokens, {place}row {record[1]} of unit {record[0]}"
+        about = f"document {document}: {end - start:,} tokens"
+        if record in places:
+            about += f", {printable(str(places[record]))}"
+        if record not in places or places[record].kind != "text":  # a file of one document has no rows
+            about += f", row {record[1]:,} of unit {record[0]:,}"
         console.print(Text(about, style="dim"), soft_wrap=True)
         if metadata := dataset.metadata(document):
             kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())

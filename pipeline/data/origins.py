@@ -119,12 +119,12 @@ class Origins:
                 why = str(error) if isinstance(error, UserError) else f"{file.path}: {error.strerror}"
                 for row in rows:
                     place = found[stretch.unit, row]
-                    found[stretch.unit, row] = place._replace(note=f"row {row} of unit {stretch.unit}; {why}")
+                    found[stretch.unit, row] = place._replace(note=why)
                 continue
             for row in rows:
                 document = documents.get(row)
                 if document is None:
-                    note = f"row {row} of unit {stretch.unit}; the file has changed, it has no such record now"
+                    note = "the file has changed, it has no such record now"
                     found[stretch.unit, row] = found[stretch.unit, row]._replace(note=note)
                     continue
                 number = self._number(stretch, document)

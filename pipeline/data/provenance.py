@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -43,32 +43,33 @@ class Described(NamedTuple):
     document: int
     tokens: int
     """With the end-of-document token."""
-    unit: int
-    row: int
+    unit: int | None
+    row: int | None
     """In the unit."""
     id: str | None
-    id_hash: int
+    id_hash: int | None
     origin: Origin | None
     """None where nothing beside the dataset tells."""
+    damage: str = ""
+    """Why its `.prov` record cannot be read, so that nothing but number and tokens is known."""
 
     @property
     def json(self) -> dict[str, Any]:
         """For `--json`."""
         origin = self.origin
         value = {"document": self.document, "length": self.tokens, "unit": self.unit, "row": self.row, "id": self.id}
-        value |= {"id_hash": f"{self.id_hash:016x}", "file": origin.file if origin else None}
+        value["id_hash"] = None if self.id_hash is None else f"{self.id_hash:016x}"
+        value["file"] = origin.file if origin else None
         if origin is not None and origin.kind != "text":
             value[f"file_{origin.kind}"] = origin.number
         return value
 
     def __str__(self) -> str:
-        id = (
-            f"id {printable(shortened(self.id, _ID_CHARACTERS))}"
-            if self.id is not None
-            else f"id xxh3:{self.id_hash:016x}"
-        )
+        if self.damage:
+            return "origin unknown"
+        id = f"xxh3:{self.id_hash:016x}" if self.id is None else printable(shortened(self.id, _ID_CHARACTERS))
         place = f"{printable(str(self.origin))}, " if self.origin else ""
-        return f"{place}row {self.row} of unit {self.unit}, {id}"
+        return f"{place}id {id}"
 
 
 @dataclass
@@ -78,22 +79,27 @@ class AskedRun:
     Attributes:
         config: its run file.
         folder: its folder.
-        journal: the one it trains by, or that it would begin with.
-        about: what is to be said of the journal and the datasets with any answer.
+        journal: what it has trained by, and what its next start will go on with.
+        warnings: what is to be known before any answer is read.
+        about: what else is to be said of the journal with any answer.
         datasets: training split of each source.
         windows: what positions are windows of, for each segment by source.
         sampler: the order of the run.
         done: steps trained so far.
+        trained: the run by its journal alone, if the run file plans steps after the newest checkpoint in another way
+            than they were trained.
     """
 
     config: Config
     folder: Path
     journal: Journal
+    warnings: Sequence[str]
     about: Sequence[str]
     datasets: Mapping[str, Dataset]
     windows: Sequence[Mapping[str, Windows]]
     sampler: Sampler
     done: int
+    trained: AskedRun | None = None
 
     @cached_property
     def length(self) -> RunLength:
@@ -155,7 +161,12 @@ class AskedRun:
             say: called with what is about to be read.
         """
         dataset, origins = self.datasets[source], self.origins(source)
-        records = {document: dataset.provenance(document) for document in documents}
+        records, damage = {}, {}
+        for document in documents:
+            try:
+                records[document] = dataset.provenance(document)
+            except UserError as error:
+                damage[document] = str(error)
         keys = {document: (unit, row) for document, (unit, row, _, _) in records.items()}
         places = origins.places(keys.values(), report=say) if origins else {}
         known = {
@@ -168,18 +179,16 @@ class AskedRun:
             places |= read
             for document in unknown:
                 known[document] = self._id(source, document, read[keys[document]], records[document][3])
-        return {
-            document: Described(
-                document,
-                dataset.document_start(document + 1) - dataset.document_start(document),
-                unit,
-                row,
-                known[document],
-                id_hash,
-                places.get((unit, row)),
-            )
-            for document, (unit, row, _, id_hash) in records.items()
-        }
+        described = {}
+        for document in [*records, *damage]:
+            tokens = dataset.document_start(document + 1) - dataset.document_start(document)
+            if document in damage:
+                described[document] = Described(document, tokens, None, None, None, None, None, damage[document])
+                continue
+            unit, row, _, id_hash = records[document]
+            place = places.get((unit, row))
+            described[document] = Described(document, tokens, unit, row, known[document], id_hash, place)
+        return described
 
     def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
         """The id that has this hash: what the place or the kept metadata say."""
@@ -192,7 +201,7 @@ class AskedRun:
         return str(kept) if type(kept) in (str, int) and hash_of_id(str(kept)) == id_hash else None
 
     def words(self, source: str, about: Described, tokens: Range) -> str:
-        """The beginning of some tokens of a document as text in one line."""
+        """The beginning of some tokens of a document as text."""
         dataset, (start, end) = self.datasets[source], tokens
         # The token that closes the document is left out where there is something else to see.
         count = min(end, max(about.tokens - 1, start + 1)) - start
@@ -202,7 +211,7 @@ class AskedRun:
             text = self._tokenizer(source).decode(ids)
             if len(text) > _SHOWN_CHARACTERS or len(ids) == count:
                 break
-        return printable(shortened(text))
+        return shortened(text)
 
     def masked(self, step: int, sample: int, source: str, document: int | None = None) -> str | None:
         """Why the targets of a sample have no weight; with `document`, those of the document in it. None if they have.
@@ -217,11 +226,12 @@ class AskedRun:
             return "blend.skip has the step"
         for skip in self.journal.masks(step):
             if skip.samples is not None and skip.samples[0] <= sample < skip.samples[1]:
-                return f"blend.skip has samples {_inclusive(skip.samples)}"
+                return f"blend.skip has {_inclusive('sample', skip.samples)}"
             if skip.source == source:
                 ranges = [found for found in skip.documents if document is not None and found[0] <= document < found[1]]
                 if not skip.documents or ranges:
-                    return f"blend.skip has {f'documents {_inclusive(ranges[0])} of ' if ranges else 'source '}{source}"
+                    what = f"{_inclusive('document', ranges[0])} of" if ranges else "source"
+                    return f"blend.skip has {what} {source}"
         return None
 
 
@@ -257,9 +267,33 @@ def in_brackets(tokens: Range) -> str:
     return f"[{tokens[0]}, {tokens[1]})"
 
 
-def _inclusive(half_open: tuple[int, int]) -> str:
-    first, last = half_open[0], half_open[1] - 1
-    return str(first) if first == last else f"{first}-{last}"
+def numbered(noun: str, first: int, last: int) -> str:
+    """`steps 3 to 7`, `step 3`."""
+    return f"{noun} {first:,}" if first == last else f"{noun}s {first:,} to {last:,}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `1,000 steps`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def unknown_origins(described: Iterable[Described]) -> list[str]:
+    """What to say of documents whose `.prov` records cannot be read."""
+    damage = {about.document: about.damage for about in described if about.damage}
+    if not damage:
+        return []
+    return [f"the origin of {counted(len(damage), 'document')} is unknown: {next(iter(damage.values()))}"]
+
+
+def hint_of_ids(described: Iterable[Described], ids: bool) -> list[str]:
+    """What to say to people where ids are not known and have not been asked for."""
+    if ids or not any(about.id is None and about.origin and about.origin.file for about in described):
+        return []
+    return ["xxh3:... is the hash of an id that only the source files have: --ids reads them"]
+
+
+def _inclusive(noun: str, half_open: tuple[int, int]) -> str:
+    return numbered(noun, half_open[0], half_open[1] - 1)
 
 
 def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
@@ -274,16 +308,57 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
     """
     config, folder = _config(run, overrides)
     datasets = open_datasets(config, TRAIN)
-    path, done = folder / JOURNAL_FILE, _steps_done(folder)
-    now = partial(Journal.plan, config, datasets)
-    if path.exists():
-        journal = _read_journal(path)
-        _check_datasets(journal, datasets, path)
-        about = [*_compare(journal, now, done, path), *_replaced(folder, datasets)]
-    else:
-        journal, about = now(), [f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"]
-    sampler = Sampler(journal, [segment.windows for segment in journal.segments])
-    return AskedRun(config, folder, journal, about, datasets, windows_of(journal, datasets), sampler, done)
+    path = folder / JOURNAL_FILE
+
+    def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> AskedRun:
+        windows = windows_of(journal, datasets)
+        return AskedRun(config, folder, journal, warnings, about, datasets, windows, _sampler(journal), done)
+
+    done = _steps_done(folder)
+    if not path.exists():
+        about = [f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"]
+        return opened(Journal.plan(config, datasets), done, [], about)
+    saved = _read_journal(path)
+    _check_datasets(saved, datasets, path)
+    replaced = [*_replaced(folder, datasets)]
+    # Training goes on from the newest checkpoint, which may be behind.
+    kept = max(checkpoint_steps(folder), default=0)
+    journal = Journal.plan(config, datasets)
+    try:
+        _check_end(journal, kept)
+        journal = journal.going_on(saved, kept) if kept else journal
+    except UserError as error:
+        return opened(saved, done, [f"answered by {path}: {error}", *replaced])
+    try:
+        _check_end(journal, done)
+        same = done == kept or journal.seen(done) == saved.seen(done)
+    except UserError:
+        same = False
+    if not same:
+        steps = f"{numbered('step', kept + 1, done)}, made since the newest checkpoint, will be made again"
+        again = f"{steps} as the run file plans them now; `where` has what they were"
+        trained = opened(saved, done, [f"{steps}, with other data; this is by {path}", *replaced])
+        return replace(opened(journal, kept, [again, *replaced]), trained=trained)
+    about = []
+    if journal.to_json() != saved.to_json():
+        about = [
+            f"step {done + 1:,} and later ones are planned from the run file, which has changed since {path} was "
+            "written; a training that is running now keeps to the latter"
+        ]
+    return opened(journal, done, replaced, about)
+
+
+def _check_end(journal: Journal, done: int) -> None:
+    """What lies behind an end is not planned, so it cannot be compared."""
+    end = _sampler(journal).end()
+    if end is not None and end.step < done:
+        raise UserError(
+            f"{counted(done, 'step')} are done, but the run file now ends the run after {end.step:,}: {end.reason}"
+        )
+
+
+def _sampler(journal: Journal) -> Sampler:
+    return Sampler(journal, [segment.windows for segment in journal.segments])
 
 
 def _read_journal(path: Path) -> Journal:
@@ -307,18 +382,6 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
                     f"{dataset.folder} is not the dataset that the run was begun with: {path} says that documents "
                     f"[{first}, {end}) have {state.tokens:,} tokens; restore it"
                 )
-
-
-def _compare(journal: Journal, plan: Callable[[], Journal], done: int, path: Path) -> Iterator[str]:
-    """What to say if the run file has changed since the journal was written."""
-    try:
-        if plan().going_on(journal, done).to_json() != journal.to_json():
-            yield (
-                f"the run file plans other steps than {path}, by which this was answered; the next start of training "
-                "follows the run file"
-            )
-    except UserError as error:
-        yield f"answered by {path}, which cannot go on by the run file: {error}"
 
 
 def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pipeline.errors import UserError
 
 _BLOCK_BYTES = 2**17 * PROVENANCE.itemsize
 _THREADS = max(2, min(8, os.cpu_count() or 1))
+_HASH = re.compile(r"xxh3:([0-9a-f]{16})")
 
 
 def hash_of_id(id: str) -> int:
@@ -29,12 +31,15 @@ def documents_with_id(folder: Path, manifest: Manifest, id: str) -> list[int]:
     Args:
         folder: of the dataset.
         manifest: of it.
-        id: the id.
+        id: the id, or `xxh3:` and 16 hexadecimal digits, its hash.
 
     Raises:
         UserError: a `.prov` file is missing or cut.
     """
-    return _find(folder, manifest, {"id_hash": hash_of_id(id)})
+    found = _find(folder, manifest, {"id_hash": hash_of_id(id)})
+    if not found and (given := _HASH.fullmatch(id)):
+        return _find(folder, manifest, {"id_hash": int(given[1], 16)})
+    return found
 
 
 def documents_of_record(folder: Path, manifest: Manifest, unit: int, row: int) -> list[int]:

@@ -15,12 +15,26 @@ from pipeline.data.instances import Windows
 from pipeline.data.journal import Segment
 from pipeline.data.manifest import datasets_below, read_manifest
 from pipeline.data.origins import AdoptedOrigins, Key, Origins
-from pipeline.data.provenance import AskedRun, Described, Range, Say, in_brackets, shortened
-from pipeline.data.search import documents_of_record, documents_with_id
+from pipeline.data.provenance import (
+    AskedRun,
+    Described,
+    Range,
+    Say,
+    counted,
+    hint_of_ids,
+    in_brackets,
+    numbered,
+    shortened,
+    unknown_origins,
+)
+from pipeline.data.search import documents_of_record, documents_with_id, hash_of_id
 from pipeline.errors import UserError
 
 _ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9]{1,18}))?", re.DOTALL)
 _EXHAUSTED = "the source has given all that its max_epochs allows"
+_BEYOND = "beyond what max_epochs of the source allows"
+_LINES = 50
+"""Of a document that are shown."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,7 @@ class Seen:
         step: from 1.
         sample: global index.
         done: whether the step was trained.
-        masked: why they have no weight; None if they have.
+        masked: why they have no weight, or are passed over; None if they are trained on.
     """
 
     lap: int
@@ -44,37 +58,104 @@ class Seen:
     def __str__(self) -> str:
         state = f"; masked: {self.masked}" if self.masked else ""
         return (
-            f"lap {self.lap}: step {self.step:,}, sample {self.sample}, tokens {in_brackets(self.tokens)}; "
+            f"lap {self.lap:,}: step {self.step:,}, sample {self.sample:,}, tokens {in_brackets(self.tokens)}; "
             f"{'done' if self.done else 'to come'}{state}"
         )
 
 
 @dataclass(frozen=True)
 class Unseen:
-    """Tokens of a document that are no targets.
+    """Tokens of a document that are no targets in a lap.
 
     Attributes:
-        lap: of the source; None where it is about steps.
-        tokens: None for all of them.
+        due: first and last step, from 1, at which they would come in a longer run; None if the run's end is not why.
     """
 
-    lap: int | None
-    tokens: Range | None
+    lap: int
+    tokens: Range
+    why: str
+    due: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        due = f"due at {numbered('step', *self.due)}, " if self.due else ""
+        return f"lap {self.lap:,}: tokens {in_brackets(self.tokens)} not seen: {due}{self.why}"
+
+    def and_next(self, other: Unseen) -> Unseen | None:
+        """One of both, if they touch and have one reason."""
+        together = self.lap == other.lap and self.tokens[1] == other.tokens[0] and self.why == other.why
+        if not together or (self.due is None) != (other.due is None):
+            return None
+        steps = [*(self.due or ()), *(other.due or ())]
+        due = (min(steps), max(steps)) if steps else None
+        return Unseen(self.lap, (self.tokens[0], other.tokens[1]), self.why, due)
+
+
+@dataclass(frozen=True)
+class Without:
+    """Steps in which no lap has a document: from 1, both ends included."""
+
+    first_step: int
+    last_step: int
     why: str
 
     def __str__(self) -> str:
-        lap = "" if self.lap is None else f"lap {self.lap}: "
-        tokens = "" if self.tokens is None else f"tokens {in_brackets(self.tokens)} "
-        return f"{lap}{tokens}not seen: {self.why}"
+        return f"{numbered('step', self.first_step, self.last_step)}: {self.why}"
 
 
 @dataclass
 class Times:
-    """When a document is seen."""
+    """When a document is seen.
+
+    Attributes:
+        seen: with weight.
+        masked: without, or passed over.
+        unseen: what the laps that the run reaches leave out.
+        without: the steps that have none of these laps.
+    """
 
     about: Described
     seen: list[Seen] = field(default_factory=list)
+    masked: list[Seen] = field(default_factory=list)
     unseen: list[Unseen] = field(default_factory=list)
+    without: list[Without] = field(default_factory=list)
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        seen = [{name: value for name, value in vars(one).items() if name != "masked"} for one in self.seen]
+        return self.about.json | {
+            "seen": seen,
+            "masked": [vars(one) for one in self.masked],
+            "unseen": [vars(one) for one in self.unseen],
+            "without": [vars(one) for one in self.without],
+        }
+
+    def summary(self) -> str:
+        """How much of the document, in how many steps."""
+        parts: list[str] = []
+        for what, found in (
+            ("trained on", [seen for seen in self.seen if seen.done]),
+            ("to come", [seen for seen in self.seen if not seen.done]),
+            ("masked or passed over", self.masked),
+        ):
+            tokens, end = 0, 0
+            for first, after in sorted(seen.tokens for seen in found):
+                tokens, end = tokens + max(0, after - max(first, end)), max(end, after)
+            if found or not parts:
+                steps = f", in {counted(len({seen.step for seen in found}), 'step')}" if found else ""
+                of = "" if parts else f" of {counted(self.about.tokens, 'token')}"
+                parts.append(f"{what}: {tokens:,}{of}{steps}")
+        return "; ".join(parts)
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        yield self.summary()
+        told: list[Seen | Unseen] = [*self.seen, *self.masked, *self.unseen]
+        told.sort(key=lambda one: one.lap)
+        lines = [*map(str, told), *map(str, self.without)]
+        yield from lines[:_LINES]
+        if len(lines) > _LINES:
+            yield f"and {counted(len(lines) - _LINES, 'more line')}: --json has all"
 
 
 @dataclass(frozen=True)
@@ -83,6 +164,9 @@ class When:
 
     Attributes:
         never: why a record is in no document that is trained on; empty if it is.
+        warnings: what is to be known first.
+        notes: what else is to be said.
+        hints: what else is to be said to people.
     """
 
     source: str
@@ -90,7 +174,9 @@ class When:
     done: int
     documents: list[Times]
     never: str
+    warnings: list[str]
     notes: list[str]
+    hints: list[str]
 
     @property
     def json(self) -> dict[str, Any]:
@@ -99,25 +185,22 @@ class When:
             "source": self.source,
             "steps": self.steps,
             "done": self.done,
-            "documents": [
-                times.about.json
-                | {"seen": [vars(seen) for seen in times.seen], "unseen": [vars(unseen) for unseen in times.unseen]}
-                for times in self.documents
-            ],
+            "documents": [times.json for times in self.documents],
             "never": self.never or None,
-            "notes": self.notes,
+            "notes": [*self.warnings, *self.notes],
         }
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
+        yield from (f"note: {warning}" for warning in self.warnings)
         for times in self.documents:
             about = times.about
-            yield f"document {about.document} of {self.source}: {about}, {about.tokens} tokens"
-            told: list[Seen | Unseen] = [*times.seen, *times.unseen]
-            yield from (f"  {one}" for one in sorted(told, key=lambda one: (one.lap is None, one.lap or 0)))
+            yield f"document {about.document} of {self.source}: {about}, {counted(about.tokens, 'token')}"
+            yield from (f"  {line}" for line in times.lines())
         if self.never:
             yield f"never seen: {self.never}"
         yield from self.notes
+        yield from self.hints
 
 
 def when(
@@ -135,7 +218,7 @@ def when(
     Args:
         run: the run.
         source: of the documents.
-        id: of the documents. Exactly one of `id`, `document` and `row` is to be given.
+        id: of the documents, or `xxh3:` and its hash. Exactly one of `id`, `document` and `row` is to be given.
         document: number in the source's dataset.
         row: `FILE:LINE`, `FILE: row N`, or `FILE` for a text.
         ids: read ids from the source files where they are not known without.
@@ -145,13 +228,13 @@ def when(
         UserError: there is no such source, document or record.
     """
     if [id, document, row].count(None) != 2:
-        raise UserError("say which document: give exactly one of --doc ID, --document N and --row FILE:N")
+        raise UserError("say which document: give exactly one of --doc ID, --document N and --row FILE[:N]")
     dataset = run.dataset(source)
     never = ""
     if document is not None:
         if not 0 <= document < dataset.documents:
             raise UserError(
-                f"--document: {document} is none of the documents 0 to {dataset.documents - 1:,} of {source}"
+                f"--document: {document}: {source} has {numbered('document', 0, dataset.documents - 1)} only"
             )
         documents = [document]
     elif id is not None:
@@ -161,7 +244,7 @@ def when(
             if not never:
                 example = run.describe(source, [0], True, say)[0].id
                 like = f"; ids are like {shortened(example)!r}" if example else ""
-                raise UserError(f"--doc: no document of source {source!r} has the id {id!r}, in no split{like}")
+                raise UserError(f"--doc: no document of source {source!r} has the id {id!r} in any split{like}")
     else:
         assert row is not None
         origins = run.origins(source)
@@ -172,6 +255,10 @@ def when(
         if not documents:
             never = _why_not(origins, key, dataset.folder, row)
     described = run.describe(source, documents, ids, say)
+    if id is not None:
+        for number, about in described.items():
+            if about.id is None and about.id_hash == hash_of_id(id):
+                described[number] = about._replace(id=id)
     found = [_Search(run, source, described[number]).times() for number in documents]
     end = [f"the run ends after step {run.steps:,}: {run.length.reason}"] if any(one.unseen for one in found) else []
     return When(
@@ -180,7 +267,9 @@ def when(
         done=run.done,
         documents=found,
         never=never,
-        notes=[*end, *run.notes],
+        warnings=[*run.warnings],
+        notes=[*unknown_origins(described.values()), *end, *run.notes],
+        hints=hint_of_ids(described.values(), ids),
     )
 
 
@@ -221,6 +310,10 @@ class _Search:
         # By lap: why the positions that are open will stay so, and whether anything can still change that.
         self._why: dict[int, str] = {}
         self._closed: set[int] = set()
+        # By lap: slice and sequence length.
+        self._text: dict[int, tuple[Range | None, int]] = {}
+        # Laps and positions that come after all that max_epochs allows.
+        self._beyond: set[tuple[int, int]] = set()
         # By lap and position: the step at which it would be drawn, were the run longer.
         self._due: dict[tuple[int, int], int] = {}
         # Steps [first, stop) in which no lap has the document, and why.
@@ -243,15 +336,20 @@ class _Search:
                 self._without.append((first, stop, reason))
         for lap, positions in self._open.items():
             for position, ranges in positions.items():
-                why = self._why[lap]
-                if (due := self._due.get((lap, position))) is not None:
-                    why = f"due at step {due + 1:,}, after the end of the run (step {run.steps:,})"
-                times.unseen += [Unseen(lap, tokens, why) for tokens in ranges]
-        times.unseen += [
-            Unseen(None, None, f"in steps {first + 1:,} to {stop:,} {reason}") for first, stop, reason in self._without
-        ]
-        times.seen.sort(key=lambda seen: (seen.lap, seen.step, seen.sample))
-        times.unseen.sort(key=lambda unseen: (unseen.lap is None, unseen.lap or 0, unseen.tokens or (0, 0)))
+                why, due = self._why[lap], None
+                if lap not in self._closed and (lap, position) in self._beyond:
+                    why = _BEYOND
+                elif (step := self._due.get((lap, position))) is not None:
+                    why, due = f"after the end of the run (step {run.steps:,})", (step + 1, step + 1)
+                times.unseen += [Unseen(lap, tokens, why, due) for tokens in ranges]
+        for seen in (times.seen, times.masked):
+            seen.sort(key=lambda one: (one.lap, one.step, one.sample))
+        merged: list[Unseen] = []
+        for unseen in sorted(times.unseen, key=lambda one: (one.lap, one.tokens)):
+            both = merged[-1].and_next(unseen) if merged else None
+            merged[-1:] = [both] if both else [*merged[-1:], unseen]
+        times.unseen = merged
+        times.without = [Without(first + 1, stop, reason) for first, stop, reason in self._without]
         return times
 
     def _not_in(self, segment: Segment) -> str:
@@ -260,20 +358,22 @@ class _Search:
         if state is None:
             return "the source is not in the blend"
         if state.documents is not None and not state.documents[0] <= document < state.documents[1]:
-            return f"only documents {state.documents[0]} to {state.documents[1] - 1} are read (slice)"
+            return f"the slice has {numbered('document', state.documents[0], state.documents[1] - 1)} only"
         return ""
 
     def _close_laps(self, segment: Segment) -> None:
-        """Say why laps end before a segment that has later ones. One that was drawn to its end has nothing open."""
+        """Say why laps end before a segment that has other ones. One that was drawn to its end has nothing open."""
         state = segment.sources.get(self._source)
+        if state is None:
+            return
         for lap in self._open.keys() - self._closed:
-            if state is not None and lap < state.lap:
+            (documents, length), before = self._text[lap], f"before step {segment.first_step + 1:,}"
+            changed = ["slice"] if documents != state.documents else []
+            changed += ["sequence_length"] if length != segment.sequence_length else []
+            if changed:
+                verb = "changes" if len(changed) == 1 else "change"
                 self._closed.add(lap)
-                if self._why[lap] != _EXHAUSTED:
-                    self._why[lap] = (
-                        f"the lap was closed before step {segment.first_step + 1:,}, where sequence_length or slice "
-                        "changes"
-                    )
+                self._why[lap] = f"the lap was closed {before}, where {' and '.join(changed)} {verb}"
 
     def _look(self, number: int, segment: Segment, stop: int) -> str:
         """Find the document in the laps of a segment, up to step `stop`. Returns why there is no lap; empty if any."""
@@ -281,20 +381,26 @@ class _Search:
         windows = run.windows[number][self._source]
         before, after = (run.sampler.targets(step)[self._source] for step in (segment.first_step, stop))
         drawn = (after - before) // segment.sequence_length
+        # A segment that goes on with the lap, or closes it, says another reason.
         why = f"not drawn by step {stop:,}, " + (
             "the end of the run" if stop == run.steps else "after which the source is not in the blend"
         )
-        if drawn == state.cap and not state.stops:
+        if drawn == state.cap:
             why = _EXHAUSTED
         self._why |= dict.fromkeys(self._open.keys() - self._closed, why)
         if drawn == 0:
             return _EXHAUSTED if state.cap == 0 else "the source is not drawn"
         for lap in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):
             self._open_lap(windows, segment.sequence_length, lap)
+            self._text[lap] = state.documents, segment.sequence_length
             self._why[lap] = why
             positions = np.array(list(self._open[lap]), np.int64)
             found = run.sampler.find(self._source, number, lap, positions)
+            before_lap = (lap - state.lap) * windows.count - state.cursor
             for position, sample in zip(positions.tolist(), found.tolist(), strict=True):
+                if state.cap is not None and before_lap + position >= state.cap:
+                    self._beyond.add((lap, position))
+                    continue
                 if sample < 0:
                     continue
                 step = run.journal.step_of(sample)
@@ -302,8 +408,11 @@ class _Search:
                     self._due[lap, position] = step
                     continue
                 masked = run.masked(step, sample, self._source, self._times.about.document)
+                into = self._times.seen if masked is None else self._times.masked
                 for tokens in self._open[lap].pop(position):
-                    self._times.seen.append(Seen(lap, step + 1, sample, tokens, step < run.done, masked))
+                    into.append(Seen(lap, step + 1, sample, tokens, step < run.done, masked))
+        if drawn == state.cap:
+            self._closed |= self._open.keys()
         return ""
 
     def _open_lap(self, windows: Windows, length: int, lap: int) -> None:

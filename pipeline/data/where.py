@@ -9,7 +9,18 @@ from typing import Any
 
 from pipeline.data.lookup import Share
 from pipeline.data.phases import micro_batch_size
-from pipeline.data.provenance import AskedRun, Described, Range, Say, in_brackets, newest_ranks
+from pipeline.data.provenance import (
+    AskedRun,
+    Described,
+    Range,
+    Say,
+    hint_of_ids,
+    in_brackets,
+    newest_ranks,
+    numbered,
+    unknown_origins,
+)
+from pipeline.data.records import printable
 from pipeline.errors import UserError
 
 
@@ -20,7 +31,7 @@ class Piece:
     Attributes:
         about: the document.
         tokens: those of it that are in the sample.
-        targets: those that are targets; all but the first token of the sample.
+        targets: those that are targets; all but the first token of the sample, which may leave none.
         words: the first of them as text.
         masked: why they have no weight; None if they have.
     """
@@ -64,7 +75,9 @@ class Where:
         tokens: target tokens of the run [first, end).
         rank: (rank, ranks, micro-batch size), if the samples are those of a rank.
         shown: the samples.
+        warnings: what is to be known first.
         notes: what else is to be said.
+        hints: what else is to be said to people.
     """
 
     step: int
@@ -75,7 +88,9 @@ class Where:
     tokens: Range
     rank: tuple[int, int, int] | None
     shown: list[Sample]
+    warnings: list[str]
     notes: list[str]
+    hints: list[str]
 
     @property
     def json(self) -> dict[str, Any]:
@@ -112,33 +127,38 @@ class Where:
                 }
                 for sample in self.shown
             ],
-            "notes": self.notes,
+            "notes": [*self.warnings, *self.notes],
         }
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         state = "passed over (blend.skip)" if self.skipped else "done" if self.done else "not yet trained"
-        yield (
-            f"step {self.step:,} of {self.steps:,}: samples {_last(self.samples)}, target tokens {_last(self.tokens)} "
-            f"of the run; {state}"
+        samples, tokens = (
+            numbered(noun, first, end - 1)
+            for noun, (first, end) in (("sample", self.samples), ("target token", self.tokens))
         )
+        yield from (f"note: {warning}" for warning in self.warnings)
+        yield f"step {self.step:,} of {self.steps:,}: {samples}, {tokens} of the run; {state}"
         if self.rank:
             padding = "" if self.shown else ": all its samples of this step are padding"
-            yield f"rank {self.rank[0]} of {self.rank[1]}, with micro-batches of {self.rank[2]}{padding}"
+            yield f"rank {self.rank[0]:,} of {self.rank[1]:,}, with micro-batches of {self.rank[2]:,}{padding}"
         for sample in self.shown:
-            micro_batch = "" if sample.micro_batch is None else f", micro-batch {sample.micro_batch}"
+            micro_batch = "" if sample.micro_batch is None else f", micro-batch {sample.micro_batch:,}"
             masked = f"; masked: {sample.masked}" if sample.masked else ""
             yield (
-                f"sample {sample.sample}: {sample.source}, lap {sample.lap}, position {sample.position}"
+                f"sample {sample.sample:,}: {sample.source}, lap {sample.lap:,}, position {sample.position:,}"
                 f"{micro_batch}{masked}"
             )
             for piece in sample.pieces:
                 masked = f"; masked: {piece.masked}" if piece.masked and piece.masked != sample.masked else ""
+                first, end = piece.targets
+                tokens = f"tokens {in_brackets(piece.targets)}" if first < end else f"token {end - 1}, input only,"
                 yield (
-                    f"  document {piece.about.document}: {piece.about}, tokens {in_brackets(piece.tokens)} of "
-                    f'{piece.about.tokens}{masked}: "{piece.words}"'
+                    f"  document {piece.about.document}: {piece.about}, {tokens} of "
+                    f'{piece.about.tokens:,}{masked}: "{printable(piece.words)}"'
                 )
         yield from self.notes
+        yield from self.hints
 
 
 def where(
@@ -157,8 +177,12 @@ def where(
     Raises:
         UserError: there is no such step, or no such rank.
     """
+    if run.trained is not None and step <= run.trained.done:
+        run = run.trained
     if not 1 <= step <= run.steps:
-        raise UserError(f"--step: {step} is none of the run's steps 1 to {run.steps:,} ({run.length.reason} ends it)")
+        raise UserError(
+            f"--step: {step}: the run has {numbered('step', 1, run.steps)} only ({run.length.reason} ends it)"
+        )
     step -= 1
     journal = run.journal
     samples, draws = journal.samples(step), run.sampler.step(step)
@@ -194,6 +218,7 @@ def where(
                 )
             )
         shown.append(Sample(sample, name, lap, position, micro_batch, run.masked(step, sample, name), pieces))
+    everything = [about for of_source in described.values() for about in of_source.values()]
     return Where(
         step=step + 1,
         steps=run.steps,
@@ -203,7 +228,9 @@ def where(
         tokens=(journal.tokens(step), journal.tokens(step + 1)),
         rank=share,
         shown=shown,
-        notes=run.notes,
+        warnings=[*run.warnings],
+        notes=[*unknown_origins(everything), *run.notes],
+        hints=hint_of_ids(everything, ids),
     )
 
 
@@ -217,9 +244,7 @@ def _share(run: AskedRun, segment: int, rank: int | None, ranks: int | None) -> 
     if ranks is None:
         raise UserError(f"--rank: {rank}: say of how many with --ranks; {run.folder} has no checkpoint that tells")
     if not 0 <= rank < ranks:
-        raise UserError(f"--rank: {rank} is none of the ranks 0 to {ranks - 1}; --ranks gives another number of them")
+        raise UserError(
+            f"--rank: {rank}: the run has {numbered('rank', 0, ranks - 1)} only; --ranks gives another number of them"
+        )
     return rank, ranks, micro_batch_size(run.config, run.journal, segment, ranks)
-
-
-def _last(half_open: Range) -> str:
-    return f"{half_open[0]:,} to {half_open[1] - 1:,}"

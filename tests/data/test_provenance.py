@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import shutil
 import subprocess
@@ -25,8 +26,10 @@ from pipeline.data import store
 from pipeline.data.adopt import adopt
 from pipeline.data.dataset import Dataset
 from pipeline.data.journal import Journal
+from pipeline.data.manifest import REPAIR
 from pipeline.data.merge import merge
 from pipeline.data.opening import open_datasets
+from pipeline.data.paper import make_plan
 from pipeline.data.preprocess import preprocess
 from pipeline.data.provenance import AskedRun, ask
 from pipeline.data.records import printable
@@ -140,7 +143,7 @@ def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: Asked
                 assert about.tokens == len(encoded)
                 part = encoded[slice(*piece.tokens)]
                 whole = tokenizer.decode(part[: len(part) - (piece.tokens[1] == about.tokens and len(part) > 1)])
-                assert piece.words == printable(whole[:60]) + "…" * (len(whole) > 60)
+                assert piece.words == whole[:60] + "…" * (len(whole) > 60)
                 ids += part
             segment = run.journal.segments[run.journal.segment_number(answer.step - 1)]
             assert len(ids) == segment.sequence_length + 1
@@ -220,43 +223,129 @@ def test_when_is_the_inverse_of_where(run: AskedRun, steps: list[Where]) -> None
     for source, dataset in run.datasets.items():
         for document in range(dataset.documents):
             (times,) = _when(run, source, document=document).documents
-            seen = [(one.lap, one.step, one.sample, one.tokens, one.masked) for one in times.seen]
+            seen = [(one.lap, one.step, one.sample, one.tokens, one.masked) for one in [*times.seen, *times.masked]]
+            assert {one.masked for one in times.seen} <= {None} and all(one.masked for one in times.masked)
             assert sorted(seen) == sorted(expected.pop((source, document), [])), (source, document)
             # In each lap every token is seen once or said not to be.
             covered = defaultdict(list)
-            for one in [*times.seen, *times.unseen]:
-                if one.lap is not None:
-                    assert one.tokens is not None
-                    covered[one.lap] += range(*one.tokens)
+            for one in [*times.seen, *times.masked, *times.unseen]:
+                covered[one.lap] += range(*one.tokens)
             assert covered, (source, document)
             for lap, tokens in covered.items():
                 assert sorted(tokens) == list(range(times.about.tokens)), (source, document, lap)
             for one in times.unseen:
                 if "closed" in one.why:
                     closed[source][one.lap].add(one.why)
+            for one in [*times.unseen, *times.without]:
                 reasons[one.why.translate({ord(c): "N" for c in "0123456789"}).replace("NN", "N")] += 1
+            # Neighbours with one reason are one.
+            for one, two in itertools.pairwise(times.unseen):
+                touch = one.lap == two.lap and one.tokens[1] == two.tokens[0]
+                assert not touch or (one.why, one.due is None) != (two.why, two.due is None)
     assert not expected
     said = " / ".join(sorted(reasons))
     for reason in (
         "among the N tokens that the lap leaves out",
         "after the end of the run",
-        "where sequence_length or slice changes",
+        "where slice and sequence_length change",
+        "where sequence_length changes",
         "the source has given all that its max_epochs allows",
-        "in steps N to N the source is not in the blend",
-        "are read (slice)",
+        "the source is not in the blend",
+        "the slice has documents N to N only",
     ):
         assert reason in said
     # A lap is closed where the next segment of the source begins.
-    for source in ("plain", "gz"):
+    changes = {"plain": "sequence_length changes", "gz": "slice and sequence_length change"}
+    for source, what in changes.items():
         drawn = [(sample.lap, answer.step) for answer in steps for sample in answer.shown if sample.source == source]
         laps = {max(lap for lap, step in drawn if step < end): end for end in (61, 91)}
-        expected_whys = {
-            lap: {f"the lap was closed before step {step}, where sequence_length or slice changes"}
-            for lap, step in laps.items()
-        }
+        expected_whys = {lap: {f"the lap was closed before step {step}, where {what}"} for lap, step in laps.items()}
         assert closed[source] == expected_whys, source
-    steps_without = [one.why for one in _when(run, "pq", document=0).documents[0].unseen if one.lap is None]
-    assert steps_without == ["in steps 61 to 90 the source is not in the blend"]
+    (times,) = _when(run, "pq", document=0).documents
+    assert [str(one) for one in times.without] == ["steps 61 to 90: the source is not in the blend"]
+
+
+def test_reasons_hold_for_a_longer_run(root: Path) -> None:
+    """What is due comes at these steps in a longer run; what max_epochs leaves out comes in none."""
+    for on_exhausted in ("renormalize", "stop"):
+        limits = ["data.sources.3.max_epochs=0.5", f"data.sources.3.on_exhausted={on_exhausted}"]
+        changes = ["blend={phases: [{until: 9 steps}, {slices: {plain: [0.5, 1]}}]}", *limits]
+        short, long = (ask(root / "run.yaml", [*changes, f"train.duration={n} steps"]) for n in (20, 60))
+        assert long.steps == 60 if on_exhausted == "renormalize" else 20 < long.steps < 60
+        due = beyond = closed = 0
+        for source, dataset in short.datasets.items():
+            for document in range(0, dataset.documents, 5):
+                (now,), (then,) = (_when(run, source, document=document).documents for run in (short, long))
+                steps = {(one.lap, token): one.step for one in then.seen for token in range(*one.tokens)}
+                for one in now.unseen:
+                    found = {steps[one.lap, token] for token in range(*one.tokens) if (one.lap, token) in steps}
+                    if one.due:
+                        due += one.due[1] <= long.steps
+                        assert one.due[1] > long.steps or (min(found), max(found)) == one.due
+                        assert one.due[0] > 20
+                    elif one.why == "not drawn by step 20, the end of the run":
+                        assert min(found, default=long.steps) > 22  # in another level of the ramp
+                    else:
+                        assert not found, (source, document, one)
+                        beyond += one.why == "beyond what max_epochs of the source allows"
+                    if "closed" in one.why:
+                        closed += 1
+                        assert (source, one.why) == ("plain", "the lap was closed before step 10, where slice changes")
+                    assert "not in the blend" not in one.why
+        assert min(due, beyond, closed) > 0
+
+
+def test_a_document_in_many_windows(root: Path) -> None:
+    (root / "fine.yaml").write_text(
+        (root / "run.yaml").read_text().replace("sequence_length: 64", "sequence_length: 4")
+    )
+    run = ask(root / "fine.yaml", ["blend=null", "data.sources.3.max_epochs=null", "train.duration=400 steps"])
+    lengths = run.describe("plain", range(95), False, _quiet)
+    longest = max(lengths.values(), key=lambda about: about.tokens)
+    answer = _when(run, "plain", document=longest.document)
+    (times,) = answer.documents
+    lines = list(answer.lines())
+    assert lines[0].endswith(f", {longest.tokens:,} tokens")
+    seen = {token for one in times.seen for token in range(*one.tokens)}
+    steps = {one.step for one in times.seen}
+    assert lines[1] == (
+        f"  trained on: 0 of {longest.tokens:,} tokens; to come: {len(seen):,}, in {len(steps):,} steps"
+    )
+    told = len(times.seen) + len(times.unseen)
+    assert told > 60
+    assert lines[52] == f"  and {told - 50} more lines: --json has all"
+    assert [line[:8] for line in lines[2:52]] == 50 * ["  lap 0:"]
+    masked = _when(ask(root / "fine.yaml", ["blend={skip: [{source: plain}]}"]), "plain", document=longest.document)
+    assert masked.documents[0].seen == []
+    assert "tokens; masked or passed over: " in list(masked.lines())[1]
+
+
+def test_a_document_whose_prov_record_is_lost(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "run" / "data", tmp_path / "data")
+    run = ask(root / "run.yaml", [f"data.dir={tmp_path}/data"])
+    before = [_where(run, step) for step in range(1, 20)]
+    for path in (tmp_path / "data" / "text" / "train").rglob("*.prov"):
+        path.unlink()
+    for path in (tmp_path / "data" / "plain" / "train").rglob("*.prov"):
+        path.write_bytes(path.read_bytes()[:-1])
+    lost = 0
+    for old in before:
+        answer = _where(run, old.step)
+        for one, two in zip(old.shown, answer.shown, strict=True):
+            for piece, other in zip(one.pieces, two.pieces, strict=True):
+                assert (piece.words, piece.targets) == (other.words, other.targets)
+                assert (piece.about.document, piece.about.tokens) == (other.about.document, other.about.tokens)
+                lost += other.about.origin is None
+        assert [*answer.lines()] and orjson.dumps(answer.json)
+    assert lost > 5
+    answer = _when(run, "text", document=4)
+    assert next(answer.lines()).startswith("document 4 of text: origin unknown, ")
+    assert any(
+        note.startswith("the origin of 1 document is unknown: ") and ".prov is missing; " in note and REPAIR in note
+        for note in answer.notes
+    )
+    with pytest.raises(UserError, match=r"\.prov is missing"):
+        _when(run, "text", id="x")
 
 
 def test_documents_by_id_and_row(root: Path, run: AskedRun, steps: list[Where]) -> None:
@@ -270,6 +359,10 @@ def test_documents_by_id_and_row(root: Path, run: AskedRun, steps: list[Where]) 
         by_id = [times.about.document for times in _when(run, source, id=about.id).documents]
         assert document in by_id
         assert all(_when(run, source, document=n, ids=True).documents[0].about.id == about.id for n in by_id)
+        by_hash = _when(run, source, id=f"xxh3:{about.id_hash:016x}").documents
+        assert [times.about.document for times in by_hash] == by_id
+        # The id that was typed is known without a look into the files.
+        assert f", id {printable(about.id)}, " in next(_when(run, source, id=about.id).lines())
         (by_row,) = _when(run, source, row=str(about.origin), ids=True).documents
         assert by_row.about == about
     rejected = _when(run, "plain", row=f"{root}/corpus/a.jsonl:11")
@@ -304,25 +397,27 @@ def test_questions_without_an_answer(run: AskedRun) -> None:
     with pytest.raises(UserError, match=r"--source: 'plian' is none of the run's sources \(plain, gz, pq, text\)"):
         _when(run, "plian", document=0)
     with pytest.raises(
-        UserError, match="no document of source 'text' has the id 'x', in no split; ids are like '.*txt'"
+        UserError, match="no document of source 'text' has the id 'x' in any split; ids are like '.*txt'"
     ):
         _when(run, "text", id="x")
-    with pytest.raises(UserError, match="--document: 1000 is none of the documents 0 to 94"):
+    with pytest.raises(UserError, match="--document: 1000: plain has documents 0 to 94 only"):
         _when(run, "plain", document=1000)
     with pytest.raises(UserError, match="e.parquet is none of the files that .*plain was made from"):
         _when(run, "plain", row="e.parquet: row 3")
-    with pytest.raises(UserError, match="exactly one of --doc ID, --document N and --row FILE:N"):
+    with pytest.raises(UserError, match="exactly one of --doc ID, --document N and --row FILE"):
         _when(run, "plain", row="a.jsonl:3", id="x")
     for row in ("", "a.jsonl\n", "~nobody/a.jsonl:3", "\udcff.jsonl:1", "a.jsonl:" + 5000 * "9"):
         with pytest.raises(UserError, match="is none of the files that"):
             _when(run, "plain", row=row)
-    with pytest.raises(UserError, match=r"no document of source 'plain' has the id '\\udcff', in no split"):
+    with pytest.raises(UserError, match=r"no document of source 'plain' has the id '\\udcff' in any split"):
         _when(run, "plain", id="\udcff")  # a word of a command line that is not UTF-8
     for step in (0, 151):
-        with pytest.raises(UserError, match=rf"--step: {step} is none of the run's steps 1 to 150 \(train.duration"):
+        with pytest.raises(UserError, match=rf"--step: {step}: the run has steps 1 to 150 only \(train.duration"):
             _where(run, step)
-    with pytest.raises(UserError, match="--rank: 2 is none of the ranks 0 to 1"):
+    with pytest.raises(UserError, match="--rank: 2: the run has ranks 0 to 1 only"):
         _where(run, 3, rank=2, ranks=2)
+    with pytest.raises(UserError, match="--rank: 1: the run has rank 0 only"):
+        _where(run, 3, rank=1, ranks=1)
     with pytest.raises(UserError, match="--rank: 0: say of how many with --ranks; .* has no checkpoint that tells"):
         _where(run, 3, rank=0)
     with pytest.raises(UserError, match="--ranks: 2: say which of them, with --rank"):
@@ -370,27 +465,61 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     made = {name: dataset.fingerprint for name, dataset in run.datasets.items()}
     trained_on = made | {"gz": "0123", "gone": "4567"}
     store.put_json(path / "state.json", {"layout": {}, "fingerprints": {"data": trained_on}})
-    (note,) = ask(folder).notes
+    (note,) = ask(folder).warnings
     assert (
         f"gz/train was made again: the newest checkpoint was trained on fingerprint 0123, and it has {made['gz']}"
         in note
     )
     store.put_json(path / "state.json", {"layout": {}, "fingerprints": {"data": made}})
-    assert ask(folder).notes == []
+    assert ask(folder).warnings == []
     (path / "state.json").unlink()
-    assert ask(folder).notes == []
+    assert (ask(folder).warnings, ask(folder).notes) == ([], [])
 
-    # The run file may have changed since; the journal follows it when training starts again.
-    (folder / "other.yaml").write_text((folder / "config.yaml").read_text().replace("/nowhere", str(folder)))
-    assert ask(folder / "other.yaml").notes == []
-    later = ask(folder / "other.yaml", ["blend.phases.2.batch_size=4"])
-    assert later.journal.to_json() == before.journal.to_json()
+    # The run file may have changed since: what was trained stays, what comes is as the review says.
+    store.put_json(path / "state.json", {"layout": {}, "journal": before.journal.to_json()})
+    file = folder / "other.yaml"
+    file.write_text((folder / "config.yaml").read_text().replace("/nowhere", str(folder)))
+    assert (ask(file).notes, ask(file).warnings) == ([], [])
+    later = ask(file, ["blend.phases.2.batch_size=4", "train.duration=160 steps"])
+    review = make_plan(later.config)
+    assert (later.journal.fingerprint, later.steps, later.done) == (review.journal, review.steps, 34)
+    assert later.warnings == []
     assert later.notes == [
-        f"the run file plans other steps than {folder}/journal.json, by which this was answered; the next start of "
-        "training follows the run file"
+        f"step 35 and later ones are planned from the run file, which has changed since {folder}/journal.json was "
+        "written; a training that is running now keeps to the latter"
     ]
-    (note,) = ask(folder / "other.yaml", ["train.sequence_length=60"]).notes
-    assert "which cannot go on by the run file: the run file now gives other data" in note
+    assert _where(later, 90).shown == _where(run, 90).shown
+    assert (len(_where(later, 91).shown), len(_where(run, 91).shown)) == (4, 5)
+    assert next(_where(later, 91).lines()).startswith("step 91 of 160: ")
+
+    # Steps since the newest checkpoint, which has 30, will be made again; their journal is still there.
+    again = ask(file, ["blend.phases.0.until=32 steps"])
+    review = make_plan(again.config)
+    assert (again.journal.fingerprint, again.steps, again.done) == (review.journal, review.steps, 30)
+    (warning,) = again.warnings
+    assert warning.startswith("steps 31 to 34, made since the newest checkpoint, will be made again as the run file")
+    assert [_where(again, step).done for step in (34, 35)] == [True, False]
+    assert _where(again, 34).shown == _where(run, 34).shown
+    assert next(_where(again, 34).lines()).endswith(f"with other data; this is by {folder}/journal.json")
+    assert all(one.done == (one.step <= 30) for one in _when(again, "gz", document=3).documents[0].seen)
+
+    # A spike in one of them is passed over then.
+    spike = ["blend.skip=[{steps: 33}]"]
+    store.put_json(folder / "journal.json", ask(file, ["blend.skip=[]", "run.dir=/nowhere"]).journal.to_json())
+    store.put_json(path / "state.json", {"layout": {}, "journal": json.loads((folder / "journal.json").read_text())})
+    again = ask(file, spike)
+    assert again.journal.fingerprint == make_plan(again.config).journal
+    assert [again.journal.is_skipped(step) for step in (31, 32, 33)] == [False, True, False]
+    assert (again.done, _where(again, 33).done, _where(again, 33).skipped) == (30, True, False)
+    store.put_json(folder / "journal.json", before.journal.to_json())
+
+    refused = ask(file, ["train.sequence_length=60"])
+    (warning,) = refused.warnings
+    assert warning.startswith(f"answered by {folder}/journal.json: the run file now gives other data")
+    assert (refused.journal.to_json(), refused.done) == (before.journal.to_json(), 34)
+    for answer in (_where(refused, 100), _when(refused, "gz", document=3)):
+        assert next(answer.lines()) == f"note: {warning}"
+        assert answer.json["notes"] == [warning, *answer.notes]
 
     other = json.loads((folder / "journal.json").read_text())
     other["segments"][0]["sources"]["gz"]["tokens"] += 1
