@@ -58,7 +58,10 @@ app = typer.Typer(
     help="From documents to an evaluated language model: preprocess, train, eval, one run file.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at run files and their keys.")
-data_app = typer.Typer(no_args_is_help=True, help="Look at datasets and check them.")
+data_app = typer.Typer(
+    no_args_is_help=True,
+    help="Datasets: look at, check, convert. Runs: review what they train on (plan), trace it (where, when).",
+)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 
@@ -258,9 +261,12 @@ def data_adopt(
     print(report)
 
 
+RunOrFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the run folder.")]
+
+
 @data_app.command("plan")
 def data_plan(
-    run: Run,
+    run: RunOrFolder,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Data-parallel ranks, for micro-batches and padding.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="First steps whose order is hashed.", min=0)] = 1000,
@@ -280,15 +286,24 @@ def data_plan(
 
     Writes nothing. A run that has begun is planned from its newest checkpoint.
     """
-    config = _load(run, overrides)
+    from pipeline.config.load import load_run
+
+    config = load_run(run, overrides or ())
     from pipeline.data.paper_show import print_plan
+    from pipeline.train.schedule import Schedule
 
     print_plan(
-        config, Console(), ranks=ranks, hashed_steps=steps, preview=preview, assume=assume or (), as_json=as_json
+        config,
+        Console(),
+        ranks=ranks,
+        hashed_steps=steps,
+        preview=preview,
+        assume=assume or (),
+        as_json=as_json,
+        check=lambda journal, steps: Schedule(config.train.schedule, config.train.duration, steps, journal.tokens),
     )
 
 
-RunOrFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the run folder.")]
 Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files where nothing else has them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
@@ -317,10 +332,15 @@ def data_when(
     run: RunOrFolder,
     source: Annotated[str, typer.Option(help="The document's source.")],
     overrides: Overrides = None,
-    doc: Annotated[str | None, typer.Option(help="Its id.")] = None,
+    doc: Annotated[str | None, typer.Option(help="Its id, or the xxh3:... that `data where` shows.")] = None,
     document: Annotated[int | None, typer.Option(help="Its number, as `data where` shows it.")] = None,
     row: Annotated[
-        str | None, typer.Option(metavar="FILE:N", help="Its line (from 1) or row (from 0), as `data where` shows it.")
+        str | None,
+        typer.Option(
+            metavar="FILE[:N]",
+            help="Its file and line (from 1) or row (from 0), as `data where` shows them; the file alone where that "
+            "is one document.",
+        ),
     ] = None,
     ids: Ids = False,
     as_json: AsJson = False,

@@ -93,7 +93,8 @@ class Bound(Value):
         }
 
     def __str__(self) -> str:
-        return str(self._text())
+        # As it was written: 0 and 1, not 0.0 and 1.0.
+        return str(int(self.share) if self.documents is None and self.share.is_integer() else self._text())
 
     def of(self, documents: int) -> int:
         """The document at this place, of so many."""
@@ -157,9 +158,7 @@ class PhaseConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> PhaseConfig:
-        if isinstance(self.weights, dict) and self.sources is not None and set(self.sources) != set(self.weights):
-            raise ValueError("weights and sources name different sources; leave `sources` out")
+    def _once(self) -> PhaseConfig:
         if self.sources is not None and (not self.sources or len(set(self.sources)) != len(self.sources)):
             raise ValueError(f"sources: give at least one, each once, got {self.sources}")
         return self

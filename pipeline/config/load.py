@@ -25,6 +25,8 @@ from pipeline.config.schema import KeyPath, dotted
 from pipeline.errors import UserError
 
 COMMAND_LINE = "command line"
+RUN_FILE = "config.yaml"
+"""In a run folder: what the run was started with last."""
 
 
 def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
@@ -77,6 +79,23 @@ def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | 
     return config
 
 
+def load_run(run: Path, overrides: Sequence[str] = ()) -> Config:
+    """Load a run file, or the one that training has written into a run folder, which may have been moved since.
+
+    Args:
+        run: The run file or the run folder.
+        overrides: As for `load`.
+
+    Raises:
+        UserError: As for `load`, or the folder has no run file.
+    """
+    if not run.is_dir():
+        return load(run, overrides)
+    if not (run / RUN_FILE).is_file():
+        raise UserError(f"{run} is no run folder: it has no {RUN_FILE}, which training writes; name the run file")
+    return load(run / RUN_FILE, overrides, {"run.dir": os.path.abspath(run)})
+
+
 def dump(config: Config) -> str:
     """The resolved whole as YAML that `load` reads back to an equal config."""
     return render(_escaped(config.model_dump(mode="json")))
@@ -89,7 +108,8 @@ def find(path: Path) -> Path:
         UserError: There is neither; the message names the ones that ship.
     """
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name a run file (.yaml)")
+        there = f", like {path / RUN_FILE}" if (path / RUN_FILE).is_file() else " (.yaml)"
+        raise UserError(f"{path} is a folder; name a run file{there}")
     if path.exists():
         return path
     names = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts

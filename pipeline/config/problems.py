@@ -82,11 +82,25 @@ def _problem(details: ErrorDetails, root: type[Section], plain: Any, places: Map
         "" if isinstance(value, dict) or (isinstance(value, list) and kind == "value_error") else f" = {show(value)}"
     )
     if not path:
-        # A check across sections: its message names the keys, and the first one that was written has a line.
-        named = [tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)]
-        path_named = next((candidate for candidate in named if candidate in places), ())
-        return Problem(place_of(path_named, places), message)
-    return Problem(place_of(path, places), f"{dotted(path)}{shown}: {message}")
+        return Problem(_place_of_keys(path, message, places), message)
+    place = _place_of_keys(path, message, places) if isinstance(value, dict) else place_of(path, places)
+    return Problem(place, f"{dotted(path)}{shown}: {message}")
+
+
+def _place_of_keys(section: KeyPath, message: str, places: Mapping[KeyPath, Place]) -> Place:
+    """For a check across the keys of a section, which its message names.
+
+    The place of the first one that the command line has, which is what was changed last; or else of the first one that
+    was written.
+    """
+    words = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", message)
+    named = [(*section, *(int(part) if part.isdecimal() else part for part in word.split("."))) for word in words]
+    named = [path for path in named if path in places]
+    for path in named:
+        for written, place in places.items():
+            if place.line is None and written[: len(path)] == path:
+                return place
+    return place_of(named[0] if named else section, places)
 
 
 def _written(path: KeyPath, plain: Any) -> tuple[KeyPath, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from pydantic import model_validator
@@ -67,7 +68,15 @@ class Config(Section):
         used += [(f"blend.skip.{i}.source", skip.source) for i, skip in enumerate(self.blend.skip) if skip.source]
         for key, name in used:
             if name not in names:
-                raise ValueError(f"{key}: {name!r} is none of data.sources ({', '.join(names)})")
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"{key}: {name!r} is none of data.sources ({', '.join(names)}){hint}")
+        for number, phase in enumerate(self.blend.phases):
+            if isinstance(phase.weights, dict) and phase.sources is not None and set(phase.sources) != {*phase.weights}:
+                raise ValueError(
+                    f"blend.phases.{number}.sources: weights names other sources ({', '.join(phase.weights)}); leave "
+                    "`sources` out"
+                )
         return self
 
     @model_validator(mode="after")

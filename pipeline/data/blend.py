@@ -25,6 +25,7 @@ UNIT = 2**32
 """Sum of the integer weights."""
 _UNLIMITED = 2**127
 _MAX_COUNT = 2**30
+_MAX_LOOKED_UP = 2**16
 
 
 def tempered(weights: Mapping[str, float], temperature: float) -> dict[str, Fraction]:
@@ -183,20 +184,22 @@ class Order:
             [n]: positions; -1 for a draw that never comes, since the source has fewer samples (or, with a tiny weight,
             since its position would need more than 63 bits).
         """
-        # The samples before it, source by source: those with (x * 2**32 + v) / w below its own due time, compared as
-        # integers over both denominators. The numbers have up to 130 bits, hence arrays of Python's integers.
-        due = draws.astype(object) * UNIT + self._offsets[source]
+        # The samples before it, by source: those with (x * 2**32 + v) / w below its own due time, compared as integers
+        # over both denominators; ties by name. The numbers have up to 130 bits, hence arrays of Python's integers.
+        weights, offsets, caps = (np.array(row, object) for row in (self._weights, self._offsets, self._caps))
+        ties_first = np.array([name < self.names[source] for name in self.names], object)
         divisor = UNIT * self._weights[source]
-        positions = draws.astype(object)
-        for other, (weight, offset, cap) in enumerate(zip(self._weights, self._offsets, self._caps, strict=True)):
-            if other == source:
-                continue
-            lead = due * weight - offset * self._weights[source]
-            ties_first = self.names[other] < self.names[source]
-            before = lead // divisor + 1 if ties_first else -(-lead // divisor)
-            positions = positions + np.minimum(np.maximum(before, 0), cap)
-        never = (draws >= self._caps[source]) | (positions >= 2**63)
-        return np.where(never, -1, positions).astype(np.int64)
+        result = np.empty(len(draws), np.int64)
+        rows = max(1, _MAX_LOOKED_UP // len(self.names))
+        for first in range(0, len(draws), rows):
+            part = draws[first : first + rows]
+            due = part.astype(object)[:, None] * UNIT + self._offsets[source]
+            lead = due * weights - offsets * self._weights[source]
+            before = (lead + divisor - 1 + ties_first) // divisor
+            positions = np.minimum(np.maximum(before, 0), caps).sum(axis=1)
+            never = (part >= self._caps[source]) | (positions >= 2**63)
+            result[first : first + rows] = np.where(never, -1, positions)
+        return result
 
     def carry(self, position: int) -> list[int | None]:
         """What the sources are owed after `position` samples, as the offsets of a blend that follows this one.
@@ -225,16 +228,28 @@ class Order:
         ]
 
     def _time(self, position: int) -> int:
-        """The largest integer time before which at most `position` samples are due."""
-        sources = len(self.names)
-        # Without caps each source is less than one sample ahead of its share; caps only take samples away.
-        low, high = max(0, position - sources), position + sources + 1
-        while sum(self._due_before(high)) <= position:
-            low, high = high, high + 2 * (high - low)
+        """The largest integer time before which at most `position` samples are due, fewer than all sources have."""
+        # Each source is less than one sample ahead of its share, and caps only take samples away.
+        low = high = max(0, position - len(self.names))
+        due = self._due_before(high)
+        below = above = sum(due)
+        while above <= position:
+            low, below = high, above
+            # Far enough at the pace of the sources that are not exhausted here, unless more of them are there.
+            left = [weight for weight, count, cap in zip(self._weights, due, self._caps, strict=True) if count < cap]
+            high = low + (position - below + len(left)) * UNIT // sum(left) + 1
+            due = self._due_before(high)
+            above = sum(due)
+        halve = False
         while high - low > 1:
-            middle = (low + high) // 2
-            if sum(self._due_before(middle)) <= position:
-                low = middle
+            span = high - low
+            # Samples are due at a nearly constant pace; where they are not, at times, every second step halves.
+            middle = low + (span // 2 if halve else (position - below) * span // (above - below) + 1)
+            middle = min(middle, high - 1)
+            count = sum(self._due_before(middle))
+            if count <= position:
+                low, below = middle, count
             else:
-                high = middle
+                high, above = middle, count
+            halve = not halve and 2 * (high - low) > span
         return low

@@ -205,7 +205,10 @@ class Journal(_Record):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise UserError(f"the journal of the run cannot be used: {error}") from error
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in error.errors()[:5])
+            raise UserError(
+                f"the journal of the run is damaged, or of another version of this program: {problems}"
+            ) from None
 
     @property
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,22 @@ from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.accounting import (
-    Account,
-    Documents,
     RunLength,
-    SliceAccount,
-    accounts,
+    check_end,
+    last_window_step,
+    percent,
     run_length,
     skip_text,
     warnings,
 )
+from pipeline.data.accounts import Account, Documents, SliceAccount, accounts
 from pipeline.data.blend import UNIT
-from pipeline.data.checks import check_tokenizers
+from pipeline.data.checks import check_datasets
 from pipeline.data.dataset import Dataset, Slice
 from pipeline.data.instances import Windows
 from pipeline.data.journal import Journal, Sized
-from pipeline.data.opening import dataset_folder
+from pipeline.data.objectives import make_objective
+from pipeline.data.opening import dataset_folder, open_datasets
 from pipeline.data.phases import label, micro_batch_size
 from pipeline.data.plan import check_settings
 from pipeline.data.provenance import checkpoint_steps
@@ -55,6 +56,7 @@ STATE_FILE = "state.json"
 _PATIENCE_S = 1.0
 _NAMED = 5
 """Sources without a dataset in a message."""
+_MUCH_PADDING = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,11 @@ class SliceRow:
     assumed: bool
     """There is no dataset yet."""
     weights: dict[str, float]
-    """Share of the samples by phase, where the slice takes part."""
+    """Share of the samples by phase, where the slice takes part, as the run file asks for it."""
+    shares: dict[str, float]
+    """Share of the samples that it really has in these phases: others may drop out, or it may itself."""
+    share: float
+    """Share of the tokens of the whole run."""
     max_epochs: float | None
     on_exhausted: str
     exhausted_step: int | None
@@ -148,8 +154,8 @@ class Plan:
     skips: list[str]
     warnings: list[str]
     hashed_steps: int
-    order_hash: str
-    """xxh3-64 of the first steps' order hashes, each a little-endian u64; 16 hexadecimal digits."""
+    order_hash: str | None
+    """xxh3-64 of the first steps' order hashes, each a little-endian u64; 16 hexadecimal digits. None without any."""
     journal: str
     """Fingerprint of the journal: of all that decides the order of the whole run but the tokens."""
     preview: list[PreviewRow]
@@ -171,6 +177,7 @@ def make_plan(
     hashed_steps: int = HASHED_STEPS,
     preview: int = 0,
     assume: Sequence[str] = (),
+    check: Callable[[Journal, int], object] = lambda journal, steps: None,
 ) -> Plan:
     """The plan of a run.
 
@@ -180,14 +187,18 @@ def make_plan(
         hashed_steps: Steps whose order is hashed, if the run has so many.
         preview: Windows to show.
         assume: `SOURCE=TOKENS` for sources that have no dataset yet.
+        check: What else training would refuse, from the journal and the steps of the run.
 
     Raises:
         UserError: The run would be refused.
     """
     sized = open_sized(config, parse_assumed(config, assume))
     journal, done = planned_journal(config, sized)
-    sampler = Sampler(journal, [segment.windows for segment in journal.segments])
+    sampler = _sampler(journal)
     length = run_length(config, sampler)
+    if length.steps == 0:
+        raise UserError(f"the run has no step ({length.reason}); give it at least one")
+    check(journal, length.steps)
     segments = _segment_rows(config, journal, length.steps, ranks)
     hashed = min(hashed_steps, length.steps)
     return Plan(
@@ -201,9 +212,12 @@ def make_plan(
         sources=_slice_rows(config, sized, sampler, length, done),
         segments=segments,
         skips=[skip_text(skip) for skip in journal.skips],
-        warnings=warnings(config, journal, sampler, length.steps),
+        warnings=[
+            *warnings(config, journal, sampler, length.steps, done or 0),
+            *_padding_warnings(segments, ranks),
+        ],
         hashed_steps=hashed,
-        order_hash=f"{order_hash(sampler, hashed):016x}",
+        order_hash=f"{order_hash(sampler, hashed):016x}" if hashed else None,
         journal=journal.fingerprint,
         preview=list(_preview_rows(sampler, sized, min(preview, journal.samples(length.steps).start))),
     )
@@ -257,10 +271,13 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
         )
     datasets = {name: dataset for name, dataset in found.items() if isinstance(dataset, Dataset)}
     if datasets:
-        check_tokenizers(datasets)
+        check_datasets(datasets)
+        make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
     if len(datasets) == len(found):
         check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
         check_tokenizer_settings(config)
+        if config.train.validation.samples:
+            check_datasets(open_datasets(config, config.train.validation.split))
     return found
 
 
@@ -275,8 +292,13 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     if not checkpoints:
         return journal, None
     done = max(checkpoints)
+    check_end(_sampler(journal), done)
     saved = Journal.from_json(store.get_json(checkpoints[done] / STATE_FILE)["journal"])
     return journal.going_on(saved, done), done
+
+
+def _sampler(journal: Journal) -> Sampler:
+    return Sampler(journal, [segment.windows for segment in journal.segments])
 
 
 def order_hash(sampler: Sampler, steps: int) -> int:
@@ -314,29 +336,44 @@ def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> l
     return rows
 
 
+def _padding_warnings(rows: Sequence[SegmentRow], ranks: int) -> Iterator[str]:
+    """Phases in which many of the samples that are computed are masked ones, a line each with the worst of a ramp."""
+    worst: dict[str, tuple[float, SegmentRow]] = {}
+    for row in rows:
+        share = row.padding / (row.batch_size + row.padding)
+        if share > max(_MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
+            worst[row.phase] = share, row
+    for phase, (share, row) in worst.items():
+        yield (
+            f"phase {phase}: from step {row.first_step:,} on, {percent(share)} of the samples of a step are padding, "
+            f"which takes time and trains nothing: make the batch size of {row.batch_size:,} a multiple of "
+            f"{ranks * row.micro_batch_size:,} (ranks x micro-batch size: {ranks:,} x {row.micro_batch_size:,}), or "
+            + ("set a smaller micro_batch_size" if row.micro_batch_size > 1 else "use fewer ranks")
+        )
+
+
 def _slice_rows(
     config: Config, sized: Mapping[str, Dataset | Assumed], sampler: Sampler, length: RunLength, done: int | None
 ) -> list[SliceRow]:
     """The slices of all sources that take part, in the order of the run file."""
     journal = sampler.journal
-    phases = [label(config, journal, number) for number in range(len(journal.drawn(length.steps)))]
+    weights, drawn, samples = _by_phase(config, journal, length.steps)
     ends = accounts(sampler, length.steps)
     now = {} if done is None else accounts(sampler, done)
     rows = []
     for source in config.data.sources:
         for part in ends[source.name].slices if source.name in ends else ():
             first, end = part.documents or (0, sized[source.name].documents)
+            text = source.name, part.documents
             rows.append(
                 SliceRow(
                     source=source.name,
                     documents=part.documents,
                     document_count=end - first,
                     assumed=isinstance(sized[source.name], Assumed),
-                    weights={
-                        phase: state.weight / UNIT
-                        for phase, segment in zip(phases, journal.segments, strict=False)
-                        if (state := segment.sources.get(source.name)) is not None and state.documents == part.documents
-                    },
+                    weights=weights.get(text, {}),
+                    shares={phase: _nine_digits(n / samples[phase]) for phase, n in drawn.get(text, {}).items()},
+                    share=_nine_digits(part.drawn / journal.tokens(length.steps)),
                     max_epochs=source.max_epochs,
                     on_exhausted=source.on_exhausted,
                     exhausted_step=_exhausted_step(sampler, source.name, part),
@@ -347,20 +384,37 @@ def _slice_rows(
     return rows
 
 
+_ByPhase = dict[tuple[str, Documents], dict[str, float]]
+
+
+def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _ByPhase, dict[str, int]]:
+    """Weights and samples of each source and slice by phase, and all samples by phase."""
+    weights: _ByPhase = {}
+    drawn: _ByPhase = {}
+    total: dict[str, int] = {}
+    for number, (segment, samples) in enumerate(journal.drawn(steps)):
+        phase = label(config, journal, number)
+        total[phase] = total.get(phase, 0) + samples
+        for (name, state), count in zip(segment.sources.items(), segment.order().counts(samples), strict=True):
+            text = name, state.documents
+            weights.setdefault(text, {})[phase] = _nine_digits(state.weight / UNIT)
+            mine = drawn.setdefault(text, {})
+            mine[phase] = mine.get(phase, 0) + count
+    return weights, drawn, total
+
+
+def _nine_digits(share: float) -> float:
+    """What a run file would say: weights are integers of 32 bits, so a share of 0.7 is one a little beside it."""
+    return float(f"{share:.9g}")
+
+
 def _same_slice(account: Account | None, part: SliceAccount) -> SliceAccount | None:
     return next((other for other in account.slices if other.documents == part.documents), None) if account else None
 
 
 def _exhausted_step(sampler: Sampler, name: str, part: SliceAccount) -> int | None:
     """The step, from 1, in which a source gives the last window that max_epochs allows; None if it does not."""
-    if part.exhausted is None:
-        return None
-    segment = sampler.journal.segments[part.exhausted]
-    state = segment.sources[name]
-    assert state.cap
-    laps, position = divmod(state.cursor + state.cap - 1, segment.windows[name])
-    (sample,) = sampler.find(name, part.exhausted, state.lap + laps, np.array([position]))
-    return sampler.journal.step_of(int(sample)) + 1
+    return None if part.exhausted is None else last_window_step(sampler, name, part.exhausted) + 1
 
 
 def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], count: int) -> Iterator[PreviewRow]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import orjson
@@ -13,7 +13,9 @@ from rich.text import Text
 
 from pipeline.config.root import Config
 from pipeline.console import say
-from pipeline.data.accounting import SliceAccount
+from pipeline.data.accounting import percent, range_text
+from pipeline.data.accounts import SliceAccount
+from pipeline.data.journal import Journal
 from pipeline.data.paper import HASHED_STEPS, Plan, PreviewRow, SliceRow, make_plan
 from pipeline.data.records import printable
 
@@ -21,6 +23,8 @@ _WIDE = 1000
 """Columns of tables that go to a file or a pipe: enough that nothing is broken."""
 _PHASES = 5
 """Columns of a table of weights."""
+_NEAR = 0.01
+"""A share that is so near to its weight, relatively, is not shown beside it."""
 _SEGMENTS = 20
 """Of more than two times as many, the first and the last so many are shown; JSON has all."""
 
@@ -34,6 +38,7 @@ def print_plan(
     preview: int = 0,
     assume: Sequence[str] = (),
     as_json: bool = False,
+    check: Callable[[Journal, int], object] = lambda journal, steps: None,
 ) -> None:
     """Print the plan of a run.
 
@@ -45,11 +50,12 @@ def print_plan(
         preview: Windows to show.
         assume: `SOURCE=TOKENS` for sources that have no dataset yet.
         as_json: One JSON object instead of tables.
+        check: What else training would refuse, from the journal and the steps of the run.
 
     Raises:
         UserError: The run would be refused.
     """
-    plan = make_plan(config, ranks=ranks, hashed_steps=hashed_steps, preview=preview, assume=assume)
+    plan = make_plan(config, ranks=ranks, hashed_steps=hashed_steps, preview=preview, assume=assume, check=check)
     if as_json:
         console.file.write(orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
@@ -70,7 +76,7 @@ def show(plan: Plan, console: Console) -> None:
         say(console, f"skip: {line}")
     for line in plan.warnings:
         say(console, f"warning: {line}")
-    if plan.hashed_steps:
+    if plan.order_hash is not None:
         say(console, f"order hash of steps 1 to {plan.hashed_steps:,}: {plan.order_hash}")
     say(console, f"journal: {plan.journal}")
     for row in plan.preview:
@@ -92,7 +98,7 @@ def _tables(plan: Plan) -> Iterator[Table]:
 def _sources_table(plan: Plan) -> Table:
     # The weights of several phases have tables of their own.
     weight = ["weight"] if len({row.phase for row in plan.segments}) == 1 else []
-    table = _table("sources", "source", "slice", "documents", "tokens", *weight, "epochs", "max_epochs")
+    table = _table("sources", "source", "slice", "documents", "tokens", *weight, "given", "epochs", "max_epochs")
     for row in plan.sources:
         limit = "-" if row.max_epochs is None else f"{row.max_epochs:g}, {row.on_exhausted}"
         if row.exhausted_step is not None:
@@ -104,6 +110,7 @@ def _sources_table(plan: Plan) -> Table:
             _count(row.document_count) if not row.assumed else "-",
             _count(row.end.tokens),
             *(_weight(next(iter(row.weights.values()), None)) for _ in weight),
+            _weight(row.share),
             f"{row.end.epochs:.4g}",
             limit,
         )
@@ -114,8 +121,17 @@ def _weights_table(plan: Plan, phases: Sequence[str]) -> Table:
     table = _table("weights", "source", "slice", *phases)
     for row in plan.sources:
         if not row.weights.keys().isdisjoint(phases):
-            _add(table, row.source, _slice(row), *(_weight(row.weights.get(phase)) for phase in phases))
+            _add(table, row.source, _slice(row), *(_given(row, phase) for phase in phases))
     return table
+
+
+def _given(row: SliceRow, phase: str) -> str:
+    """Weight in a phase, and the share that is really given where that is another one."""
+    weight, share = row.weights.get(phase), row.shares.get(phase)
+    given = (
+        "" if share is None or weight is None or abs(share - weight) < _NEAR * weight else f"\n{percent(share)} given"
+    )
+    return _weight(weight) + given
 
 
 def _segments_table(plan: Plan) -> Table:
@@ -130,13 +146,13 @@ def _segments_table(plan: Plan) -> Table:
             _add(
                 table,
                 row.phase,
-                f"{row.first_step:,} to {row.last_step:,}",
+                range_text(row.first_step, row.last_step + 1),
                 f"{row.batch_size:,}",
                 f"{row.sequence_length:,}",
                 _count(row.samples),
                 _count(row.tokens),
                 f"{row.micro_batches:,} x {row.micro_batch_size:,}",
-                _percent(row.padding, row.batch_size + row.padding) if row.padding else "-",
+                percent(row.padding / (row.batch_size + row.padding)) if row.padding else "-",
             )
     return table
 
@@ -151,7 +167,7 @@ def _accounts_table(title: str, rows: Sequence[tuple[SliceRow, SliceAccount | No
                 _slice(row),
                 _count(account.drawn),
                 f"{account.epochs:.4g}",
-                f"{account.lap:,} + {100 * account.lap_share:.3g} %",
+                f"{account.lap:,} + {percent(account.lap_share)}",
                 ("" if account.exact else "~ ") + _percent(account.unique, account.tokens),
                 _count(account.unseen) if account.unseen else "-",
                 "-" if account.remaining is None else _count(account.remaining),
@@ -174,11 +190,11 @@ def _add(table: Table, *cells: str) -> None:
 
 
 def _slice(row: SliceRow) -> str:
-    return "all" if row.documents is None else f"{row.documents[0]:,} to {row.documents[1] - 1:,}"
+    return "all" if row.documents is None else range_text(*row.documents)
 
 
 def _weight(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.4g} %"
+    return "-" if share is None else percent(share)
 
 
 def _count(number: int) -> str:
@@ -190,8 +206,9 @@ def _count(number: int) -> str:
 
 
 def _percent(part: int, whole: int) -> str:
-    """Rounded down: what is shown as 100 % is all of it."""
-    return f"{1000 * part // whole / 10:g} %"
+    """Rounded down: what is shown as 100 % is all of it. What is shown as 0 % is nothing."""
+    thousandths = 1000 * part // whole
+    return f"{thousandths / 10:g} %" if thousandths or not part else "< 0.1 %"
 
 
 def _show_window(row: PreviewRow, console: Console) -> None:

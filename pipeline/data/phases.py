@@ -165,12 +165,14 @@ class _Planner:
         result = {}
         for name in names:
             dataset = self._datasets[name]
-            bounds = phase.slices.get(name, self._sources[name].slice)
+            bounds, key = phase.slices.get(name), f"{where}: slices.{name}"
+            if bounds is None:
+                bounds, key = self._sources[name].slice, f"data.sources.{list(self._sources).index(name)}.slice"
             documents, tokens = None, dataset.tokens
             if bounds is not None:
-                documents, tokens = _slice(name, bounds, dataset, where)
+                documents, tokens = _slice(name, bounds, dataset, key)
             if tokens < length:
-                text = f"its slice [{bounds[0]}, {bounds[1]}] has" if bounds is not None else "it has"
+                text = f"its slice [{bounds[0]}, {bounds[1]}] ({key}) has" if bounds is not None else "it has"
                 raise UserError(
                     f"source {name!r} is too short for one window of sequence_length {length:,} in {where}: {text} "
                     f"{tokens:,} tokens to train on. Lower the sequence_length, give the source more documents, or "
@@ -185,10 +187,12 @@ class _Planner:
             given = dict(tokens)
         elif phase.weights is not None:
             given = phase.weights
+        temperature = phase.temperature or self._config.blend.temperature
         try:
-            return integer_weights(tempered(given, phase.temperature or self._config.blend.temperature))
+            return integer_weights(tempered(given, temperature))
         except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+            cause = f"temperature {temperature:g} makes weights too different: " if temperature != 1 else ""
+            raise UserError(f"{where}: {cause}{error}{', or set a higher temperature' if cause else ''}") from None
 
     def _open(
         self, texts: Mapping[str, tuple[Interval | None, int]], weights: Mapping[str, int], size: int, length: int
@@ -249,14 +253,16 @@ class _Planner:
         return True
 
 
-def _slice(name: str, bounds: tuple[Bound, Bound], dataset: Sized, where: str) -> tuple[Interval | None, int]:
+def _slice(name: str, bounds: tuple[Bound, Bound], dataset: Sized, key: str) -> tuple[Interval | None, int]:
     """Documents [first, end), None for all, and the tokens of them."""
     first, end = bounds[0].of(dataset.documents), bounds[1].of(dataset.documents)
-    text = f"the slice [{bounds[0]}, {bounds[1]}] of source {name!r} in {where}"
+    text = f"{key}: the slice [{bounds[0]}, {bounds[1]}] of source {name!r}"
     if max(first, end) > dataset.documents:
         raise UserError(f"{text} goes beyond its {dataset.documents:,} documents: lower its end")
     if first >= end:
-        raise UserError(f"{text} is empty: documents [{first:,}, {end:,}) of {dataset.documents:,}")
+        raise UserError(
+            f"{text} is empty: of its {dataset.documents:,} documents it begins with {first:,} and ends before {end:,}"
+        )
     if (first, end) == (0, dataset.documents):
         return None, dataset.tokens
     return (first, end), dataset.document_start(end) - dataset.document_start(first)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from pipeline.config.load import load
+from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data import store
 from pipeline.data.accounting import RunLength, run_length
@@ -306,7 +306,8 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
     Raises:
         UserError: the run file has a mistake, a dataset is not finished or is not the one that the run was begun with.
     """
-    config, folder = _config(run, overrides)
+    config = load_run(run, overrides)
+    folder = config.run.dir
     datasets = open_datasets(config, TRAIN)
     path = folder / JOURNAL_FILE
 
@@ -393,19 +394,6 @@ def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
                 f"{fingerprint}, and it has {datasets[name].fingerprint} now; its documents in steps before that are "
                 "other ones than shown"
             )
-
-
-def _config(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
-    """The config of a run and its folder."""
-    if not run.is_dir():
-        config = load(run, overrides)
-        return config, config.run.dir
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"{run} is no run folder: it has no config.yaml, which training writes; name the run file")
-    # The folder may have been moved since.
-    folder = Path(os.path.abspath(run))
-    return load(file, overrides, {"run.dir": str(folder)}), folder
 
 
 def checkpoint_steps(folder: Path) -> dict[int, Path]:

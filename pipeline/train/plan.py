@@ -11,10 +11,9 @@ from pipeline.data.checks import check_datasets
 from pipeline.data.dataset import Dataset
 from pipeline.data.journal import Journal
 from pipeline.data.opening import open_datasets
-from pipeline.data.sampler import End, Sampler
+from pipeline.data.sampler import Sampler
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import run_tokenizer
-from pipeline.errors import UserError
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.fingerprint import Fingerprints, compare, fingerprints
 from pipeline.train.setup import check_tokenizer
@@ -69,7 +68,8 @@ def plan_run(config: Config, checkpoint: Checkpoint | None) -> RunPlan:
                 config.resume.allow,
             )
         ]
-        _check_end(_sampler(journal).end(), checkpoint.step)
+        # Said before the plans are compared: what lies behind an end is not planned.
+        accounting.check_end(_sampler(journal), checkpoint.step)
         journal = journal.going_on(saved, checkpoint.step)
     sampler = _sampler(journal)
     length = accounting.run_length(config, sampler)
@@ -83,18 +83,6 @@ def plan_run(config: Config, checkpoint: Checkpoint | None) -> RunPlan:
 
 def _sampler(journal: Journal) -> Sampler:
     return Sampler(journal, [segment.windows for segment in journal.segments])
-
-
-def _check_end(end: End | None, step: int) -> None:
-    """A run that has gone on beyond the end that its run file gives it now must not count as finished.
-
-    Said before the plans are compared: what lies behind an end is not planned.
-    """
-    if end is not None and end.kind == "stop" and end.step < step:
-        raise UserError(
-            f"{step:,} steps are done, but the run file now ends the run after {end.step:,}: {end.reason}. Raise its "
-            "max_epochs, or set back what else has changed: on_exhausted, weights or phases"
-        )
 
 
 def _of_sources(values: Fingerprints, journal: Journal, step: int) -> Fingerprints:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from pipeline.config.blend import BlendConfig, Bound, PhaseConfig, Range, SkipConfig
 from pipeline.config.train import TrainConfig
-from tests.config.runfile import refused, write
+from tests.config.runfile import MINIMAL, refused, write
 
 
 def test_ranges() -> None:
@@ -65,8 +65,8 @@ def test_written_out_and_read_again() -> None:
         (PhaseConfig, {"weights": {}}, "the weight of each source that takes part"),
         (PhaseConfig, {"weights": "proportional"}, "must be 'tokens', or the weight of each source"),
         (PhaseConfig, {"slices": {"a": [0.5, 0.5]}}, r"slices.a\n.*\[0.5, 0.5\] has no documents: the second place"),
+        (PhaseConfig, {"slices": {"a": [1, 0]}}, r"\[1, 0\] has no documents"),
         (PhaseConfig, {"slices": {"a": ["9 documents", "7 documents"]}}, r"\[9 documents, 7 documents\] has no"),
-        (PhaseConfig, {"weights": {"a": 1}, "sources": ["b"]}, "different sources"),
         (PhaseConfig, {"sources": ["a", "a"]}, "each once"),
         (SkipConfig, {}, "exactly one of"),
         (SkipConfig, {"steps": 1, "source": "a"}, "exactly one of"),
@@ -101,3 +101,23 @@ def test_names_of_sources_are_checked(tmp_path) -> None:
     )
     assert "data.sources.0.slice: [0.9, 0.1] has no documents" in refused(file, "data.sources.0.slice=[0.9, 0.1]")
     assert "blend.phases.0.weights: 'x' is none of" in refused(file, "blend.phases=[{weights: {x: 1}}]")
+    # Beside weights too, where it would be a mistake even if it existed.
+    both = "blend.phases=[{weights: {words: 1}, sources: [%s]}]"
+    assert "blend.phases.0.sources: 'x' is none of data.sources (words)\n" in refused(file, both % "x")
+    message = refused(file, both % "wrods")
+    assert (
+        "command line: blend.phases.0.sources: 'wrods' is none of data.sources (words); did you mean words?" in message
+    )
+    more = "data.sources=[{name: words, paths: [a]}, {name: b, paths: [b]}]"
+    assert "blend.phases.0.sources: weights names other sources (words); leave" in refused(file, more, both % "b")
+
+
+def test_rules_of_a_section_are_blamed_on_the_command_line(tmp_path) -> None:
+    file = write(tmp_path)
+    assert "command line: train: batch_ramp: " in refused(file, "train.batch_ramp={start: 3, increment: 5, tokens: 9}")
+    assert "command line: blend: phases.1: the last phase" in refused(
+        file, "blend.phases=[{until: 3 steps}, {until: 4 steps}]"
+    )
+    assert "command line: blend.skip.0: give exactly one of steps" in refused(file, "blend.skip=[{from_step: 3}]")
+    text = MINIMAL + "blend:\n  warn_epochs: 3\n  phases:\n    - until: 3 steps\n    - until: 4 steps\n"
+    assert "run.yaml:19: blend: phases.1: the last phase" in refused(write(tmp_path, text))

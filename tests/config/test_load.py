@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.document import parse, render
-from pipeline.config.load import dump, find, load, packaged_configs
+from pipeline.config.load import dump, find, load, load_run, packaged_configs
 from pipeline.errors import UserError
 from tests.config.runfile import MINIMAL, refused, write
 
@@ -145,7 +145,9 @@ def test_dotted_key_in_a_file(tmp_path: Path) -> None:
 
 
 def test_checks_over_several_keys_have_a_place(tmp_path: Path) -> None:
-    assert "run.yaml:9: model: dim 32 is not divisible by heads 5" in refused(write(tmp_path), "model.heads=5")
+    assert "command line: model: dim 32 is not divisible by heads 5" in refused(write(tmp_path), "model.heads=5")
+    text = MINIMAL.replace("heads: 4", "heads: 5")
+    assert "run.yaml:11: model: dim 32 is not divisible by heads 5" in refused(write(tmp_path, text))
     message = refused(write(tmp_path), "model.positions=learned", "model.max_positions=8")
     assert "command line: model.max_positions 8 is less than the longest sequence_length 2048" in message
 
@@ -276,10 +278,22 @@ def test_packaged_run_files() -> None:
     assert find(Path("quickstart.yaml")) == Path("quickstart.yaml")
     with pytest.raises(UserError, match=r"no run file quikstart\.yaml.*quickstart\.yaml"):
         find(Path("quikstart.yaml"))
-    with pytest.raises(UserError, match="is a folder"):
+    with pytest.raises(UserError, match=r"\. is a folder; name a run file \(.yaml\)"):
         find(Path("."))
     with pytest.raises(UserError, match="no run file"):
         find(Path("../configs/quickstart.yaml"))
+
+
+def test_a_run_folder(tmp_path: Path) -> None:
+    """It may have been moved since training has written its run file."""
+    with pytest.raises(UserError, match=r"moved is no run folder: it has no config\.yaml"):
+        load_run(write(tmp_path, name="moved/run.yaml").parent)
+    (tmp_path / "moved/config.yaml").write_text(dump(load(tmp_path / "moved/run.yaml")))
+    config = load_run(Path("moved"), ["train.batch_size=7"])
+    assert (config.run.dir, config.train.batch_size) == (tmp_path / "moved", 7)
+    assert load_run(Path("moved/run.yaml")).run.dir == tmp_path / "runs/small"
+    with pytest.raises(UserError, match=r"moved is a folder; name a run file, like moved/config\.yaml"):
+        load(Path("moved"))
 
 
 def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import Config
-from pipeline.data.accounting import accounts, run_length, warnings
+from pipeline.data.accounting import check_end, exhaustions, run_length, warnings
+from pipeline.data.accounts import accounts
 from pipeline.data.blend import integer_weights, keyed_offset
 from pipeline.data.instances import Windows
 from pipeline.data.journal import Journal, Segment, SourceState
@@ -245,9 +246,9 @@ def test_planned_phases_equal_going_through_every_target(phases, limits, seed):
             assert part.remaining == (budget - part.drawn) // length * length
 
 
-def lines(config, tokens, steps=100):
+def lines(config, tokens, steps=100, first_step=0):
     sampler = planned(config, tokens)
-    return warnings(config, sampler.journal, sampler, steps)
+    return warnings(config, sampler.journal, sampler, steps, first_step)
 
 
 def test_a_limit_leaves_what_is_left():
@@ -317,13 +318,62 @@ def test_warnings_about_sources_that_have_nothing_left_for_a_phase():
     phases = [{"until": "50 steps"}, {"name": "end", "weights": {"web": 3, "code": 1}}, {"name": "never"}]
     phases[1]["until"] = "120 steps"
     config = run_file({"web": {"weight": 1}, "code": {"weight": 1, "max_epochs": 1}}, blend={"phases": phases})
-    first, second = lines(config, {"web": 100_000, "code": 500})
+    reached, nothing_left, never = lines(config, {"web": 100_000, "code": 500})
+    assert reached.startswith("source 'code' reaches max_epochs 1 at step ") and "(phase 1)" in reached
     assert (
-        "'code' has nothing left for phase 2 end, since it has reached max_epochs: the others share its 25.0%" in first
+        "'code' has nothing left for phase 2 end, since it has reached max_epochs: the others share its 25 %"
+        in nothing_left
     )
-    assert "never begins" in second
-    # It is exhausted within the second phase, where the table has the step.
-    assert all("nothing left" not in line for line in lines(config, {"web": 100_000, "code": 1500}))
+    assert "never begins" in never
+    # It is exhausted within the second phase.
+    reached, never = lines(config, {"web": 100_000, "code": 1500})
+    assert "(phase 2 end); the others take its place" in reached and "never begins" in never
+    # Once the second phase has begun, nothing of that is ahead.
+    assert lines(config, {"web": 100_000, "code": 500}, first_step=51) == [never]
+
+
+@relaxed
+@given(
+    limits=st.lists(st.sampled_from([0.1, 0.5, 1.0, 1.7]), min_size=2, max_size=3),
+    policy=st.sampled_from(["renormalize", "stop"]),
+    half=st.booleans(),
+    length=st.sampled_from([10, 7]),
+)
+def test_where_sources_drop_out_equals_going_through_the_steps(limits, policy, half, length):
+    sources = {f"s{k}": {"weight": k + 1, "max_epochs": limit} for k, limit in enumerate(limits)}
+    sources["s0"]["on_exhausted"] = policy
+    sources["rest"] = {"weight": 1}
+    slices = {"s1": [0, 0.5]} if half else {}
+    blend = {"phases": [{"until": "20 steps", "slices": slices}, {"sequence_length": length}]}
+    config = run_file(sources, blend=blend)
+    sampler = planned(config, dict.fromkeys(sources, 400))
+    end = sampler.end()
+    steps = 100 if end is None else min(100, end.step)
+    expected, left = [], {}
+    for step in range(steps):
+        segment = sampler.journal.segments[sampler.journal.segment_number(step)]
+        for index in sampler.step(step).source.tolist():
+            name = sampler.journal.names[index]
+            if name == "rest" or (name == "s0" and policy == "stop"):
+                continue
+            state = segment.sources[name]
+            text = name, state.documents
+            budget = int(Fraction(repr(limits[int(name[1])])) * state.tokens)
+            left[text] = left.get(text, budget) - segment.sequence_length
+            if left[text] < segment.sequence_length:
+                expected.append((step, name))
+    found = exhaustions(sampler, steps)
+    assert [(step, text.split("'")[1]) for step, text in found] == sorted(expected)
+    reached = [line for line in warnings(config, sampler.journal, sampler, steps) if " reaches max_epochs " in line]
+    assert [int(line.split(" at step ")[1].split()[0]) - 1 for line in reached] == [step for step, _ in found]
+
+
+def test_a_run_cannot_go_on_beyond_its_end():
+    config = run_file({"web": {"weight": 1, "max_epochs": 1, "on_exhausted": "stop"}, "code": {"weight": 1}})
+    sampler = planned(config, {"web": 1000, "code": 100_000})
+    check_end(sampler, sampler.end().step)
+    with pytest.raises(UserError, match=r"60 steps are done, but the run file now ends the run after \d+: .*'web'"):
+        check_end(sampler, 60)
 
 
 def test_warnings_about_skips_that_skip_nothing():
@@ -341,14 +391,63 @@ def test_warnings_about_skips_that_skip_nothing():
     ]
     config = run_file({"web": {}, "code": {}}, blend={"phases": [{"sources": ["web"]}], "skip": entries})
     told = [line for line in lines(config, {"web": 100_000, "code": 1000}) if line.startswith("blend.skip: ")]
-    assert [line.split(" (")[0].removeprefix("blend.skip: ") for line in told] == [
-        "steps 101 to 200 are passed over",
-        "steps 5 to 9 are passed over",
-        "samples 400 to 500 are not trained on",
-        "samples 0 to 7 are not trained on",
-        "source 'web' is not trained on",
-        "source 'code' is not trained on",
+    assert [line.removeprefix("blend.skip: ") for line in told] == [
+        "steps 101 to 200 are passed over (from step 1 on), but the run ends with step 100",
+        "steps 5 to 9 are passed over (from step 10 on), but it holds only after that; lower its from_step",
+        "samples 400 to 500 are not trained on (from step 1 on), but the run ends with step 100",
+        "samples 0 to 7 are not trained on (from step 3 on), but it holds only after that; lower its from_step",
+        "source 'web' is not trained on (from step 101 on), which is after the end of the run, step 100",
+        "source 'code' is not trained on (from step 1 on), but the source would not be read from there on anyway",
     ]
+
+
+def test_warnings_about_skips_of_what_was_trained_on():
+    """Entries that are new in a run of which 46 steps are done."""
+    entries = [{"steps": "43"}, {"steps": "40-46"}, {"steps": "47"}, {"samples": "180-183"}, {"samples": "180-184"}]
+    before, config = run_file({"web": {}}), run_file({"web": {}}, blend={"skip": entries})
+    journal = planned(config, {"web": 100_000}).journal.going_on(planned(before, {"web": 100_000}).journal, 46)
+    told = warnings(config, journal, planned(config, {"web": 100_000}), 100, 46)
+    already = "already trained on; go back to a checkpoint before that"
+    assert told == [
+        f"blend.skip: step 43 is passed over (from step 47 on), but step 43 is {already}",
+        f"blend.skip: steps 40 to 46 are passed over (from step 47 on), but steps 40 to 46 are {already}",
+        f"blend.skip: samples 180 to 183 are not trained on (from step 47 on), but step 46 is {already}",
+    ]
+
+
+def test_warnings_about_skips_of_documents_that_are_not_read():
+    phases = [{"until": "50 steps", "slices": {"web": [0, 0.5]}}, {"slices": {"web": [0.5, 0.9]}}]
+    entries = [
+        {"source": "web", "documents": [9500]},
+        {"source": "web", "documents": [9500, "4000-5000"], "from_step": 51},
+        {"source": "web", "documents": [4999], "from_step": 50},
+        {"source": "web", "documents": [4999], "from_step": 51},
+    ]
+    told = lines(run_file({"web": {}}, blend={"phases": phases, "skip": entries}), {"web": 100_000})
+    assert [line.split(" but ")[0] for line in told] == [
+        "blend.skip: source 'web' is not trained on: documents 9,500 (from step 1 on),",
+        "blend.skip: source 'web' is not trained on: documents 4,999 (from step 51 on),",
+    ]
+    assert all("these documents would not be read" in line for line in told)
+
+
+def test_a_warning_where_everything_is_skipped():
+    phases = [{"until": "50 steps"}, {"until": "80 steps", "weights": {"web": 1}}, {"weights": {"code": 1}}]
+    tokens = {"web": 100_000, "code": 100_000}
+
+    def told(*skip, duration=100):
+        config = run_file({"web": {}, "code": {}}, blend={"phases": phases, "skip": list(skip)})
+        return [line for line in lines(config, tokens, duration) if "all sources are skipped" in line]
+
+    code, web = {"source": "code", "from_step": 31}, {"source": "web", "from_step": 61}
+    assert told(code)[0].startswith(
+        "blend.skip: from step 81 to the end, step 100, all sources are skipped and nothing "
+    )
+    assert told(code, duration=80) == told(web) == told({**code, "documents": [1]}) == []
+    assert "from step 61 to" in told(code, web)[0] and "from step 31 to" in told(code, {**web, "from_step": 31})[0]
+    assert (
+        "from step 41 to" in told(code, {**web, "from_step": 41})[0] and "from step 61 to" in told(web, duration=70)[0]
+    )
 
 
 def test_warnings_about_slices_with_common_documents():
@@ -370,9 +469,19 @@ def test_warnings_about_laps_that_a_phase_ends():
     blend = {"phases": [{"until": "50 steps"}, {"name": "long", "sequence_length": 50, "batch_size": 1}]}
     config = run_file({"web": {}}, blend=blend)
     (line,) = lines(config, {"web": 2500})
-    assert "long" in line and "from 10 to 50 and ends lap 0 early: 500 tokens (20.0% of the lap)" in line
+    assert line == (
+        "phase 2 long changes the sequence length from 10 to 50 and so ends laps early; tokens that are not drawn in "
+        "them: 500 of 'web' (20 % of the lap)"
+    )
+    assert lines(config, {"web": 2500}, first_step=50) == [line]
+    # Not when it has begun.
+    assert lines(config, {"web": 2500}, first_step=51) == []
+    # A line for all sources.
+    many = {f"s{k}": {"weight": 1} for k in range(5)}
+    (line,) = lines(run_file(many, blend=blend), {name: 2000 + 100 * int(name[1]) for name in many})
+    assert line.endswith(" of 2 other sources") and "'s4' (" in line and "'s0'" not in line
     # Two laps of 1,000 tokens are complete when it begins.
-    assert all("ends lap" not in line for line in lines(config, {"web": 1000}))
+    assert all("laps early" not in line for line in lines(config, {"web": 1000}))
     (line,) = lines(config, {"web": 2500}, steps=50)
     assert "blend.phases.1 (long) never begins: the run ends with step 50" in line
 
@@ -397,6 +506,6 @@ def test_ten_trillion_tokens_and_a_thousand_sources():
     assert found["s999"].epochs == pytest.approx(0.5, abs=1e-5)
     told = warnings(config, sampler.journal, sampler, length.steps)
     assert [line for line in told if line.startswith("and")] == [
+        "and 387 more like the last one",
         "and 230 more like the last one",
-        "and 990 more like the last one",
     ]

@@ -241,6 +241,29 @@ def test_order_of_the_list_does_not_matter(blend, random, start):
     assert one == two
 
 
+@st.composite
+def far_blends(draw):
+    """Blends with caps in which the sources that are left may have tiny weights; one source has no cap."""
+    names = draw(names_of_sources)
+    weights = integer_weights({name: draw(st.sampled_from([1, 2, 1e4, 1e9])) for name in names})
+    offsets = [draw(st.sampled_from([0, 1, UNIT // 3, 3 * UNIT])) for _ in names]
+    caps = [draw(st.sampled_from([0, 1, 7, 150, None])) for _ in names]
+    return names, [weights[name] for name in names], offsets, [*caps[1:], None]
+
+
+@settings(deadline=None, max_examples=150)
+@given(blend=st.one_of(blends(capped=True), far_blends()), positions=st.lists(st.integers(0, 300), max_size=5))
+def test_times_are_those_of_the_definition(blend, positions):
+    """At most i samples are due before a time if and only if the one at position i is due then or later."""
+    _, weights, offsets, _ = blend
+    order = Order(*blend)
+    drawn = enumerated(*blend, 301)
+    for position in positions:
+        if position < len(drawn):
+            k, m = drawn[position]
+            assert order._time(position) == (m * UNIT + offsets[k]) // weights[k]
+
+
 def assert_shares(weights, start, source, before):
     """|count - i p| < 1 + p K at every position, and the sharper bound of docs/sampler.md, in exact integers."""
     sources = len(weights)

@@ -3,15 +3,18 @@
 import io
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import xxhash
 from rich.console import Console
 
+from pipeline.cli import main
 from pipeline.config.load import load
 from pipeline.data import paper
 from pipeline.data.loader import open_loader
@@ -127,6 +130,46 @@ def test_the_step_at_which_a_source_is_exhausted(run):
     assert stopped.steps in (step - 1, step) and "land" in stopped.ends
 
 
+def test_what_is_really_given_is_shown_beside_the_weight(run):
+    """Sums over the steps by the loader; land drops out in the first of two phases."""
+    new = ("run.dir=/none", f"data.dir={run.file.parent}/data", "train.duration=600 steps")
+    changes = (*new, "data.sources.1.max_epochs=1.5", "blend.phases=[{until: 550 steps}, {name: end, batch_size: 2}]")
+    plan, config = planned(run, *changes), load(run.file, changes)
+    loader = open_loader(config, open_datasets(config, "train"))
+    middle, end = loader.tokens_by_source(550), loader.tokens_by_source(600)
+    for row in plan.sources:
+        assert (
+            row.weights
+            == {"sea": dict.fromkeys(("1", "2 end"), 0.75), "land": dict.fromkeys(("1", "2 end"), 0.25)}[row.source]
+        )
+        assert row.shares["1"] == pytest.approx(middle[row.source] / plan.segments[0].tokens)
+        assert row.shares["2 end"] == pytest.approx((end[row.source] - middle[row.source]) / plan.segments[1].tokens)
+        assert row.share == pytest.approx(end[row.source] / plan.tokens)
+    assert {row.source: row.shares["2 end"] for row in plan.sources} == {"sea": 1, "land": 0}
+    text = printed(run, *changes)
+    assert re.search(r"^sea +all +75 % +75 % *\n +[\d.]+ % given +100 % given *$", text, re.MULTILINE)
+    assert "warning: source 'land' reaches max_epochs 1.5 at step " in text
+
+
+def test_weights_are_those_of_the_run_file(run):
+    plan = planned(
+        run, "run.dir=/none", f"data.dir={run.file.parent}/data", "blend.phases=[{weights: {sea: 7, land: 3}}]"
+    )
+    assert [list(row.weights.values()) for row in plan.sources] == [[0.7], [0.3]]
+
+
+def test_padding_is_warned_of(run):
+    phases = f"blend.phases={json.dumps([{'until': '8 steps'}, SLICES])}"
+    changes = ("train.duration=20 steps", phases)
+    assert not any("padding" in line for line in planned(run, *changes).warnings)
+    told = [line for line in planned(run, *changes, ranks=4).warnings if "padding" in line]
+    (line,) = told  # 4 on 4 ranks fit; 6 are 8 with padding
+    assert "phase 2 end: from step 9 on, 25 % of the samples of a step are padding" in line
+    assert "make the batch size of 6 a multiple of 8 (ranks x micro-batch size: 4 x 2), or set a smaller" in line
+    told = [line for line in planned(run, *changes, ranks=1000).warnings if "padding" in line]
+    assert "phase 1: from step 1 on, 99.6 % of" in told[0] and "or use fewer ranks" in told[0]
+
+
 def test_preview_shows_the_text_of_windows(run):
     plan = planned(run, preview=6)
     assert [row.sample for row in plan.preview] == list(range(6))
@@ -155,7 +198,7 @@ def test_printed_for_people(run):
     skips = "blend.skip=[{steps: 10-12}, {source: sea, documents: [3, 5-7]}, {samples: 70-79}]"
     text = printed(run, "train.duration=20 steps", skips)
     assert "skip: steps 10 to 12 are passed over (from step 9 on)" in text
-    assert "skip: source 'sea' is not trained on: documents 3 to 3, 5 to 7 (from step 9 on)" in text
+    assert "skip: source 'sea' is not trained on: documents 3, 5 to 7 (from step 9 on)" in text
     assert "skip: samples 70 to 79 are not trained on (from step 9 on)" in text
 
 
@@ -199,6 +242,52 @@ def test_without_datasets(run, tmp_path):
 def test_what_cannot_be_assumed(run, assume):
     with pytest.raises(UserError, match=f"--assume {assume}: must be SOURCE=TOKENS, like sea=1T"):
         planned(run, assume=[assume])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.schedule.warmup=9 steps", "train.schedule: warmup 9 steps lasts"),
+        ("train.objective.type=fim", "train.objective.sentinels.0: '<|fim_prefix|>' is no special token"),
+        ("train.duration=0 steps", "the run has no step"),
+    ],
+)
+def test_what_training_refuses_is_refused_here(run, tmp_path, capsys, change, message):
+    """By the command, with what training says."""
+    new = [f"run.dir={tmp_path}/run", f"data.dir={run.file.parent}/data", change]
+    assert message in refused("train", run.file, *new, capsys=capsys)
+    assert refused("train", run.file, *new, capsys=capsys) == refused("data", "plan", run.file, *new, capsys=capsys)
+
+
+def refused(*words, capsys):
+    """What the command line says when it refuses."""
+    with mock.patch.object(sys, "argv", ["pipeline", *map(str, words)]), pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_files_that_are_not_as_they_were_are_refused(run, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(run.file.parent / "data", data)
+    new = ("run.dir=/none", f"data.dir={data}")
+    planned(run, *new)
+    for split, validation in (("heldout", True), ("train", False)):
+        file = next((data / "sea" / split / "parts").rglob("*.bin"))
+        file.write_bytes(file.read_bytes()[:-1])
+        assert validation is False or planned(run, *new, "train.validation.samples=0")
+        with pytest.raises(UserError, match="datasets are not as they were written"):
+            planned(run, *new)
+
+
+def test_a_run_folder_may_be_named(run, capsys):
+    for name in (run.file, run.file.parent / "run"):
+        words = ["pipeline", "data", "plan", str(name), "--json", "--steps", "0"]
+        with mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as left:
+            main()
+        value = json.loads(capsys.readouterr().out)
+        assert not left.value.code
+        assert (value["steps_so_far"], value["hashed_steps"], value["order_hash"]) == (8, 0, None)
 
 
 def test_the_command(run):

@@ -334,14 +334,13 @@ def test_phases_end_at_steps_and_tokens():
 
 
 @pytest.mark.parametrize(
-    ("until", "position"),
-    [("3 steps", "3 steps"), ("2 steps", "2 steps"), ("96 tokens", "96 tokens"), ("1 tokens", "1 tokens")],
+    ("before", "until"),
+    [("3 steps", "96 tokens"), ("3 steps", "1 tokens"), ("96 tokens", "3 steps"), ("65 tokens", "2 steps")],
 )
-def test_a_phase_that_ends_before_it_begins_is_refused(until, position):
-    with pytest.raises(UserError, match=rf"blend.phases.1 \(late\) ends at {position}.*step 3, 96 tokens"):
-        plan([{"until": "3 steps"}, {"until": until, "name": "late"}, {}])
-    with pytest.raises(UserError, match="blend.phases.0 ends at 0 steps"):
-        plan([{"until": "0 steps"}, {}])
+def test_a_phase_that_ends_before_it_begins_is_refused(before, until):
+    """In another unit than the phase before it: what is of one unit is refused with the run file."""
+    with pytest.raises(UserError, match=rf"blend.phases.1 \(late\) ends at {until}.*step 3, 96 tokens"):
+        plan([{"until": before}, {"until": until, "name": "late"}, {}])
 
 
 def test_a_ramp_goes_through_phases():
@@ -398,20 +397,32 @@ def test_slices_are_documents_of_the_whole_dataset():
     ("bounds", "message"),
     [
         (
-            ["3 documents", "3 documents"],
-            r"slice \[3 documents, 3 documents\] of source 'a' in blend.phases.1.*is empty",
+            ["5 documents", 0.5],
+            r"the slice \[5 documents, 0.5\] of source 'a' is empty: of its 10 documents it begins ",
         ),
-        ([0.5, 0.4], "is empty"),
-        ([0, "11 documents"], r"slice .* of source 'a' in blend.phases.1 \(long\) goes beyond its 10 documents"),
-        (
-            [0, "1 documents"],
-            r"source 'a' is too short for one window of sequence_length 16 in blend.phases.1 \(long\)",
-        ),
+        ([0.41, 0.49], ".* is empty: of its 10 documents it begins with 4 and ends before 4"),
+        ([0, "11 documents"], r"the slice \[0, 11 documents\] of source 'a' goes beyond its 10 documents"),
     ],
 )
 def test_slices_that_cannot_be_read_are_refused(bounds, message):
-    with pytest.raises(UserError, match=message):
-        plan([{"until": "5 steps"}, {"name": "long", "sequence_length": 16, "slices": {"a": bounds}}])
+    """Naming the key that has the slice: that of the phase, or that of the source."""
+    long = {"name": "long", "sequence_length": 16}
+    with pytest.raises(UserError, match=rf"^blend.phases.1 \(long\): slices.a: {message}"):
+        plan([{"until": "5 steps"}, {**long, "slices": {"a": bounds}}])
+    with pytest.raises(UserError, match=f"^data.sources.1.slice: {message}"):
+        plan(
+            [{"until": "5 steps", "weights": {"b": 1}}, long], {"b": {"weight": 1}, "a": {"weight": 1, "slice": bounds}}
+        )
+
+
+def test_slices_that_are_too_short_are_refused():
+    short = [0, "1 documents"]
+    where = r"source 'a' is too short for one window of sequence_length 16 in blend.phases.1 \(long\)"
+    long = {"name": "long", "sequence_length": 16}
+    with pytest.raises(UserError, match=where + r": its slice .* \(blend.phases.1 \(long\): slices.a\) has 10 tokens"):
+        plan([{"until": "5 steps"}, {**long, "slices": {"a": short}}])
+    with pytest.raises(UserError, match=where + r": its slice .* \(data.sources.0.slice\) has 10 tokens"):
+        plan([{"until": "5 steps"}, long], {"a": {"slice": short}})
 
 
 def test_other_mistakes_are_refused():
@@ -419,8 +430,15 @@ def test_other_mistakes_are_refused():
         plan([{"weights": {"b": 1}, "slices": {"a": [0, 0.5]}}])
     with pytest.raises(UserError, match="source 'a' is too short .* in the run: it has 100 tokens"):
         plan(sequence_length=101)
-    with pytest.raises(UserError, match="blend.phases.0.*source 'a' has weight .* less than the smallest share"):
-        plan([{"weights": {"a": 1, "b": 100}, "temperature": 0.2}])
+    uneven = {"a": 1, "b": 100}
+    with pytest.raises(
+        UserError, match="blend.phases.0: temperature 0.2 makes .*: source 'a' has weight .* smallest share"
+    ):
+        plan([{"weights": uneven, "temperature": 0.2}])
+    with pytest.raises(UserError, match="the run: temperature 1e-300 makes .*, or set a higher temperature"):
+        plan(sources={name: {"weight": weight} for name, weight in uneven.items()}, temperature=1e-300)
+    with pytest.raises(UserError, match="blend.phases.0: source 'a' has weight 1 of .*leave the source out$"):
+        plan([{"weights": {"a": 1, "b": 1e12}}])
     with pytest.raises(UserError, match="blend.skip.1: source 'b' has 20 documents, numbered from 0.* document 20"):
         plan(skip=[{"steps": 3}, {"source": "b", "documents": ["20", 3]}])
 

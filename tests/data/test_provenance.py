@@ -528,7 +528,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
         ask(folder)
     store.put_json(folder / "journal.json", other | {"order_version": 2})
     with pytest.raises(
-        UserError, match=f"(?s)^{folder}/journal.json: the journal of the run cannot be used: .*training"
+        UserError, match=f"(?s)^{folder}/journal.json: the journal of the run is damaged, .*training"
     ):
         ask(folder)
     with pytest.raises(UserError, match="is no run folder: it has no config.yaml"):
