@@ -27,7 +27,7 @@ class MemoryDataset:
         self.lengths = list(lengths)
         self._starts = [sum(self.lengths[:d]) for d in range(len(self.lengths) + 1)]
         self.ids = np.arange(1, self._starts[-1] + 1, dtype=dtype)
-        self.ids[[start - 1 for start in self._starts[1:]]] = EOD
+        self.ids[[start - 1 for start in self._starts[1:] if start]] = EOD
         self.owner = [d for d, length in enumerate(self.lengths) for _ in range(length)]
         tokenizer = SimpleNamespace(fingerprint="f", vocab_size=100_000, end_of_document=EOD)
         self.manifest = SimpleNamespace(settings={}, tokenizer=tokenizer)
