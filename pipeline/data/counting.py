@@ -19,9 +19,9 @@ from pipeline.data.plan import SourceFiles, counting_job, cut_units
 from pipeline.data.progress import ProgressLine, counted
 from pipeline.data.sources import EMPTY
 from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
-from pipeline.data.tokenizing import ATTEMPTS, worker_count
+from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import Smallest, UnitJob, make_sample_hashes
-from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+from pipeline.data.workers import ATTEMPTS, Advanced, Done, Workers
 from pipeline.errors import MachineError, UserError
 
 
@@ -67,31 +67,23 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
     smallest: list[int] = []
     records = 0
     rejected: Counter[str] = Counter()
-    attempts: Counter[UnitJob] = Counter()
-    advanced: Counter[UnitJob] = Counter()
     with (
         _counting_lease(source.folder),
         ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
         Workers[UnitJob, Smallest](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
     ):
-        for event in workers.run(jobs):
+        for event in workers.insist(jobs):
             if isinstance(event, Advanced):
                 line.advance(event.amount)
-                advanced[event.job] += event.amount
             elif isinstance(event, Done):
                 smallest = list(heapq.merge(smallest, event.result.hashes))[: wanted + 1]
                 records += event.result.records
                 rejected += event.result.rejected
                 line.unit_done(0)
-            elif isinstance(event, Failed):
-                raise event.error
-            elif isinstance(event, Died):
-                attempts[event.job] += 1
-                say(console, f"{event.how} while it held {event.job}; attempt {attempts[event.job]} of {ATTEMPTS}")
-                if attempts[event.job] >= ATTEMPTS:
+            else:
+                say(console, str(event))
+                if event.is_last:
                     raise MachineError(f"{event.job} could not be counted in {ATTEMPTS} attempts: {event.how}")
-                line.advance(-advanced.pop(event.job, 0))
-                workers.add(event.job)
     if len(smallest) < wanted:
         bad = Counter({reason: count for reason, count in rejected.items() if reason != EMPTY})
         if bad.total() > len(smallest):

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.config.data import PreprocessConfig
 from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data.cache import cache_folder
 from pipeline.data.compression import FORMATS, MAGIC, compression_of
 from pipeline.data.counting import known_splits
 from pipeline.data.engines import Choice, Engine, choose_engine, open_engine
-from pipeline.data.plan import SourceFiles, cut_units, make_plan
+from pipeline.data.plan import SourceFiles, counting_job, cut_units, make_plan
 from pipeline.data.progress import NOTHING_TO_DO, counted, size
 from pipeline.data.records import HUB_PREFIX
 from pipeline.data.sources import EMPTY, Unit, UnitReader, check_columns
@@ -25,7 +24,7 @@ from pipeline.data.status import SourceState, read_state
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, check_tokenizer_settings, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenizing import worker_count
-from pipeline.data.unit import cut_text
+from pipeline.data.unit import SourceJob, cut_text
 from pipeline.errors import UserError
 
 SAMPLE_BYTES = 2**20
@@ -126,7 +125,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     for found in sources:
         check_columns(found.files, found.reader)
         units = cut_units(found, settings.seed, settings.unit_bytes)
-        samples[found.source.name] = sample = take_sample(units, found, engine, settings)
+        samples[found.source.name] = sample = take_sample(units, counting_job(found, config, _unknown(config)), engine)
         if sample.bad and not sample.documents:
             problems.append(_problem(config, found, sample))
         share = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
@@ -216,8 +215,7 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
         return f"would be refused: {state.problem}" if state.problem else ""
     if tokenizer is not None:
         # Where documents would have to be counted, files or data.splits differ, and the ends do not matter.
-        unknown = Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
-        plan = make_plan(found, tokenizer, config, known_splits(config, found) or unknown)
+        plan = make_plan(found, tokenizer, config, known_splits(config, found) or _unknown(config))
         try:
             if differences := plan.differences(state.folder):
                 return f"would be refused: {'; '.join(differences)}"
@@ -228,29 +226,30 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
     return f"{state.done:,} of {counted(state.units, 'unit')} {'is' if state.units == 1 else 'are'} done"
 
 
-def take_sample(units: list[Unit], found: SourceFiles, engine: Engine | None, settings: PreprocessConfig) -> Sample:
+def _unknown(config: Config) -> Splits:
+    """Splits of which nobody knows yet where they end."""
+    return Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
+
+
+def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> Sample:
     """Read from units in their keyed order until there is enough, and encode it in batches of bounded size.
 
     Args:
         units: of the source.
-        found: the source.
+        source: what they have in common.
         engine: what encodes; None if there is no tokenizer yet.
-        settings: of the run.
     """
     sample = Sample()
-    batches = None if engine is None else _Batches(engine, min(settings.max_document_bytes, engine.batch_bytes))
+    batches = None if engine is None else _Batches(engine, min(source.max_document_bytes, engine.batch_bytes))
     is_enough, started = False, time.perf_counter()
     for unit in units:
-        reader, before = UnitReader(unit, found.reader), sample.disk_bytes
+        reader, before = UnitReader(unit, source.reader), sample.disk_bytes
         for document in reader:
             raw = document.text.encode()
-            is_long = len(raw) > settings.max_document_bytes and settings.on_long_document == "reject"
+            reason = source.reason_against(document, raw)
             sample.records += 1
-            if document.reason is not None:
-                sample.reject(document.reason, document.detail, unit.pieces[document.piece].file.path)
-            elif is_long:
-                reason = f"longer than data.preprocess.max_document_bytes ({settings.max_document_bytes})"
-                sample.reject(reason, "", unit.pieces[document.piece].file.path)
+            if reason is not None:
+                sample.reject(reason, document.detail, unit.pieces[document.piece].file.path)
             else:
                 sample.documents += 1
                 sample.text_bytes += len(raw)

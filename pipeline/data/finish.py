@@ -21,7 +21,7 @@ from pipeline.data.indexed import HashedFile
 from pipeline.data.manifest import PART, write_dataset
 from pipeline.data.plan import CODE_VERSION, Plan, link_order
 from pipeline.data.progress import counted
-from pipeline.data.receipts import RECEIPT_KEYS, TRAIN, receipt_path, rejected_path
+from pipeline.data.receipts import TRAIN, Receipts, rejected_path
 from pipeline.data.sources import EMPTY, Piece, Unit, where
 from pipeline.data.splits import splits_in_words
 from pipeline.data.tokenizer import Tokenizer
@@ -75,20 +75,6 @@ class SourceReport:
         }
 
 
-def read_links(units: Sequence[Unit], folder: Path) -> Iterator[dict[str, Any]]:
-    """The receipts of all links of the units, unit after unit.
-
-    Raises:
-        UserError: one is missing or damaged.
-    """
-    for unit in units:
-        for link in itertools.count():
-            receipt: dict[str, Any] = store.get_json(receipt_path(folder, unit.index, link), *RECEIPT_KEYS)
-            yield receipt
-            if receipt["last"]:
-                break
-
-
 class Finish:
     """Finishes one source. Memory: some hundred bytes a link.
 
@@ -98,12 +84,20 @@ class Finish:
         tokenizer: of the run.
         start_over: how to begin again with mended files, for messages.
         condemned: engines that were seen to give other ids than `tokenizers`, with the evidence.
+        receipts: of the source, complete.
     """
 
     def __init__(
-        self, plan: Plan, config: Config, tokenizer: Tokenizer, start_over: str, condemned: dict[str, str]
+        self,
+        plan: Plan,
+        config: Config,
+        tokenizer: Tokenizer,
+        start_over: str,
+        condemned: dict[str, str],
+        receipts: Receipts,
     ) -> None:
         self._plan = plan
+        self._receipts = receipts
         self._config = config
         self._tokenizer = tokenizer
         self._start_over = start_over
@@ -124,7 +118,7 @@ class Finish:
         report.splits = {name: SplitReport() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
-        for receipt in read_links(self._plan.units, self._folder):
+        for receipt in self._links(self._plan.units):
             rejected.update(receipt["rejected"])
             engines[receipt["engine"]] += 1
             report.records += receipt["records"]
@@ -224,7 +218,7 @@ class Finish:
         lines_before = self._lines_before()
         # Units were cut from the files in their order.
         units = sorted(self._plan.units, key=lambda unit: (unit.pieces[0].file.name, unit.pieces[0].start))
-        for receipt in read_links(units, self._folder):
+        for receipt in self._links(units):
             if not receipt["rejected"]:
                 continue
             unit = self._plan.units[receipt["unit"]]
@@ -247,10 +241,14 @@ class Finish:
                     place = piece.file.name + str(entry["where"]).removeprefix(piece.file.path)
                     yield orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE), record["reason"], place
 
+    def _links(self, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
+        """The receipts of all links of the units, unit after unit."""
+        return itertools.chain.from_iterable(self._receipts.of(unit.index) for unit in units)
+
     def _lines_before(self) -> dict[tuple[str, int], int]:
         """Lines of each file before each of its pieces, by (name, start): from the counts in the receipts."""
         lines: Counter[tuple[str, int]] = Counter()
-        for receipt in read_links(self._plan.units, self._folder):
+        for receipt in self._links(self._plan.units):
             pieces = self._plan.units[receipt["unit"]].pieces
             for number, (count, _) in receipt["pieces"].items():
                 piece = pieces[int(number)]

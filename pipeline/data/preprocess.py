@@ -9,7 +9,6 @@ at a time, and interruptions.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,16 +26,18 @@ from pipeline.data.engines import Choice, choose_engine
 from pipeline.data.finish import Finish, SourceReport
 from pipeline.data.leases import Watch, sweep, take_when_free
 from pipeline.data.manifest import PLAN_FILE
+from pipeline.data.opening import dataset_folder, open_datasets
 from pipeline.data.plan import Plan, SourceFiles, find_source_files, make_plan, source_job
 from pipeline.data.progress import NOTHING_TO_DO, counted, print_report
-from pipeline.data.receipts import MANIFEST_FILE, TRAIN, read_receipt, read_receipts
+from pipeline.data.receipts import MANIFEST_FILE, TRAIN, Receipts
 from pipeline.data.shuffling import Shuffling
 from pipeline.data.sources import START, Unit, check_columns
 from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, prepare_tokenizer, run_tokenizer, tokenizer_folder
-from pipeline.data.tokenizing import ATTEMPTS, tokenize_units
+from pipeline.data.tokenizing import tokenize_units
 from pipeline.data.unit import CONDEMNED_FILE, SourceJob, UnitJob, input_stat, read_condemned, receipt_stands
+from pipeline.data.workers import ATTEMPTS
 from pipeline.errors import MachineError, UserError
 
 _ROUNDS = 10
@@ -77,34 +78,6 @@ class PreprocessReport:
     def rejected(self) -> dict[str, dict[str, int]]:
         """Rejected records by source and reason."""
         return {source.name: source.rejected for source in self.sources}
-
-
-def dataset_folder(config: Config, source: SourceConfig, split: str) -> Path:
-    """Folder of a source's dataset.
-
-    Args:
-        config: the run.
-        source: one of its sources.
-        split: `train`, or one of `data.splits`.
-    """
-    return (source.dataset or config.data_dir / source.name) / split
-
-
-def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
-    """A split of each source by name, in the order of the run file.
-
-    Raises:
-        UserError: one is not finished, or damaged.
-    """
-    for number, source in enumerate(config.data.sources):
-        folder = dataset_folder(config, source, split)
-        if source.dataset is not None and not folder.exists():
-            raise UserError(
-                f"data.sources.{number}.dataset: {source.dataset} has no split {split!r}, there is no {folder}; name "
-                f"another one (train.validation.split, eval.split), make it (`pipeline data adopt --split {split}`), "
-                "or train without validation (train.validation.samples: 0)"
-            )
-    return {source.name: Dataset.open(dataset_folder(config, source, split)) for source in config.data.sources}
 
 
 def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:
@@ -156,6 +129,15 @@ def _freeze(plan: Plan, folder: Path) -> None:
         plan.freeze(folder)
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a round found of a source."""
+
+    receipts: Receipts
+    is_shuffled: bool
+    """Whether a global shuffle has taken all documents out of the parts of the units."""
+
+
 class _Stage:
     """From frozen plans to finished datasets."""
 
@@ -166,6 +148,8 @@ class _Stage:
         self._plans = plans
         self._jobs = {plan.found.source.name: source_job(plan, config, _start_over(config, plan)) for plan in plans}
         self._shuffling = Shuffling(config, console, tokenizer.dtype)
+        self._found: dict[str, _Found] = {}
+        """By source, of the last round."""
 
     def run(self, started: float) -> PreprocessReport:
         """Make what is missing, then finish every source that can be."""
@@ -173,8 +157,7 @@ class _Stage:
         failed: list[str] = []
         before: list[UnitJob] = []
         for _ in range(_ROUNDS):
-            self._retract()
-            missing = list(self._missing())
+            missing = [job for plan in self._plans for job in self._look(plan)]
             if not missing or failed:
                 break
             outcome = tokenize_units(
@@ -221,33 +204,37 @@ class _Stage:
     def _condemned(self) -> dict[str, str]:
         return read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
 
-    def _missing(self) -> Iterator[UnitJob]:
-        """The units that have a link without a complete receipt, or whose input has another time."""
-        condemned = self._condemned()
-        for plan in self._plans:
-            source = self._jobs[plan.found.source.name]
-            if self._shuffling.is_done(plan, condemned):
-                source = replace(source, has_parts=False)
-            yield from (UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, condemned))
+    def _look(self, plan: Plan) -> list[UnitJob]:
+        """The units that have a link without a complete receipt, or whose input has another time.
 
-    def _retract(self) -> None:
-        """Take back manifests of sources whose parts will be made again with other bytes, or by a whole first pass."""
+        Manifests are taken back if parts will be made again with other bytes, or by a whole first pass.
+        """
         condemned = self._condemned()
-        for plan in self._plans:
-            folder = self._config.data_dir / plan.found.source.name
-            manifests = [path for name in plan.splits.names if (path := folder / name / MANIFEST_FILE).exists()]
-            if not manifests or not self._is_retracted(plan, folder, condemned):
-                continue
+        source = self._jobs[plan.found.source.name]
+        found = self._find(plan, condemned)
+        manifests = [path for name in plan.splits.names if (path := source.folder / name / MANIFEST_FILE).exists()]
+        if manifests and self._is_retracted(plan, found, condemned):
             with self._shuffling.alone(plan):
-                if self._is_retracted(plan, folder, condemned):
+                found = self._find(plan, condemned)  # another command may just have made them again
+                if self._is_retracted(plan, found, condemned):
                     for path in manifests:
                         path.unlink(missing_ok=True)
+        if found.is_shuffled:
+            source = replace(source, has_parts=False)
+        return [UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, found.receipts, condemned)]
 
-    def _is_retracted(self, plan: Plan, folder: Path, condemned: dict[str, str]) -> bool:
+    def _find(self, plan: Plan, condemned: dict[str, str]) -> _Found:
+        """Read the receipts of a source."""
+        receipts = Receipts(self._jobs[plan.found.source.name].folder)
+        found = _Found(receipts, self._shuffling.is_done(plan, receipts, condemned))
+        self._found[plan.found.source.name] = found
+        return found
+
+    def _is_retracted(self, plan: Plan, found: _Found, condemned: dict[str, str]) -> bool:
         if self._config.data.preprocess.shuffle == "global":
-            return not self._shuffling.is_done(plan, condemned)
+            return not found.is_shuffled
         return bool(condemned) and any(
-            receipt["engine"] in condemned for unit in plan.units for receipt in read_receipts(folder, unit.index)
+            receipt["engine"] in condemned for unit in plan.units for receipt in found.receipts.of(unit.index)
         )
 
     def _choose_engine(self) -> Choice:
@@ -257,27 +244,30 @@ class _Stage:
         return choice
 
     def _finish(self, plan: Plan) -> SourceReport:
-        finish = Finish(plan, self._config, self._tokenizer, _start_over(self._config, plan), self._condemned())
+        found = self._found[plan.found.source.name]
+        start_over = _start_over(self._config, plan)
+        finish = Finish(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
         finish.check()
-        if not self._shuffling.has_work(plan):
-            self._shuffling.run(plan, finish)
+        if found.is_shuffled and not self._shuffling.has_left(plan):
+            self._shuffling.run(plan, found.receipts, finish)
             return finish.write()
         with self._shuffling.alone(plan):
-            self._shuffling.run(plan, finish)
+            receipts = Receipts(finish.report.folder)  # while this waited, another command may have made them again
+            self._shuffling.run(plan, receipts, finish)
             report = finish.write()
-            self._shuffling.clean(plan)
+            self._shuffling.clean(plan, receipts)
         return report
 
 
-def _is_done(source: SourceJob, unit: Unit, condemned: dict[str, str]) -> bool:
-    position, link, stat = START, 0, input_stat(unit)
-    while True:
-        receipt = read_receipt(source.folder, unit.index, link)
+def _is_done(source: SourceJob, unit: Unit, receipts: Receipts, condemned: dict[str, str]) -> bool:
+    position, stat = START, input_stat(unit)
+    for receipt in receipts.of(unit.index):
         if not receipt_stands(source, receipt, position, condemned) or receipt["input"]["stat"] != stat:
             return False
         if receipt["last"]:
             return True
-        position, link = tuple(receipt["next"]), link + 1
+        position = tuple(receipt["next"])
+    return False
 
 
 def _check_data_dir(config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +16,11 @@ from pipeline.data.finish import Finish
 from pipeline.data.leases import Holder, Watch, take_when_free
 from pipeline.data.plan import Plan
 from pipeline.data.progress import ProgressLine
-from pipeline.data.receipts import read_receipts
+from pipeline.data.receipts import Receipts
 from pipeline.data.shuffle import Run, Shuffle
-from pipeline.data.tokenizing import ATTEMPTS, worker_count
+from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import order_key
-from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+from pipeline.data.workers import ATTEMPTS, Advanced, Done, Workers
 from pipeline.errors import MachineError
 
 
@@ -34,22 +33,22 @@ class Shuffling:
         self._dtype = dtype
         self._wanted = config.data.preprocess.shuffle == "global"
 
-    def has_work(self, plan: Plan) -> bool:
-        """Whether there is something to shuffle, or to remove afterwards."""
+    def has_left(self, plan: Plan) -> bool:
+        """Whether there is something to remove of the first pass."""
         folder = self._config.data_dir / plan.found.source.name
-        left = any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
-        return self._wanted and (left or not self.is_done(plan, {}))
+        return self._wanted and any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
 
-    def is_done(self, plan: Plan, condemned: Mapping[str, str]) -> bool:
+    def is_done(self, plan: Plan, receipts: Receipts, condemned: Mapping[str, str]) -> bool:
         """Whether all of a source was shuffled before, so that what the first pass wrote is not needed.
 
         Args:
             plan: of the source.
+            receipts: of the source.
             condemned: engines whose ids are not trusted any more.
         """
         if not self._wanted:
             return False
-        shuffles = self._shuffles(plan, condemned)
+        shuffles = self._shuffles(plan, receipts, condemned)
         return shuffles is not None and all(shuffle.finished() for shuffle in shuffles.values())
 
     @contextmanager
@@ -62,31 +61,32 @@ class Shuffling:
         with take_when_free(folder, "shuffle", Watch(), self._say_waiting) as lease, lease.beating():
             yield
 
-    def run(self, plan: Plan, finish: Finish) -> None:
+    def run(self, plan: Plan, receipts: Receipts, finish: Finish) -> None:
         """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
         if not self._wanted:
             return
-        shuffles = self._shuffles(plan)
+        shuffles = self._shuffles(plan, receipts)
         assert shuffles is not None, "the first pass is done"
-        if not all(shuffle.finished() for shuffle in shuffles.values()):
-            self._run([job for shuffle in shuffles.values() for job in shuffle.jobs()])
+        self._run([job for shuffle in shuffles.values() for job in shuffle.jobs()])
         finish.parts = {name: shuffle.table() for name, shuffle in shuffles.items()}
 
     def _say_waiting(self, holder: Holder) -> None:
         say(self._console, f"waiting for {holder}, which shuffles")
 
-    def clean(self, plan: Plan) -> None:
+    def clean(self, plan: Plan, receipts: Receipts) -> None:
         """Remove what the first pass wrote of a source whose manifests are there."""
-        for shuffle in ((self._wanted and self._shuffles(plan)) or {}).values():
+        for shuffle in ((self._wanted and self._shuffles(plan, receipts)) or {}).values():
             shuffle.remove_unshuffled()
 
-    def _shuffles(self, plan: Plan, condemned: Mapping[str, str] | None = None) -> dict[str, Shuffle] | None:
+    def _shuffles(
+        self, plan: Plan, receipts: Receipts, condemned: Mapping[str, str] | None = None
+    ) -> dict[str, Shuffle] | None:
         """The shuffles of a source by split; None if the first pass has units to make."""
         folder = self._config.data_dir / plan.found.source.name
         runs: dict[str, list[Run]] = {name: [] for name in plan.splits.names}
         for unit in plan.units:
             key, last = order_key(self._config.data.preprocess.seed, unit), False
-            for receipt in read_receipts(folder, unit.index):
+            for receipt in receipts.of(unit.index):
                 if receipt["config_hash"] != plan.config_hash or receipt["engine"] in (condemned or {}):
                     return None
                 for name, table in runs.items():
@@ -99,21 +99,16 @@ class Shuffling:
     def _run(self, jobs: list[ShuffleJob]) -> None:
         if not jobs:
             return
-        attempts: Counter[ShuffleJob] = Counter()
         with (
             ProgressLine(self._console, sum(job.bytes for job in jobs), len(jobs), 0, "shuffling") as line,
             Workers[ShuffleJob, Any](make_shuffle, (), worker_count(self._config, len(jobs))) as workers,
         ):
-            for event in workers.run(jobs):
+            for event in workers.insist(jobs):
                 if isinstance(event, Advanced):
                     line.advance(event.amount)
                 elif isinstance(event, Done):
                     line.unit_done(0)
-                elif isinstance(event, Failed):
-                    raise event.error
-                elif isinstance(event, Died):
-                    attempts[event.job] += 1
-                    say(self._console, f"{event.how} while it held {event.job}; attempt {attempts[event.job]}")
-                    if attempts[event.job] >= ATTEMPTS:
+                else:
+                    say(self._console, str(event))
+                    if event.is_last:
                         raise MachineError(f"{event.job} failed {ATTEMPTS} times: {event.how}")
-                    workers.add(event.job)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -21,14 +20,11 @@ from pipeline.data.engines import Choice, EngineDiffers
 from pipeline.data.progress import ProgressLine
 from pipeline.data.sources import EMPTY
 from pipeline.data.unit import CONDEMNED_FILE, Busy, Condemned, UnitDone, UnitJob, make_tokenize, read_condemned
-from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+from pipeline.data.workers import ATTEMPTS, Advanced, Done, Lost, Workers
 from pipeline.errors import UserError
 
-if TYPE_CHECKING:
-    from pipeline.data.workers import Event
+__all__ = ["ATTEMPTS", "FAILURES_FILE", "Outcome", "tokenize_units", "worker_count"]
 
-ATTEMPTS = 3
-"""A unit that failed so often is given up."""
 FAILURES_FILE = "failures.jsonl"
 """In a source's folder: one line for every time that a unit failed."""
 _GIVEN_UP_AT_MOST = 10
@@ -107,8 +103,6 @@ class _Run:
         self._engine = engine
         self._limit = config.data.preprocess.max_error_rate
         self._outcome = Outcome()
-        self._attempts: Counter[tuple[str, int]] = Counter()
-        self._advanced: Counter[tuple[str, int]] = Counter()
         self._records: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._warned: set[str] = set()
@@ -118,13 +112,20 @@ class _Run:
         said_holders: set[str] = set()
         while waiting:
             held: list[tuple[UnitJob, str]] = []
-            for event in self._workers.run(waiting):
-                if isinstance(event, Done) and isinstance(event.result, Busy):
-                    held.append((event.job, event.result.holder))
-                    continue
-                self._handle(event)
-                if self._outcome.condemned or len(self._outcome.failed) >= _GIVEN_UP_AT_MOST:
-                    return self._outcome
+            try:
+                for event in self._workers.insist(waiting, lambda error: not _concerns_all(error)):
+                    if isinstance(event, Done) and isinstance(event.result, Busy):
+                        held.append((event.job, event.result.holder))
+                        continue
+                    self._handle(event)
+                    if len(self._outcome.failed) >= _GIVEN_UP_AT_MOST:
+                        return self._outcome
+            except EngineDiffers as error:
+                self._condemn(str(error))
+                return self._outcome
+            except Condemned as error:
+                self._outcome.condemned = str(error)
+                return self._outcome
             waiting = [job for job, _ in held]
             if new := {holder for _, holder in held} - said_holders:
                 said_holders |= new
@@ -133,59 +134,36 @@ class _Run:
                 time.sleep(_LOOK_AGAIN_S)
         return self._outcome
 
-    def _handle(self, event: Event[UnitJob, UnitDone | Busy]) -> None:
-        job = event.job
-        name = (job.source.folder.name, job.unit.index)
+    def _handle(self, event: Advanced[UnitJob] | Done[UnitJob, UnitDone | Busy] | Lost[UnitJob]) -> None:
         if isinstance(event, Advanced):
-            self._advanced[name] += event.amount
             self._line.advance(event.amount)
         elif isinstance(event, Done):
             assert isinstance(event.result, UnitDone)
             self._outcome.units += event.result.made > 0
             # Bytes that were only estimated, or passed over, count now.
-            self._line.advance(job.unit.bytes - self._advanced.pop(name, 0))
+            self._line.advance(event.job.unit.bytes - event.advanced)
             self._line.unit_done(event.result.tokens)
-            self._watch_rejected(job, event.result)
-        elif isinstance(event, Died):
-            self._failed(job, event.how)
+            self._watch_rejected(event.job, event.result)
         else:
-            self._raised(event)
+            self._lost(event)
 
-    def _raised(self, event: Failed[UnitJob]) -> None:
-        error = event.error
-        if isinstance(error, EngineDiffers):
-            self._condemn(str(error))
-        elif isinstance(error, Condemned):
-            self._outcome.condemned = str(error)
-        elif isinstance(error, UserError) or _concerns_all(error):
-            raise error
-        else:
-            self._failed(event.job, f"{type(error).__name__}: {error}", "\n".join(getattr(error, "__notes__", [])))
-
-    def _failed(self, job: UnitJob, how: str, details: str = "") -> None:
-        name = (job.source.folder.name, job.unit.index)
-        self._attempts[name] += 1
-        attempt = self._attempts[name]
-        self._line.advance(-self._advanced.pop(name, 0))
+    def _lost(self, event: Lost[UnitJob]) -> None:
         record = {
-            "unit": job.unit.index,
-            "attempt": attempt,
-            "how": how,
+            "unit": event.job.unit.index,
+            "attempt": event.attempt,
+            "how": event.how,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "time": time.time(),
         }
-        journal = store.JsonLines(job.source.folder / FAILURES_FILE)
+        journal = store.JsonLines(event.job.source.folder / FAILURES_FILE)
         journal.write(record)
         journal.close()
-        what = "it is given up" if attempt == ATTEMPTS else "it will be tried again"
-        say(self._console, f"{how} while it held {job}; attempt {attempt} of {ATTEMPTS}, {what}")
-        if details and attempt == ATTEMPTS:
-            say(self._console, details)
-        if attempt < ATTEMPTS:
-            self._workers.add(job)
-        else:
-            self._outcome.failed.append((job, how))
+        say(self._console, f"{event}, {'it is given up' if event.is_last else 'it will be tried again'}")
+        if event.is_last:
+            if event.details:
+                say(self._console, event.details)
+            self._outcome.failed.append((event.job, event.how))
 
     def _condemn(self, evidence: str) -> None:
         store.put_json(self._condemned, read_condemned(self._condemned) | {self._engine: evidence})
@@ -211,4 +189,6 @@ class _Run:
 def _concerns_all(error: Exception) -> bool:
     """Whether other units would fail in the same way: the disk is full, say."""
     everywhere = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
-    return isinstance(error, OSError) and error.errno in everywhere
+    if isinstance(error, OSError):
+        return error.errno in everywhere
+    return isinstance(error, EngineDiffers | Condemned | UserError)

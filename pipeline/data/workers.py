@@ -13,9 +13,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,6 +29,8 @@ R = TypeVar("R")
 Progress = Callable[[int], None]
 """A worker calls this with an amount of work done since the last call."""
 
+ATTEMPTS = 3
+"""A job that came to nothing so often is given up."""
 _PATIENCE_S = 10.0
 """How long workers may take to clean up before they are killed."""
 
@@ -51,6 +53,8 @@ class Done(Generic[J, R]):
 
     job: J
     result: R
+    advanced: int = field(default=0, compare=False)
+    """What the amounts of its `Advanced` add up to; of this attempt, if there were several. So below."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Failed(Generic[J]):
 
     job: J
     error: Exception
+    advanced: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,26 @@ class Died(Generic[J]):
 
     job: J
     how: str
+    advanced: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Lost(Generic[J]):
+    """An attempt at a job came to nothing."""
+
+    job: J
+    how: str
+    attempt: int
+    """Its number, from 1."""
+    details: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.how} while it held {self.job}; attempt {self.attempt} of {ATTEMPTS}"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the job is given up."""
+        return self.attempt == ATTEMPTS
 
 
 Event = Advanced[J] | Done[J, R] | Failed[J] | Died[J]
@@ -87,6 +112,7 @@ class Workers(Generic[J, R]):
         self._args = args
         self._processes: dict[Connection, BaseProcess] = {}
         self._waiting: deque[J] = deque()
+        self._attempts: Counter[J] = Counter()
         try:
             with _interrupts_wait():
                 for _ in range(count):
@@ -112,6 +138,7 @@ class Workers(Generic[J, R]):
         """Run jobs and what is added meanwhile; yields what happens, of all jobs in any order."""
         self._waiting.extend(jobs)
         holding: dict[Connection, J] = {}
+        advanced: Counter[Connection] = Counter()
         while True:
             for connection in self._processes:
                 if self._waiting and connection not in holding:
@@ -127,13 +154,49 @@ class Workers(Generic[J, R]):
                     kind, value = connection.recv()
                 except (EOFError, OSError):  # it is gone, perhaps in the middle of an answer
                     del holding[connection]
-                    yield Died(job, self._bury(connection))
+                    yield Died(job, self._bury(connection), advanced.pop(connection, 0))
                     continue
                 if kind == "progress":
+                    advanced[connection] += value
                     yield Advanced(job, value)
                     continue
                 del holding[connection]
-                yield Failed(job, value) if kind == "error" else Done(job, value)
+                amount = advanced.pop(connection, 0)
+                yield Failed(job, value, amount) if kind == "error" else Done(job, value, amount)
+
+    def insist(
+        self, jobs: Iterable[J], passes: Callable[[Exception], bool] = lambda _: False
+    ) -> Iterator[Advanced[J] | Done[J, R] | Lost[J]]:
+        """`run`, where a job whose process died is run again, up to `ATTEMPTS` times in all.
+
+        What the lost attempt had advanced is taken back by a negative amount.
+
+        Args:
+            jobs: to run.
+            passes: of an exception that a job raised: whether the job is to be run again as if its process had died.
+
+        Raises:
+            Exception: a job raised it, and it does not pass.
+        """
+        for event in self.run(jobs):
+            if isinstance(event, Advanced | Done):
+                yield event
+                continue
+            if isinstance(event, Died):
+                how, details = event.how, ""
+            elif passes(event.error):
+                how = f"{type(event.error).__name__}: {event.error}"
+                details = "\n".join(getattr(event.error, "__notes__", []))
+            else:
+                raise event.error
+            self._attempts[event.job] += 1
+            lost = Lost(event.job, how, self._attempts[event.job], details)
+            if lost.is_last:
+                del self._attempts[event.job]
+            else:
+                self.add(event.job)
+            yield Advanced(event.job, -event.advanced)
+            yield lost
 
     def _bury(self, connection: Connection) -> str:
         """Start a process in place of one that is gone; how that one ended."""

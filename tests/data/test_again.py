@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 from rich.console import Console
 
-from pipeline.data import plan
+from pipeline.data import plan, store
 from pipeline.data.counting import find_splits
 from pipeline.data.manifest import verify
 from pipeline.data.plan import find_source_files, make_plan, source_job
@@ -20,31 +21,7 @@ from pipeline.data.tokenizer_stage import tokenizer_folder
 from pipeline.data.unit import Bench, UnitJob, tokenize_unit
 from pipeline.errors import UserError
 from tests.data import mixed
-from tests.data.runs import both, make_config, tree, write_both
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_both(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def sources(corpus):
-    return both(corpus)
-
-
-@pytest.fixture(scope="module")
-def done(corpus, tmp_path_factory):
-    config = make_config(tmp_path_factory.mktemp("done"), both(corpus))
-    preprocess(config)
-    return config
-
-
-@pytest.fixture
-def config(done, sources, tmp_path):
-    config = make_config(tmp_path, sources)
-    shutil.copytree(done.data_dir, config.data_dir)
-    return config
+from tests.data.runs import both, make_config, tree, write_jsonl
 
 
 class TestWhatIsMissing:
@@ -167,6 +144,32 @@ class TestWhatIsMissing:
             preprocess(config)
         after = tree(config.data_dir)
         assert {name for name in before if before[name] != after[name]} <= {n for n in before if "/receipts/" in n}
+
+    @pytest.mark.parametrize("shuffle", ["unit", "global"])
+    def test_a_round_reads_each_receipt_once(self, tmp_path, monkeypatch, shuffle):
+        """Receipts with rejected records among them, which are collected from the receipts as well."""
+        path = write_jsonl(tmp_path / "a.jsonl", 60)
+        path.write_bytes(path.read_bytes() + b"{")
+        settings = {"max_error_rate": 0.1, "shuffle": shuffle}
+        config = make_config(tmp_path, [{"name": "s", "type": "jsonl", "paths": [str(path)]}], preprocess=settings)
+        found = Counter()
+        get_json = store.get_json
+
+        def getting(path, *keys):
+            value = get_json(path, *keys)
+            if path.parent.parent == config.data_dir / "s" / "receipts":
+                found[path.name] += 1
+            return value
+
+        monkeypatch.setattr(store, "get_json", getting)
+        report = preprocess(config)
+        assert report.rejected == {"s": {"cut line": 1}}
+        assert len(found) == len(list(config.data_dir.glob("s/receipts/00000/*.json"))) > 2
+        # Before a global shuffle they are read once more, when no other command can change them.
+        assert set(found.values()) == {1 if shuffle == "unit" else 2}
+        found.clear()
+        assert preprocess(config).units_done == 0
+        assert set(found.values()) == {1}
 
     def test_a_dataset_that_changed_is_found(self, config):
         part = config.data_dir / "j" / "train" / "parts" / "00000" / "00000000.bin"

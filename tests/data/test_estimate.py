@@ -4,7 +4,8 @@ import pytest
 
 from pipeline.data.engines import open_engine
 from pipeline.data.estimate import SAMPLE_BYTES, take_sample
-from pipeline.data.plan import cut_units, find_source_files
+from pipeline.data.plan import counting_job, cut_units, find_source_files
+from pipeline.data.splits import make_splits
 from pipeline.data.tokenizer import Tokenizer
 from tests.data.runs import make_config, write_text
 from tests.data.test_tokenizer import byte_vocabulary, write
@@ -35,7 +36,8 @@ def look(tmp_path):
         engine = Recording(open_engine(Tokenizer.load(path, config.tokenizer), "tokenizers"))
         (found,) = find_source_files(config)
         units = cut_units(found, 7, config.data.preprocess.unit_bytes)
-        return take_sample(units, found, engine if with_engine else None, config.data.preprocess), engine.batches
+        source = counting_job(found, config, make_splits(config.data))
+        return take_sample(units, source, engine if with_engine else None), engine.batches
 
     return take
 

@@ -15,24 +15,7 @@ from pipeline.data.plan import find_source_files
 from pipeline.data.preprocess import dataset_folder, preprocess, run_tokenizer
 from pipeline.data.tokenizer_stage import sample_texts
 from pipeline.errors import UserError
-from tests.data.runs import both, datasets, is_heldout, make_config, write_both
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_both(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def sources(corpus):
-    return both(corpus)
-
-
-@pytest.fixture(scope="module")
-def done(corpus, tmp_path_factory):
-    """(config, report) of a finished run."""
-    config = make_config(tmp_path_factory.mktemp("done"), both(corpus))
-    return config, preprocess(config)
+from tests.data.runs import both, datasets, is_heldout, make_config
 
 
 def texts_of(dataset, tokenizer):
@@ -48,17 +31,16 @@ def texts_of(dataset, tokenizer):
 
 class TestContent:
     def test_every_document_once_in_its_split(self, done, corpus):
-        config, _ = done
-        tokenizer = run_tokenizer(config)
+        tokenizer = run_tokenizer(done)
         expected = {
             "t": {str(p.relative_to(corpus / "text")): p.read_text() for p in (corpus / "text").rglob("*.txt")},
             "j": {r["id"]: r["text"] for r in map(orjson.loads, (corpus / "lines.jsonl").read_bytes().splitlines())},
         }
-        for source in config.data.sources:
+        for source in done.data.sources:
             by_hash = {xxhash.xxh3_64_intdigest(i.encode()): text for i, text in expected[source.name].items()}
             seen = {}
             for split in ("train", "heldout"):
-                dataset = Dataset.open(dataset_folder(config, source, split))
+                dataset = Dataset.open(dataset_folder(done, source, split))
                 for document, text in texts_of(dataset, tokenizer).items():
                     id_hash = dataset.provenance(document)[3]
                     assert id_hash not in seen
@@ -66,8 +48,9 @@ class TestContent:
                     assert is_heldout(text.encode(), 0.2) == (split == "heldout")
             assert seen == by_hash
 
-    def test_totals(self, done, corpus):
-        config, report = done
+    def test_totals(self, sources, corpus, tmp_path):
+        config = make_config(tmp_path, sources)
+        report = preprocess(config)
         raw = sum(path.stat().st_size for path in (corpus / "text").rglob("*.txt"))
         raw += sum(len(orjson.loads(x)["text"].encode()) for x in (corpus / "lines.jsonl").open())
         assert report.text_bytes == raw
@@ -80,8 +63,7 @@ class TestContent:
         assert report.rejected == {"t": {}, "j": {}}
 
     def test_documents_of_a_unit_are_shuffled(self, done):
-        config, _ = done
-        dataset = Dataset.open(dataset_folder(config, config.data.sources[1], "train"))
+        dataset = Dataset.open(dataset_folder(done, done.data.sources[1], "train"))
         rows = {}
         for document in range(dataset.documents):
             unit, row, flags, _ = dataset.provenance(document)
@@ -93,8 +75,7 @@ class TestContent:
 
     def test_units_are_in_keyed_order(self, done):
         """Not the order of the file, but another for each seed."""
-        config, _ = done
-        plan = json.loads((config.data_dir / "j" / "plan.json").read_text())
+        plan = json.loads((done.data_dir / "j" / "plan.json").read_text())
         starts = [unit[0][1] for unit in plan["units"]]
         size = sorted(starts)[1]
         assert sorted(starts) == [i * size for i in range(len(starts))]
@@ -102,11 +83,10 @@ class TestContent:
         assert starts != sorted(starts)
 
     def test_row_and_unit_lead_back_to_the_line(self, done, corpus):
-        config, _ = done
-        plan = json.loads((config.data_dir / "j" / "plan.json").read_text())
-        dataset = Dataset.open(dataset_folder(config, config.data.sources[1], "train"))
+        plan = json.loads((done.data_dir / "j" / "plan.json").read_text())
+        dataset = Dataset.open(dataset_folder(done, done.data.sources[1], "train"))
         raw = (corpus / "lines.jsonl").read_bytes()
-        texts = texts_of(dataset, run_tokenizer(config))
+        texts = texts_of(dataset, run_tokenizer(done))
         for document in range(0, dataset.documents, 7):
             unit, row, _, _ = dataset.provenance(document)
             ((_, start, _),) = plan["units"][unit]
@@ -114,13 +94,11 @@ class TestContent:
             assert orjson.loads(raw[skip:].splitlines()[row])["text"] == texts[document]
 
     def test_verified_and_open_by_several_names(self, done):
-        config, _ = done
-        for folder in (config.data_dir, config.data_dir / "t", config.data_dir / "t" / "train"):
+        for folder in (done.data_dir, done.data_dir / "t", done.data_dir / "t" / "train"):
             assert verify(folder).problems == []
 
     def test_dataset_reads_across_parts(self, done):
-        config, _ = done
-        dataset = Dataset.open(dataset_folder(config, config.data.sources[1], "train"))
+        dataset = Dataset.open(dataset_folder(done, done.data.sources[1], "train"))
         whole = np.concatenate(
             [np.fromfile(p, dataset.dtype) for p in sorted(dataset.folder.rglob("*.bin")) if "parts/" in str(p)]
         )
@@ -157,21 +135,21 @@ class TestSame:
     def test_for_any_number_of_workers(self, done, sources, tmp_path):
         config = make_config(tmp_path, sources, preprocess={"workers": 3})
         preprocess(config)
-        assert datasets(config) == datasets(done[0])
+        assert datasets(config) == datasets(done)
 
     def test_wherever_the_corpus_lies(self, done, corpus, tmp_path):
         (tmp_path / "elsewhere").symlink_to(corpus)
         config = make_config(tmp_path, both(tmp_path / "elsewhere"))
         preprocess(config)
-        assert datasets(config) == datasets(done[0])
+        assert datasets(config) == datasets(done)
 
     def test_another_seed_is_another_order_of_the_same_documents(self, done, sources, tmp_path):
-        kept = {"path": str(done[0].data_dir / "tokenizer")}
+        kept = {"path": str(done.data_dir / "tokenizer")}
         other = make_config(tmp_path, sources, tokenizer=kept, preprocess={"seed": 8})
         preprocess(other)
         for source in other.data.sources:
             for split in ("train", "heldout"):
-                a, b = (Dataset.open(dataset_folder(config, source, split)) for config in (done[0], other))
+                a, b = (Dataset.open(dataset_folder(config, source, split)) for config in (done, other))
                 assert a.fingerprint != b.fingerprint
                 ids = [sorted(d.provenance(i)[3] for i in range(d.documents)) for d in (a, b)]
                 assert ids[0] == ids[1]
@@ -181,10 +159,10 @@ class TestSame:
         more = tmp_path / "more.jsonl"
         more.write_bytes((corpus / "lines.jsonl").read_bytes() + b'{"text": "new"}\n' * 3)
         config = make_config(
-            tmp_path, [sources[1] | {"paths": [str(more)]}], tokenizer={"path": str(done[0].data_dir / "tokenizer")}
+            tmp_path, [sources[1] | {"paths": [str(more)]}], tokenizer={"path": str(done.data_dir / "tokenizer")}
         )
         preprocess(config)
-        old, new = (Dataset.open(dataset_folder(c, done[0].data.sources[1], "heldout")) for c in (done[0], config))
+        old, new = (Dataset.open(dataset_folder(c, done.data.sources[1], "heldout")) for c in (done, config))
         hashes = [{d.provenance(i)[3] for i in range(d.documents)} for d in (old, new)]
         new_ids = {
             xxhash.xxh3_64_intdigest(f"more.jsonl@{(corpus / 'lines.jsonl').stat().st_size + 16 * i}".encode())
@@ -195,11 +173,11 @@ class TestSame:
 
 class TestTokenizerOfTheRun:
     def test_a_loaded_one_is_kept(self, done, sources, tmp_path):
-        kept = done[0].data_dir / "tokenizer"
+        kept = done.data_dir / "tokenizer"
         config = make_config(tmp_path, sources, tokenizer={"path": str(kept)})
         preprocess(config)
-        assert run_tokenizer(config).fingerprint == run_tokenizer(done[0]).fingerprint
-        assert datasets(config) == datasets(done[0])
+        assert run_tokenizer(config).fingerprint == run_tokenizer(done).fingerprint
+        assert datasets(config) == datasets(done)
 
     def test_not_there_yet(self, sources, tmp_path):
         with pytest.raises(UserError, match="run `pipeline preprocess` first"):
@@ -242,7 +220,7 @@ class TestTokenizerOfTheRun:
 
 class TestDatasetSources:
     def test_another_runs_dataset(self, done, tmp_path):
-        made = done[0].data_dir
+        made = done.data_dir
         config = make_config(
             tmp_path,
             [{"name": "again", "dataset": str(made / "t")}],
@@ -251,23 +229,23 @@ class TestDatasetSources:
         report = preprocess(config)
         assert report.sources == []
         assert dataset_folder(config, config.data.sources[0], "heldout") == made / "t" / "heldout"
-        assert run_tokenizer(config).fingerprint == run_tokenizer(done[0]).fingerprint
+        assert run_tokenizer(config).fingerprint == run_tokenizer(done).fingerprint
 
     def test_another_tokenizer_is_refused(self, done, corpus, sources, tmp_path):
         config = make_config(
-            tmp_path, [sources[1], {"name": "again", "dataset": str(done[0].data_dir / "t")}], heldout=0.5
+            tmp_path, [sources[1], {"name": "again", "dataset": str(done.data_dir / "t")}], heldout=0.5
         )
         with pytest.raises(UserError, match=r"data\.sources\.1\.dataset: .* another tokenizer"):
             preprocess(config)
 
     def test_nothing_to_train_a_tokenizer_on(self, done, tmp_path):
-        config = make_config(tmp_path, [{"name": "again", "dataset": str(done[0].data_dir / "t")}])
+        config = make_config(tmp_path, [{"name": "again", "dataset": str(done.data_dir / "t")}])
         with pytest.raises(UserError, match=r"tokenizer\.train: no source has paths"):
             preprocess(config)
 
     def test_not_a_source_folder(self, done, tmp_path):
-        kept = {"path": str(done[0].data_dir / "tokenizer")}
-        for folder in (done[0].data_dir / "t" / "train", tmp_path / "none"):
+        kept = {"path": str(done.data_dir / "tokenizer")}
+        for folder in (done.data_dir / "t" / "train", tmp_path / "none"):
             config = make_config(tmp_path, [{"name": "again", "dataset": str(folder)}], tokenizer=kept)
             with pytest.raises(UserError, match=r"data\.sources\.0\.dataset: .* no folder train/"):
                 preprocess(config)

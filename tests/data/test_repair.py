@@ -12,42 +12,8 @@ from pipeline.data.inspect import inspect
 from pipeline.data.manifest import REPAIR, REPAIR_DAMAGED, verify
 from pipeline.data.preprocess import open_datasets, preprocess, run_tokenizer
 from pipeline.errors import UserError
-from tests.data.runs import make_config, tree, write_jsonl, write_text
+from tests.data.runs import make_config, tree
 from tests.tiny import pipeline
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    root = tmp_path_factory.mktemp("corpus")
-    write_text(root / "text", 40)
-    write_jsonl(root / "lines.jsonl", 60, seed=1)
-    return root
-
-
-@pytest.fixture
-def sources(corpus):
-    return [
-        {"name": "t", "paths": [f"{corpus}/text/**/*.txt"]},
-        {"name": "j", "type": "jsonl", "paths": [f"{corpus}/lines.jsonl"]},
-    ]
-
-
-@pytest.fixture(scope="module")
-def done(corpus, tmp_path_factory):
-    sources = [
-        {"name": "t", "paths": [f"{corpus}/text/**/*.txt"]},
-        {"name": "j", "type": "jsonl", "paths": [f"{corpus}/lines.jsonl"]},
-    ]
-    config = make_config(tmp_path_factory.mktemp("done"), sources)
-    preprocess(config)
-    return config
-
-
-@pytest.fixture
-def config(done, sources, tmp_path):
-    config = make_config(tmp_path, sources)
-    shutil.copytree(done.data_dir, config.data_dir)
-    return config
 
 
 def flip(path):

@@ -11,7 +11,7 @@ from multiprocessing.context import SpawnProcess
 import pytest
 
 from pipeline.data import workers as workers_module
-from pipeline.data.workers import Advanced, Died, Done, Failed, Workers
+from pipeline.data.workers import Advanced, Died, Done, Failed, Lost, Workers
 
 
 def make_doubler(base):
@@ -28,6 +28,10 @@ def doubled(job, progress, base):
         # The length of a message, as `multiprocessing` writes it, and some of the message.
         os.write(_pipe().fileno(), (100_000).to_bytes(4, "big") + b"x" * 1000)
         time.sleep(60)
+    if job == "advance and leave":
+        progress(5)
+        progress(2)
+        os._exit(3)
     if job == "leave":
         os._exit(3)
     if job == "reset":
@@ -183,3 +187,36 @@ def test_leaving_early_ends_the_processes():
         next(workers.run(list(range(1000))))
         processes = list(workers._processes.values())
     assert all(process.exitcode is not None for process in processes)
+
+
+class TestInsisting:
+    def test_a_job_is_run_again_three_times_at_most(self):
+        with Workers(make_doubler, (0,), 2) as workers:
+            events = list(workers.insist([1, "leave", 2, 3]))
+        assert results(events) == [(1, 2), (2, 4), (3, 6)]
+        lost = [event for event in events if isinstance(event, Lost)]
+        assert [(event.job, event.attempt, event.is_last) for event in lost] == [
+            ("leave", 1, False),
+            ("leave", 2, False),
+            ("leave", 3, True),
+        ]
+        assert all("died by exit code 3" in event.how for event in lost)
+        assert str(lost[1]) == f"{lost[1].how} while it held leave; attempt 2 of 3"
+
+    def test_what_was_advanced_is_taken_back(self):
+        with Workers(make_doubler, (0,), 1) as workers:
+            events = list(workers.insist(["advance and leave", 1]))
+        amounts = [event.amount for event in events if isinstance(event, Advanced) and event.job != 1]
+        assert amounts == [5, 2, -7] * 3
+        (done,) = [event for event in events if isinstance(event, Done)]
+        assert (done.job, done.advanced) == (1, 1)
+
+    def test_errors(self):
+        with Workers(make_doubler, (0,), 1) as workers:
+            with pytest.raises(OSError, match="No space left on device"):
+                list(workers.insist([1, "fail", 2]))
+            events = list(workers.insist(["reset"], lambda error: isinstance(error, ConnectionError)))
+            lost = [event for event in events if isinstance(event, Lost)]
+            assert [event.attempt for event in lost] == [1, 2, 3]
+            assert lost[0].how.startswith("ConnectionResetError: [Errno 104]")
+            assert "in a worker process, running reset" in lost[0].details
