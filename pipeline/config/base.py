@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -188,7 +188,9 @@ _DOCUMENTS = re.compile(r"^(.+?)\s*documents?$")
 class Share(Value):
     """Size of a split: a share like `0.01`, or a number like `500 documents`."""
 
-    share: float = Field(default=0.0, ge=0, lt=1)
+    may_be_all: ClassVar[bool] = False
+
+    share: float = Field(default=0.0, ge=0, le=1)
     documents: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="before")
@@ -197,8 +199,9 @@ class Share(Value):
         if isinstance(value, (dict, Share)):
             return value
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not 0 <= value < 1:
-                raise ValueError("must be a share of at least 0 and less than 1, or a number like '500 documents'")
+            if not 0 <= value <= 1 or (value == 1 and not cls.may_be_all):
+                most = "at most" if cls.may_be_all else "less than"
+                raise ValueError(f"must be a share of at least 0 and {most} 1, or a number like '500 documents'")
             return {"share": value}
         found = _DOCUMENTS.match(value.strip()) if isinstance(value, str) else None
         if found is None:
@@ -213,7 +216,7 @@ class Share(Value):
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {
             "anyOf": [
-                {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+                {"type": "number", "minimum": 0, "maximum" if cls.may_be_all else "exclusiveMaximum": 1},
                 {"type": "string", "pattern": r"^.+\s*documents?$", "examples": ["500 documents"]},
             ]
         }

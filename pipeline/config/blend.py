@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,10 +18,9 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.config.base import AbsPath, Duration, Section, Value, parse_count
+from pipeline.config.base import AbsPath, Duration, Section, Share, Value
 
 _RANGE = re.compile(r"^([0-9][0-9_]*)(?:\s*-\s*([0-9][0-9_]*))?$")
-_DOCUMENTS = re.compile(r"^(.+?)\s*documents?$")
 
 
 class Range(Value):
@@ -59,38 +58,10 @@ class Range(Value):
         return str(self._text())
 
 
-class Bound(Value):
+class Bound(Share):
     """A place among the documents of a dataset: a share from 0 to 1 of them, or `500 documents` from the first."""
 
-    share: float = Field(default=0.0, ge=0, le=1)
-    documents: int | None = Field(default=None, ge=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _parse(cls, value: Any) -> Any:
-        if isinstance(value, (dict, Bound)):
-            return value
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not 0 <= value <= 1:
-                raise ValueError("must be a share from 0 to 1, or a number like '500 documents'")
-            return {"share": value}
-        found = _DOCUMENTS.match(value.strip()) if isinstance(value, str) else None
-        if found is None:
-            raise ValueError("must be a share from 0 to 1, or a number like '500 documents'")
-        return {"documents": parse_count(found[1])}
-
-    @model_serializer
-    def _text(self) -> float | str:
-        return self.share if self.documents is None else f"{self.documents} documents"
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {
-            "anyOf": [
-                {"type": "number", "minimum": 0, "maximum": 1},
-                {"type": "string", "pattern": _DOCUMENTS.pattern, "examples": ["500 documents"]},
-            ]
-        }
+    may_be_all: ClassVar[bool] = True
 
     def __str__(self) -> str:
         # As it was written: 0 and 1, not 0.0 and 1.0.

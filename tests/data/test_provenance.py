@@ -527,9 +527,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gz/train is not the dataset that the run was begun with"):
         ask(folder)
     store.put_json(folder / "journal.json", other | {"order_version": 2})
-    with pytest.raises(
-        UserError, match=f"(?s)^{folder}/journal.json: the journal of the run is damaged, .*training"
-    ):
+    with pytest.raises(UserError, match=f"(?s)^{folder}/journal.json: the journal of the run is damaged, .*training"):
         ask(folder)
     with pytest.raises(UserError, match="is no run folder: it has no config.yaml"):
         ask(tmp_path)
