@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_FILE = "special_tokens.json"
+_CACHED_WORDS = 10_000
+"""As many as the library caches by itself."""
 
 # The split of Llama 3 (after tiktoken's cl100k): contractions, words with one leading mark, up to three digits,
 # punctuation with its line ends, line ends, spaces. Nothing is dropped, so decoding gives the text back.
@@ -211,6 +214,22 @@ class Tokenizer:
             lengths[i] = len(ids)
             packed.append(struct.pack(f"<{len(ids)}{letter}", *ids))
         return np.frombuffer(b"".join(packed), self.dtype), lengths
+
+    def cache_words(self, texts: list[str]) -> None:
+        """Have the library forget the words that it caches, and cache the most frequent ones of some texts.
+
+        Ids do not depend on it. Nothing is done for models without such a cache.
+        """
+        pre_tokenizer, model = self._engine.pre_tokenizer, self._engine.model
+        if pre_tokenizer is None or not hasattr(model, "_clear_cache"):  # it has no public name
+            return
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update([text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)])
+        model._clear_cache()
+        words = [word for word, _ in counts.most_common(_CACHED_WORDS)]
+        for first in range(0, len(words), 100):  # few at a time, so that what is cached lies close together in memory
+            self.encode_flat(words[first : first + 100])
 
     def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
         """Ids of each text, without end of document, in the dtype of `dtype`.

@@ -24,6 +24,7 @@ from pipeline.data.sources import EMPTY, START, Document, Position, Reader, Unit
 from pipeline.data.splits import Splits, split_hash
 from pipeline.data.spool import Spool
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.words import FrequentWords
 from pipeline.data.workers import Progress
 from pipeline.errors import UserError
 
@@ -116,6 +117,7 @@ class Bench:
 
     def __init__(self, tokenizer: Path, verify_rate: float) -> None:
         self.tokenizer = Tokenizer.open(tokenizer)
+        self.words = FrequentWords(self.tokenizer)
         self.verify_rate = verify_rate
         self.condemned = tokenizer / CONDEMNED_FILE
         self.watch = Watch()
@@ -271,6 +273,8 @@ class _Worker:
         """Read on until the link is full or the unit ends, and commit."""
         source, unit, bench = self._source, self._unit, self._bench
         receipt_path(source.folder, unit.index, link).parent.mkdir(parents=True, exist_ok=True)
+        if self._job.engine == "tokenizers":
+            bench.words.look_at(unit, source.reader)
         rejected: Counter[str] = Counter()
         last = True
         with ExitStack() as stack:
