@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.hashing import key
+from pipeline.data.instances import lap_permutation, lap_phase
 from pipeline.data.journal import Journal, SourceState
-from pipeline.data.permutation import IntArray, Permutation
+from pipeline.data.permutation import IntArray
 from pipeline.data.sampler import Sampler
 
 Documents = tuple[int, int] | None
@@ -242,7 +242,7 @@ def _left_by_laps(seed: int, name: str, stretch: Stretch) -> IntArray:
     # around the circle, so their intersection is that of intervals on a line.
     low, high = length, 0
     for lap in range(stretch.first_lap, stretch.first_lap + stretch.full):
-        phase = _phase(seed, name, lap, length)
+        phase = lap_phase(seed, name, lap, length)
         low, high = min(low, phase), max(high, phase)
         if high - low >= rest:
             break
@@ -252,14 +252,10 @@ def _left_by_laps(seed: int, name: str, stretch: Stretch) -> IntArray:
 def _seen_in_last_lap(seed: int, name: str, stretch: Stretch, tokens: IntArray) -> npt.NDArray[np.bool_]:
     """Which of these tokens were targets in the partial lap at the end of the stretch."""
     lap = stretch.first_lap + stretch.full
-    window = (tokens - _phase(seed, name, lap, stretch.length) - 1) % stretch.state.tokens // stretch.length
+    window = (tokens - lap_phase(seed, name, lap, stretch.length) - 1) % stretch.state.tokens // stretch.length
     inside = window < stretch.lap_windows
     numbers, inverse = np.unique(window[inside], return_inverse=True)
-    permutation = Permutation(stretch.lap_windows, key("permutation", seed, name, lap))
+    permutation = lap_permutation(seed, name, lap, stretch.lap_windows)
     seen = np.zeros(tokens.size, bool)
     seen[inside] = (permutation.inverse(numbers) < stretch.rest)[inverse]
     return seen
-
-
-def _phase(seed: int, name: str, lap: int, length: int) -> int:
-    return key("phase", seed, name, lap) % length if lap else 0

@@ -171,7 +171,7 @@ class Windows:
 
     def phase(self, lap: int) -> int:
         """Offset of the lap's first window, in [0, L)."""
-        return key("phase", self._seed, self._source, lap) % self._length if lap else 0
+        return lap_phase(self._seed, self._source, lap, self._length)
 
     def window(self, lap: int, position: int) -> int:
         """Number of the window at a position of the lap, in [0, count)."""
@@ -293,13 +293,23 @@ class Windows:
             yield 0, self._length + 1 - count
 
     def _permutation_of(self, lap: int) -> Permutation:
-        return Permutation(self.count, key("permutation", self._seed, self._source, lap))
+        return lap_permutation(self._seed, self._source, lap, self.count)
 
     def _block_of(self, lap: int, block: int) -> IntArray:
         return self._places(lap, np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count)))
 
     def _places(self, lap: int, position: IntArray) -> IntArray:
         return (self.phase(lap) + self._permutation(lap).forward(position) * self._length) % self.tokens
+
+
+def lap_phase(seed: int, source: str, lap: int, length: int) -> int:
+    """Offset of the first window of a lap of windows of L = `length` targets, in [0, L)."""
+    return key("phase", seed, source, lap) % length if lap else 0
+
+
+def lap_permutation(seed: int, source: str, lap: int, count: int) -> Permutation:
+    """The window at each position of a lap of so many windows."""
+    return Permutation(count, key("permutation", seed, source, lap))
 
 
 def bounds_of(starts: IntArray, size: int) -> IntArray:

@@ -194,7 +194,7 @@ def make_plan(
     """
     sized = open_sized(config, parse_assumed(config, assume))
     journal, done = planned_journal(config, sized)
-    sampler = _sampler(journal)
+    sampler = Sampler.of_windows(journal)
     length = run_length(config, sampler)
     if length.steps == 0:
         raise UserError(f"the run has no step ({length.reason}); give it at least one")
@@ -292,13 +292,9 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     if not checkpoints:
         return journal, None
     done = max(checkpoints)
-    check_end(_sampler(journal), done)
+    check_end(Sampler.of_windows(journal), done)
     saved = Journal.from_json(store.get_json(checkpoints[done] / STATE_FILE)["journal"])
     return journal.going_on(saved, done), done
-
-
-def _sampler(journal: Journal) -> Sampler:
-    return Sampler(journal, [segment.windows for segment in journal.segments])
 
 
 def order_hash(sampler: Sampler, steps: int) -> int:

@@ -313,7 +313,7 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
 
     def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> AskedRun:
         windows = windows_of(journal, datasets)
-        return AskedRun(config, folder, journal, warnings, about, datasets, windows, _sampler(journal), done)
+        return AskedRun(config, folder, journal, warnings, about, datasets, windows, Sampler.of_windows(journal), done)
 
     done = _steps_done(folder)
     if not path.exists():
@@ -351,15 +351,11 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
 
 def _check_end(journal: Journal, done: int) -> None:
     """What lies behind an end is not planned, so it cannot be compared."""
-    end = _sampler(journal).end()
+    end = Sampler.of_windows(journal).end()
     if end is not None and end.step < done:
         raise UserError(
             f"{counted(done, 'step')} are done, but the run file now ends the run after {end.step:,}: {end.reason}"
         )
-
-
-def _sampler(journal: Journal) -> Sampler:
-    return Sampler(journal, [segment.windows for segment in journal.segments])
 
 
 def _read_journal(path: Path) -> Journal:

@@ -61,6 +61,11 @@ class Sampler:
         counts: Instances in a lap, for each segment by source name; for windows `Segment.windows`.
     """
 
+    @classmethod
+    def of_windows(cls, journal: Journal) -> Sampler:
+        """The order of a run that reads windows, known without its datasets."""
+        return cls(journal, [segment.windows for segment in journal.segments])
+
     def __init__(self, journal: Journal, counts: Sequence[Mapping[str, int]]) -> None:
         assert len(counts) == len(journal.segments)
         self.journal = journal

@@ -25,8 +25,9 @@ from pipeline.data.progress import NOTHING_TO_DO, WIDE, counted, size
 from pipeline.data.receipts import MANIFEST_FILE
 from pipeline.data.tally import Counts, Tally, whole
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, tokenizer_folder
-from pipeline.data.tokenizing import ATTEMPTS, FAILURES_FILE
+from pipeline.data.tokenizing import FAILURES_FILE
 from pipeline.data.unit import CONDEMNED_FILE, read_condemned
+from pipeline.data.workers import ATTEMPTS
 from pipeline.errors import UserError
 
 WINDOW_S = 600.0

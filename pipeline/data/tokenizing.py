@@ -20,10 +20,8 @@ from pipeline.data.engines import Choice, EngineDiffers
 from pipeline.data.progress import ProgressLine
 from pipeline.data.sources import EMPTY
 from pipeline.data.unit import CONDEMNED_FILE, Busy, Condemned, UnitDone, UnitJob, make_tokenize, read_condemned
-from pipeline.data.workers import ATTEMPTS, Advanced, Done, Lost, Workers
+from pipeline.data.workers import Advanced, Done, Lost, Workers
 from pipeline.errors import UserError
-
-__all__ = ["ATTEMPTS", "FAILURES_FILE", "Outcome", "tokenize_units", "worker_count"]
 
 FAILURES_FILE = "failures.jsonl"
 """In a source's folder: one line for every time that a unit failed."""

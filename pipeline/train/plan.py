@@ -69,9 +69,9 @@ def plan_run(config: Config, checkpoint: Checkpoint | None) -> RunPlan:
             )
         ]
         # Said before the plans are compared: what lies behind an end is not planned.
-        accounting.check_end(_sampler(journal), checkpoint.step)
+        accounting.check_end(Sampler.of_windows(journal), checkpoint.step)
         journal = journal.going_on(saved, checkpoint.step)
-    sampler = _sampler(journal)
+    sampler = Sampler.of_windows(journal)
     length = accounting.run_length(config, sampler)
     first = checkpoint.step if checkpoint else 0
     warnings += accounting.warnings(config, journal, sampler, length.steps, first)
@@ -79,10 +79,6 @@ def plan_run(config: Config, checkpoint: Checkpoint | None) -> RunPlan:
     for step, line in accounting.exhaustions(sampler, length.steps):
         exhaustions.setdefault(step, []).append(line)
     return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions)
-
-
-def _sampler(journal: Journal) -> Sampler:
-    return Sampler(journal, [segment.windows for segment in journal.segments])
 
 
 def _of_sources(values: Fingerprints, journal: Journal, step: int) -> Fingerprints:
