@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def call(
         return (left.value.code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """An interrupted command ignores further interrupts, which must not last beyond the test."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture
