@@ -12,6 +12,7 @@ from pipeline.config.blend import BlendConfig, StageConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, RunConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.config.train import ResumeConfig, TrainConfig
@@ -34,6 +35,8 @@ class Config(Section):
     """Tokenizer."""
     model: ModelConfig
     """Model."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Layout over processes."""
     train: TrainConfig
     """Training."""
     resume: ResumeConfig = ResumeConfig()

@@ -18,10 +18,29 @@ class RunConfig(Section):
     """Seed of the initial weights and of the order of the data."""
 
 
+class TimeLimitsConfig(Section):
+    """Seconds after which a process that has not got on counts as hung; all processes end then, with exit code 76."""
+
+    init_seconds: float = Field(default=600.0, gt=0)
+    """To find the other processes and build the model."""
+    first_step_seconds: float = Field(default=1800.0, gt=0)
+    """For the first step, in which kernels are compiled and connections made."""
+    step_seconds: float = Field(default=600.0, gt=0)
+    """For each step after it, and for each batch of a validation."""
+    save_seconds: float = Field(default=1800.0, gt=0)
+    """For saving or loading a checkpoint."""
+
+
 class LaunchConfig(Section):
     """What the processes of the run may use."""
+
+    processes: int | None = Field(default=None, ge=1)
+    """Processes of the training, one a device; by default as many as `parallel` names. The command starts them on this
+    machine, unless torchrun or another launcher has."""
+    time_limits: TimeLimitsConfig = TimeLimitsConfig()
+    """When a process counts as hung."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads for torch; by default as many as there are cores for this process."""
+    """CPU threads of each process for torch; by default its share of the cores that this machine has for them."""

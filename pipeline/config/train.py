@@ -83,11 +83,22 @@ class BatchRampConfig(Section):
     """Target tokens after which the batch size is train.batch_size."""
 
 
+class LossScaleConfig(Section):
+    """Factor on the loss that keeps fp16 gradients from vanishing. It halves at each overflow."""
+
+    initial: float = Field(default=65536.0, ge=1)
+    """Factor of the first step."""
+    growth_steps: int = Field(default=1000, ge=1)
+    """It doubles after so many steps without an overflow."""
+
+
 class PrecisionConfig(Section):
     """Number formats. Master weights, gradients' reduction and optimizer states are fp32 always."""
 
-    compute: Literal["fp32", "bf16"] = "bf16"
-    """Parameters and activations in forward and backward."""
+    compute: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Parameters and activations in forward and backward. With fp16 the loss is scaled dynamically."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """fp16: the factor on the loss."""
 
 
 class ValidationConfig(Section):
@@ -153,6 +164,8 @@ class TrainConfig(Section):
     """Loss."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
+    deterministic: bool = False
+    """On a GPU, use only algorithms that give the same bits each time, at some cost in speed. A CPU always does."""
     validation: ValidationConfig = ValidationConfig()
     """Validation while training."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -42,7 +42,7 @@ class KVCache:
 class Context:
     """What the blocks of one forward pass are told besides their input.
 
-    The caller gives the first three; the decoder adds, once and not in every layer, what follows from them.
+    The caller gives the first four; the decoder adds, once and not in every layer, what follows from them.
 
     Attributes:
         bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
@@ -50,6 +50,8 @@ class Context:
         positions_BS: Position of every token, for the position embedding. None: they restart at every bound, or go on
             from what the states hold.
         states: One cache a layer, for generation. Not together with bounds.
+        length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
+            only its share of the residual stream.
         rope: cos and sin of the positions, if they are rotary.
         masks: By window, what `attention_mask` returns.
     """
@@ -57,6 +59,7 @@ class Context:
     bounds_BS: Tensor | None = None
     positions_BS: Tensor | None = None
     states: Sequence[KVCache] | None = None
+    length: int | None = None
     rope: tuple[Tensor, Tensor] | None = None
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 

@@ -1,81 +1,95 @@
-"""The language model: embedding, blocks, norm, head.
+"""The language model: embedding, blocks, norm, head; or a part of it, for a stage of a pipeline.
 
-Shapes: B batch, S positions, D width, V padded vocabulary.
+Shapes: B batch, S positions, D width, V padded vocabulary, or the share of it that this rank has.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.train.model.attention import Context, KVCache, attention_mask
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.head import Head
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import rope_tables
 
-__all__ = ["Context", "Decoder"]
+__all__ = ["Context", "Decoder", "Part"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which piece of a decoder a pipeline stage has."""
+
+    layers: range
+    """Indices of its blocks, in the whole model; may be empty."""
+    first: bool
+    """It looks tokens up: its input is tokens [B, S], and otherwise the residual stream [B, S, D]."""
+    last: bool
+    """It has norm and head: its output is logits [B, S, V], and otherwise the residual stream."""
+
+    @classmethod
+    def whole(cls, spec: DecoderSpec) -> Part:
+        """All of a decoder."""
+        return cls(range(len(spec.layers)), first=True, last=True)
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer.
+    """A decoder-only transformer, or a part of one under the parameter names of the whole.
 
     It holds parameters and no buffers, so that it can be built on the meta device, sharded, and only then be given
     memory; what depends on positions is computed in every forward pass.
+
+    With tied embeddings the last part of several has a table `embedding.weight` of its own, equal to the first one's.
     """
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, part: Part | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
-        if spec.learned_positions is not None:
+        self.part = part = part or Part.whole(spec)
+        if part.first or (part.last and spec.tie_embeddings):
+            self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
+        if part.first and spec.learned_positions is not None:
             self.position_embedding = nn.Embedding(spec.learned_positions, spec.dim)
         # Keyed by index, so that a pipeline stage keeps the names of the layers that it has.
-        self.layers = nn.ModuleDict({str(index): Block(layer, index) for index, layer in enumerate(spec.layers)})
-        self.norm = build_norm(spec.norm, spec.dim)
-        if not spec.tie_embeddings:
-            self.head = nn.Linear(spec.dim, spec.vocab_padded, bias=False)
+        self.layers = nn.ModuleDict({str(index): Block(spec.layers[index], index) for index in part.layers})
+        if part.last:
+            self.norm = build_norm(spec.norm, spec.dim)
+            self.head = Head(spec)
 
-    def forward(self, tokens_BS: Tensor, context: Context) -> Tensor:
-        """Logits [B, S, V] in the type of the parameters; those of the vocabulary's padding are -inf.
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """The part's output for its input, see `Part`; logits of the vocabulary's padding are -inf.
 
         Raises:
             UserError: More positions than a learned position embedding has rows.
         """
-        spec = self.spec
-        positions, context = self._prepare(tokens_BS, context)
-        x_BSD = self.embedding(tokens_BS)
-        if spec.learned_positions is not None:
-            x_BSD = x_BSD + self.position_embedding(positions)
+        spec, part = self.spec, self.part
+        positions, context = self._prepare(x, context)
+        if part.first:
+            x = self.embedding(x)
+            if spec.learned_positions is not None:
+                x = x + self.position_embedding(positions)
         for block in self.layers.values():
-            x_BSD = block(x_BSD, context)
-        x_BSD = self.norm(x_BSD)
-        if spec.logit_scale != 1:
-            x_BSD = x_BSD * spec.logit_scale
-        weight_VD = self.embedding.weight if spec.tie_embeddings else self.head.weight
-        padding_V = self._padding(weight_VD)
-        if spec.logit_soft_cap is None:
-            # The padding's -inf goes in as a constant bias: writing into the logits would copy their whole gradient.
-            return F.linear(x_BSD, weight_VD, padding_V)
-        logits_BSV = spec.logit_soft_cap * torch.tanh(F.linear(x_BSD, weight_VD) / spec.logit_soft_cap)
-        return logits_BSV if padding_V is None else logits_BSV + padding_V
+            x = block(x, context)
+        if part.last:
+            x = self.head(self.norm(x), self.embedding.weight if spec.tie_embeddings else self.head.weight)
+        return x
 
     def new_states(self) -> list[KVCache]:
         """An empty cache for every layer, for `Context.states`."""
         return [cast(Block, block).mixer.new_state() for block in self.layers.values()]
 
-    def _prepare(self, tokens_BS: Tensor, context: Context) -> tuple[Tensor, Context]:
-        """Positions ([S], or [B, S] when they differ by row) and the context with rotary tables and masks."""
-        spec, device = self.spec, tokens_BS.device
+    def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, Context]:
+        """Positions ([1, S], or [B, S] when they differ by row) and the context with rotary tables and masks."""
+        spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "a cache holds one document"
         past = 0 if context.states is None else context.states[0].length
-        queries = tokens_BS.shape[1]
+        queries = x.shape[1] if context.length is None else context.length
         keys = past + queries
         if spec.learned_positions is not None and keys > spec.learned_positions:
             raise UserError(
@@ -84,7 +98,7 @@ class Decoder(nn.Module):
             )
         positions = context.positions_BS
         if positions is None:
-            positions = torch.arange(past, keys, device=device)
+            positions = torch.arange(past, keys, device=device)[None]
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
         windows = {layer.mixer.window for layer in spec.layers}
@@ -93,11 +107,3 @@ class Decoder(nn.Module):
             rope=None if spec.rope is None else rope_tables(spec.rope, positions),
             masks={window: attention_mask(context.bounds_BS, window, queries, keys, device) for window in windows},
         )
-
-    def _padding(self, weight_VD: Tensor) -> Tensor | None:
-        """[V]: 0 for tokens, -inf for padding."""
-        if self.spec.vocab_padded == self.spec.vocab_size:
-            return None
-        padding_V = weight_VD.new_zeros(self.spec.vocab_padded)
-        padding_V[self.spec.vocab_size :] = -math.inf
-        return padding_V

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class _HashingStream(io.RawIOBase):
@@ -100,3 +101,8 @@ def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tens
     torch.amp's GradScaler hands the flag over by the same attribute. The decision is made on the device.
     """
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Several axes as one, outermost first; the same mesh each time. Every process calls this."""
+    return mesh._flatten(name)

@@ -1,56 +1,62 @@
-"""The process group, the device mesh, and which of its axes each role uses."""
+"""The device mesh, and which of its axes each role uses."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.errors import UserError
+from pipeline.train.parallel.compat import flatten_mesh
+from pipeline.train.parallel.layout import Layout
 
-Role = Literal["params", "batch", "loss", "clip"]
+Role = Literal["pp", "tp", "params", "batch"]
 
-_AXES: dict[Role, str] = {"params": "dp_shard", "batch": "dp_shard", "loss": "dp_shard", "clip": "dp_shard"}
+_AXES: dict[Role, tuple[str, ...]] = {
+    "pp": ("pp",),
+    "tp": ("tp",),
+    # HSDP: sharded along the last axis, replicated along the one before.
+    "params": ("dp_replicate", "dp_shard"),
+    "batch": ("dp_replicate", "dp_shard"),
+}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A device mesh that is asked by role, so that an axis can be added without touching those who use the others."""
+    """A device mesh that is asked by role, so that an axis can be added without touching those who use the others.
+
+    It has the axes of more than one process and `dp_shard`, over which parameters are sharded even if that is one.
+    """
 
     devices: DeviceMesh
+    layout: Layout
 
     def role(self, role: Role) -> DeviceMesh:
-        """The (sub-)mesh over which parameters are sharded, the batch is split, or a sum is taken."""
-        return self.devices[_AXES[role]]
+        """The mesh over which parameters are sharded, a batch is split, or tensors or layers are cut.
 
-    def rank(self, role: Role) -> int:
-        """This process's coordinate on the role's mesh."""
-        return self.role(role).get_local_rank()
+        That of `params` has two axes where parameters are replicated too. "pp" and "tp" exist only above degree 1.
+        """
+        axes = self._axes(role)
+        mesh = self.devices[axes if len(axes) > 1 else axes[0]]
+        return flatten_mesh(mesh, role) if role == "batch" and len(axes) > 1 else mesh
 
     def size(self, role: Role) -> int:
         """Number of processes on the role's mesh."""
-        return self.role(role).size()
+        return self.role(role).size() if self._axes(role) else 1
+
+    def rank(self, role: Role) -> int:
+        """This process's coordinate on the role's mesh."""
+        if not self._axes(role):
+            return 0
+        mesh = self.role(role)
+        return mesh.get_local_rank() if mesh.ndim == 1 else flatten_mesh(mesh, role).get_local_rank()
+
+    def _axes(self, role: Role) -> tuple[str, ...]:
+        names = self.devices.mesh_dim_names or ()
+        return tuple(axis for axis in _AXES[role] if axis in names)
 
 
-def choose_device(wanted: str) -> torch.device:
-    """The device of `launch.device`."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("launch.device is cuda, but torch sees no CUDA device here; use launch.device=cpu or auto")
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", 0)
-    return torch.device("cpu")
-
-
-def build_mesh(device: torch.device) -> Mesh:
-    """The mesh of this run; one process, whose group needs no port (an in-memory store)."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != 1:
-        raise UserError(f"WORLD_SIZE is {world}, but this version trains with one process; unset it")
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    return Mesh(init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",)))
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
+    """The mesh of a layout over all processes, whose group exists already. Every process calls this."""
+    degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1 or axis == "dp_shard"}
+    return Mesh(init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)), layout)

@@ -1,0 +1,64 @@
+"""`parallel:`: how the model and the data are laid out over processes, one a device."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import Section
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute the gradients of weights later than those of inputs."""
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules whose second stages run back from the last rank to the first: rank 0 has the first and the last stage."""
+
+
+class PipelineConfig(Section):
+    """How pipeline stages are cut and in which order they work."""
+
+    schedule: ScheduleName = "1f1b"
+    """Order of forward and backward passes of the micro-batches."""
+    virtual_stages: int | None = Field(default=None, ge=1)
+    """Stages on one rank. 1 for gpipe and 1f1b, exactly 2 for zbv and dualpipev, 2 or more (by default 2) for the
+    interleaved schedules."""
+    layers_per_stage: list[int] | None = None
+    """Number of layers of each stage, first to last; by default balanced, embedding and head counted."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """`virtual_stages`, or the schedule's own number."""
+        return self.virtual_stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+
+class ParallelConfig(Section):
+    """Degrees of parallelism. Processes = pp x dp_replicate x dp_shard x cp x tp, tp innermost, pp outermost."""
+
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallel: every matrix is cut over so many processes."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline parallel: the layers are cut into stages over so many processes."""
+    cp: int = Field(default=1, ge=1)
+    """Context parallel: every sequence is cut over so many processes."""
+    dp_replicate: int = Field(default=1, ge=-1)
+    """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: the rest."""
+    dp_shard: int = Field(default=-1, ge=-1)
+    """Data parallel with weights, gradients and optimizer states sharded over so many processes. -1: the rest."""
+    sequence_parallel: bool = True
+    """With tp, norms and residual stream are cut along the sequence too, which saves memory at no cost."""
+    reshard_after_forward: bool | None = None
+    """With dp_shard, give whole weights back after forward and gather them again for backward (ZeRO-3), or keep them
+    until the step ends (like ZeRO-2). By default true without a pipeline and false with one."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """With pp, the pipeline."""
+
+    @model_validator(mode="after")
+    def _degrees(self) -> ParallelConfig:
+        for name in ("dp_replicate", "dp_shard"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must be a number of processes from 1 on, or -1 for the rest")
+        if self.dp_replicate == -1 and self.dp_shard == -1 and "dp_shard" in self.model_fields_set:
+            raise ValueError("only one of dp_replicate and dp_shard can be -1")
+        return self

@@ -1,0 +1,47 @@
+"""From the residual stream to logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.train.model.config import DecoderSpec
+
+
+class Head(nn.Module):
+    """Logits of the padded vocabulary, or of the rows of it that this rank has (`first_row` is set then).
+
+    The weight is an argument because it may be the embedding's. Shapes: B batch, S positions, D width, V rows.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.first_row = 0
+        """Token id of the weight's first row."""
+        if not spec.tie_embeddings:
+            self.weight = nn.Parameter(torch.empty(spec.vocab_padded, spec.dim))
+
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        """[B, S, D] and [V, D] -> [B, S, V] in the type of the weight; padding of the vocabulary has -inf."""
+        spec = self.spec
+        if spec.logit_scale != 1:
+            x_BSD = x_BSD * spec.logit_scale
+        padding_V = self._padding(weight_VD)
+        if spec.logit_soft_cap is None:
+            # The padding's -inf goes in as a constant bias: writing into the logits would copy their whole gradient.
+            return F.linear(x_BSD, weight_VD, padding_V)
+        logits_BSV = spec.logit_soft_cap * torch.tanh(F.linear(x_BSD, weight_VD) / spec.logit_soft_cap)
+        return logits_BSV if padding_V is None else logits_BSV + padding_V
+
+    def _padding(self, weight_VD: Tensor) -> Tensor | None:
+        """[V]: 0 for tokens, -inf for padding. None if these rows have no padding."""
+        rows, tokens = weight_VD.shape[0], max(0, self.spec.vocab_size - self.first_row)
+        if tokens >= rows:
+            return None
+        padding_V = weight_VD.new_zeros(rows)
+        padding_V[tokens:] = -math.inf
+        return padding_V

@@ -1,0 +1,83 @@
+"""How many processes each axis of parallelism has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import prod
+
+from pipeline.config.parallel import ParallelConfig
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees by axis, outermost first: the order in which ranks are counted."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis -> degree, outermost first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return prod(self.degrees.values())
+
+    @property
+    def dp(self) -> int:
+        """Processes that the samples of a step are dealt to."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1) or "one process"
+
+
+def fixed_processes(parallel: ParallelConfig) -> int:
+    """Processes that the layout names; the axis that takes the rest counts as one."""
+    return prod(max(1, degree) for degree in _degrees(parallel).values())
+
+
+def resolve(parallel: ParallelConfig, world_size: int) -> Layout:
+    """The layout over `world_size` processes.
+
+    Raises:
+        UserError: the degrees do not multiply to it.
+    """
+    degrees = _degrees(parallel)
+    fixed = fixed_processes(parallel)
+    rest = [axis for axis, degree in degrees.items() if degree == -1]
+    named = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "no axis above 1"
+    if rest and world_size % fixed == 0:
+        degrees[rest[0]] = world_size // fixed
+    elif rest:
+        below, above = world_size // fixed * fixed, -(-world_size // fixed) * fixed
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"parallel: {named} needs a multiple of {fixed} processes, but there are {world_size}; the nearest that "
+            f"fit are launch.processes={nearest}"
+        )
+    elif fixed != world_size:
+        raise UserError(
+            f"parallel: {named} is {fixed} processes, but there are {world_size}; set launch.processes={fixed}, or "
+            "parallel.dp_shard=-1 to take all there are"
+        )
+    return Layout(**degrees)
+
+
+def _degrees(parallel: ParallelConfig) -> dict[str, int]:
+    shard = parallel.dp_shard
+    if parallel.dp_replicate == -1 and shard == -1:  # dp_shard's -1 is the default, and the other one was asked for
+        shard = 1
+    return {
+        "pp": parallel.pp,
+        "dp_replicate": parallel.dp_replicate,
+        "dp_shard": shard,
+        "cp": parallel.cp,
+        "tp": parallel.tp,
+    }
