@@ -12,7 +12,7 @@ help:
 	@echo "make test         the test suite"
 	@echo "make test-all     with the slow tests"
 	@echo "make lint         ruff and mypy"
-	@echo "make docs         write docs/config.md anew from the schema"
+	@echo "make docs         write the tables of docs/config.md and docs/parallelism.md anew"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
 
 quickstart: install
@@ -31,6 +31,7 @@ lint: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
+	@$(BIN)/python -m pipeline.train.parallel.reference docs/parallelism.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

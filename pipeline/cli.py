@@ -15,7 +15,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from pipeline import __version__
-from pipeline.errors import EXIT_INTERRUPTED, EXIT_OTHER, Stopped, UserError
+from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, RankFailed, Stopped, UserError
+from pipeline.train.parallel.rank import begin_rank, is_consequence, is_rank, record_error
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -44,7 +45,8 @@ class _Commands(TyperGroup):
             # Now, while somebody is listening to errors: a full disk or a closed pipe behind `>` and `|`.
             sys.stdout.flush()
             return result
-        except (UserError, Stopped, OSError, KeyboardInterrupt) as error:
+        except (UserError, Stopped, RankFailed, OSError, KeyboardInterrupt) as error:
+            record_error(error)
             if os.environ.get("PIPELINE_DEBUG") == "1":
                 traceback.print_exc()
             sys.exit(_report(error))
@@ -106,9 +108,20 @@ def preprocess(
 
 
 @app.command()
-def train(run: Run, overrides: Overrides = None) -> None:
+def train(
+    run: Run,
+    overrides: Overrides = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Show the layout over processes and what it costs; start nothing.")
+    ] = False,
+) -> None:
     """Train the model, or go on from the newest checkpoint."""
     config = _load(run, overrides)
+    if check:
+        from slurm.local import check_layout
+
+        check_layout(config)
+        return
     from slurm.local import train as stage
 
     stage(config)
@@ -360,16 +373,21 @@ def _note(message: str) -> None:
 
 def main() -> None:
     """Entry point of the `pipeline` command and of `python -m pipeline`."""
+    begin_rank()
     try:
         app(prog_name="pipeline")
-    except Exception as error:
-        traceback.print_exc()
-        _say(
-            "error:",
-            f"{type(error).__name__}: this is a mistake in the program, not in your run; please report it with the "
-            f"lines above, the output of `pipeline config show` and the version ({__version__})",
-        )
-        sys.exit(EXIT_OTHER)
+        code: Any = EXIT_OK
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt as error:
+        code = _report(error)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        record_error(error)
+        code = _report_mistake(error)
+    processes = sys.modules.get("pipeline.train.parallel.processes")
+    if processes is not None and processes.joined():
+        processes.leave(code if isinstance(code, int) else EXIT_OTHER if code else EXIT_OK)
+    sys.exit(code)
 
 
 def _load(run: Path, overrides: list[str] | None, values: dict[str, Any] | None = None) -> Config:
@@ -397,9 +415,29 @@ def _report(error: BaseException) -> int:
     if isinstance(error, Stopped):
         _say("stopped:", str(error))
         return error.exit_code
+    if isinstance(error, RankFailed):
+        if not error.said:
+            _say("error:", str(error))
+        return error.exit_code
     assert isinstance(error, UserError)
     _say("error:", str(error))
     return error.exit_code
+
+
+def _report_mistake(error: BaseException) -> int:
+    """Say what nobody foresaw and return the exit code."""
+    if is_rank() and is_consequence(error):
+        # The launcher tells of the rank that failed first; a traceback of this one would only be in the way.
+        rank, first = os.environ.get("RANK"), str(error).strip().split("\n", maxsplit=1)[0]
+        _say("error:", f"rank {rank} has lost another process of the run ({first[:200]})")
+        return EXIT_OTHER
+    traceback.print_exception(error)
+    _say(
+        "error:",
+        f"{type(error).__name__}: this is a mistake in the program, not in your run; please report it with the "
+        f"lines above, the output of `pipeline config show` and the version ({__version__})",
+    )
+    return EXIT_OTHER
 
 
 def _say(label: str, message: str) -> None:

@@ -9,6 +9,7 @@ EXIT_OK = 0
 EXIT_OTHER = 1
 EXIT_REFUSED = 2
 EXIT_STOPPED = 75
+EXIT_HANG = 76
 EXIT_NUMERICAL = 77
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -47,3 +48,24 @@ class MachineError(UserError):
     """The machine has or allows too little: disk, memory, permissions. Nothing that was committed is lost."""
 
     exit_code = EXIT_OTHER
+
+
+class HangError(MachineError):
+    """A process has not got on for longer than `launch.time_limits` allows."""
+
+    exit_code = EXIT_HANG
+
+
+class RankFailed(Exception):
+    """Another process of the run has failed, and this one ends with its exit code.
+
+    Args:
+        message: What happened there, as the command line should show it.
+        code: Exit code.
+        said: Whether the message has been shown to the user already.
+    """
+
+    def __init__(self, message: str, code: int, *, said: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = code
+        self.said = said

@@ -1,21 +1,26 @@
-"""The stages of a run on this machine, in this process, each recorded in the run's ledger."""
+"""The stages of a run on this machine, each recorded once in the run's ledger.
+
+All run in this process, but training on several processes, which are started from here.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import Stopped
+from pipeline.errors import Stopped, UserError
 from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
     from pipeline.eval.perplexity import EvalReport
+    from pipeline.train.parallel.rank import Processes
 
 # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
 
@@ -50,11 +55,47 @@ def _terminate_stops() -> Iterator[None]:
 
 
 def train(config: Config, console: Console | None = None) -> int:
-    """Tokens to a model, up to the step that is returned; see `pipeline.train.trainer`."""
+    """Tokens to a model, up to the step that is returned; see `pipeline.train.trainer`.
+
+    On as many processes as `launch.processes` or `parallel` name, unless this process is one of them already, because
+    a launcher has started it.
+    """
+    from pipeline.train.parallel import rank
+
+    if rank.is_rank():
+        return _train_as(rank.of_environment(), config, console, own=rank.LAUNCHER in os.environ)
+    from pipeline.train.parallel.layout import fixed_processes
+
+    processes = config.launch.processes or fixed_processes(config.parallel)
+    with _ledger(config).stage("train"):
+        if processes > 1:
+            from slurm.launch import launch_training
+
+            return launch_training(config, processes)
+        from pipeline.train.trainer import train as stage
+
+        return stage(config, console)
+
+
+def _train_as(ranks: Processes, config: Config, console: Console | None, *, own: bool) -> int:
+    """The part of one rank; `own` if our launcher has started it, which keeps the ledger."""
+    wanted = config.launch.processes
+    if wanted is not None and wanted != ranks.world_size:
+        raise UserError(
+            f"launch.processes is {wanted}, but {ranks.world_size} processes were started (WORLD_SIZE); set "
+            f"launch.processes={ranks.world_size}, or start {wanted}"
+        )
     from pipeline.train.trainer import train as stage
 
-    with _ledger(config).stage("train"):
+    with nullcontext() if own or ranks.rank else _ledger(config).stage("train"):
         return stage(config, console)
+
+
+def check_layout(config: Config) -> None:
+    """Show what a run's layout over processes comes to; see `pipeline.train.parallel.check`. Leaves no trace."""
+    from pipeline.train.parallel.check import check
+
+    check(config)
 
 
 def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport:
@@ -67,6 +108,14 @@ def evaluate(config: Config, step: int | None = None, console: Console | None = 
 
 def run(config: Config, console: Console | None = None) -> None:
     """Preprocess, train, evaluate, summarize. What is done already is passed over, so this is also how to go on."""
+    from pipeline.train.parallel.rank import is_rank
+
+    if is_rank():
+        raise UserError(
+            "`pipeline run` is one process, which starts those of the training itself (launch.processes), but "
+            "WORLD_SIZE is set; unset it, or call `pipeline preprocess`, `torchrun ... -m pipeline train` and "
+            "`pipeline eval`"
+        )
     console = console or Console()
     preprocess(config)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,8 +24,9 @@ class PipelineConfig(Section):
     virtual_stages: int | None = Field(default=None, ge=1)
     """Stages on one rank. 1 for gpipe and 1f1b, exactly 2 for zbv and dualpipev, 2 or more (by default 2) for the
     interleaved schedules."""
-    layers_per_stage: list[int] | None = None
-    """Number of layers of each stage, first to last; by default balanced, embedding and head counted."""
+    layers_per_stage: list[Annotated[int, Field(ge=0)]] | None = None
+    """Number of layers of each stage, first to last; by default balanced, embedding and head counted. 0 is for a first
+    stage with the embedding alone, and a last one with the head alone."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -39,18 +40,21 @@ class ParallelConfig(Section):
     tp: int = Field(default=1, ge=1)
     """Tensor parallel: every matrix is cut over so many processes."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel: the layers are cut into stages over so many processes."""
+    """Pipeline parallel: the layers are cut into stages over so many processes. Set train.micro_batch_size with it: a
+    step needs several micro-batches."""
     cp: int = Field(default=1, ge=1)
-    """Context parallel: every sequence is cut over so many processes."""
+    """Context parallel: every sequence is cut over so many processes. Only 1 for now."""
     dp_replicate: int = Field(default=1, ge=-1)
     """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: the rest."""
     dp_shard: int = Field(default=-1, ge=-1)
     """Data parallel with weights, gradients and optimizer states sharded over so many processes. -1: the rest."""
     sequence_parallel: bool = True
-    """With tp, norms and residual stream are cut along the sequence too, which saves memory at no cost."""
+    """With tp, norms and residual stream are cut along the sequence too, which saves memory and sends no more. Sequence
+    lengths must be multiples of tp."""
     reshard_after_forward: bool | None = None
     """With dp_shard, give whole weights back after forward and gather them again for backward (ZeRO-3), or keep them
-    until the step ends (like ZeRO-2). By default true without a pipeline and false with one."""
+    until backward has ended, in a pipeline that of the step (like ZeRO-2). By default true without a pipeline and false
+    with one. Zero-bubble schedules (interleaved_zero_bubble, zbv, dualpipev) need false."""
     pipeline: PipelineConfig = PipelineConfig()
     """With pp, the pipeline."""
 

@@ -76,7 +76,7 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
     """
     console = console or Console()
     splits = heldout_splits(config)
-    setup, model, found = load_for_inference(config, checkpoint)
+    setup, model, runner, found = load_for_inference(config, checkpoint)
     check_tokenizer({name: split.dataset for name, split in splits.items()}, setup.tokenizer)
     losses: dict[str, HeldOutLoss] = {}
     for name, split in splits.items():
@@ -86,6 +86,8 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
         ):
             losses[name] = heldout_loss(
                 model,
+                runner,
+                setup.mesh,
                 split,
                 range(len(split)),
                 batch_size=config.eval.batch_size,

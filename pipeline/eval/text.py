@@ -13,11 +13,11 @@ from pipeline.train.setup import load_for_inference
 def continue_prompt(config: Config, step: int | None = None, console: Console | None = None) -> str:
     """Print `generate.prompt` and its continuation as it is generated; returns the continuation."""
     console = console or Console()
-    setup, model, checkpoint = load_for_inference(config, step)
+    setup, model, _, checkpoint = load_for_inference(config, step)
     say(console, f"{checkpoint.path.name}:")
     console.print(config.generate.prompt, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
     pieces = []
-    for piece in generate(model, setup.tokenizer, config.generate.prompt, config.generate):
+    for piece in generate(model.whole, setup.tokenizer, config.generate.prompt, config.generate):
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
         pieces.append(piece)
     console.print()

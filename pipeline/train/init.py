@@ -14,10 +14,11 @@ import re
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.parallel.compat import strided_shard
 
 _HIDDEN = re.compile(r"layers\.\d+\.(?:mixer|mlp)\.w\w+\.weight")
 _TO_RESIDUAL = re.compile(r"layers\.\d+\.(?:mixer\.wo|mlp\.w2)\.weight")
@@ -80,18 +81,26 @@ def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:
 
 
 def _local_range(parameter: Tensor, dim: int) -> range:
-    """Indices along `dim` of the whole parameter that this rank holds."""
-    index = torch.arange(parameter.shape[dim])
+    """Indices along `dim` of the whole parameter that this rank holds; nothing is communicated."""
+    indices = range(parameter.shape[dim])
     if not isinstance(parameter, DTensor):
-        return range(len(index))
-    # Distributed as the parameter is (without communication), so that uneven and empty shards are as torch cuts them.
-    placements = []
-    for placement in parameter.placements:
-        assert type(placement) in (Shard, Replicate), f"initial weights of a parameter placed {placement}"
-        placements.append(Shard(0) if placement == Shard(dim) else Replicate())
-    mesh = parameter.device_mesh
-    local = distribute_tensor(index.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local().tolist()
-    return range(local[0], local[-1] + 1) if local else range(0)
+        return indices
+    mesh, placements = parameter.device_mesh, parameter.placements
+    cuts = [axis for axis, placement in enumerate(placements) if placement == Shard(dim)]
+    # FSDP's axis comes before that of tp in the mesh, and yet it cuts the pieces that tp has made.
+    for axis, placement in enumerate(placements):
+        strided = strided_shard(placement)
+        assert strided or type(placement) in (Shard, Replicate), f"initial weights of a parameter placed {placement}"
+        if strided and strided[0] == dim:
+            assert strided[1] == math.prod(mesh.size(cut) for cut in cuts if cut > axis), f"{placements} over {mesh}"
+            cuts.append(axis)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, f"a parameter of other processes: {mesh}"
+    for axis in cuts:
+        # As torch.chunk cuts: the last pieces may be smaller, or empty.
+        size = -(-len(indices) // mesh.size(axis))
+        indices = indices[coordinate[axis] * size : (coordinate[axis] + 1) * size]
+    return indices
 
 
 def _fill_normal(local: Tensor, std: float, key: str, rows: range, columns: range, width: int) -> None:

@@ -5,22 +5,46 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from pipeline.config.model import InitConfig
 from pipeline.config.train import OptimizerConfig
 from pipeline.train.init import lr_scale
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.parallel.compat import guard_optimizer_step
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.parallel.compat import guard_optimizer_step, scale_tensors
+from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.pipeline import TiedEmbedding
 
 
-def build_optimizer(
-    model: nn.Module, spec: DecoderSpec, init: InitConfig, config: OptimizerConfig
-) -> torch.optim.AdamW:
+class Optimizers:
+    """One AdamW for each part of the model that this process has, as if they were one."""
+
+    def __init__(self, model: ParallelModel, init: InitConfig, config: OptimizerConfig) -> None:
+        self.by_stage = {index: _adamw(part, model.spec, init, config) for index, part in model.parts.items()}
+
+    def step(self, lr: float, finite: Tensor) -> None:
+        """Update the weights and drop the gradients.
+
+        Args:
+            lr: learning rate; each group multiplies it by its `lr_scale`.
+            finite: bool scalar on the device; if it is false, weights and states stay bit for bit.
+        """
+        found_inf = (~finite).float()
+        for optimizer in self.by_stage.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            guard_optimizer_step(optimizer, found_inf)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _adamw(part: Decoder, spec: DecoderSpec, init: InitConfig, config: OptimizerConfig) -> torch.optim.AdamW:
     """Fused AdamW. Matrices decay, vectors do not; each group keeps its `lr_scale` (1 but for muP)."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
+    for name, parameter in part.named_parameters():
         groups[parameter.ndim >= 2, lr_scale(name, spec, init)].append(parameter)
     return torch.optim.AdamW(
         [
@@ -38,23 +62,51 @@ def build_optimizer(
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of each group, times the group's scale."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+class Gradients:
+    """The gradients that this process has of the model, after the backward passes of a step."""
+
+    def __init__(self, model: ParallelModel, mesh: Mesh) -> None:
+        self._tied = None
+        if model.tied_over_stages:
+            self._tied = TiedEmbedding(model.stages, model.parts, mesh.role("pp"))
+        self._parameters = [parameter for _, parameter in model.named_parameters()]
+        # Of equal copies on several processes one counts for the norm.
+        elsewhere = None if self._tied is None else self._tied.counted_elsewhere
+        self._counted = [p for p in self._parameters if _owns(p) and p is not elsewhere]
+
+    def share_tied(self) -> None:
+        """Add up the gradients of a tied embedding, of which the first and the last stage have copies."""
+        if self._tied is not None:
+            self._tied.share_gradients()
+
+    def sum_of_squares(self) -> Tensor:
+        """This process's share of the squared L2 norm of the whole gradient, fp64 scalar."""
+        counted = self._local(self._counted)
+        if not counted:
+            return torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        norm = nn.utils.get_total_norm(counted, foreach=True)
+        return norm.double().square()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by a scalar on the device."""
+        scale_tensors(self._local(self._parameters), factor)
+
+    def _local(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        local = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            assert isinstance(gradient, DTensor)
+            assert not any(isinstance(placement, Partial) for placement in gradient.placements)
+            local.append(gradient.to_local())
+        return local
 
 
-def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their global L2 norm is at most `max_norm`; returns the norm before that."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, foreach=True)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
-    return norm
-
-
-def guarded_step(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """Step, unless `finite` (bool scalar on the device) is false: then weights and states stay bit for bit."""
-    guard_optimizer_step(optimizer, (~finite).float())
-    optimizer.step()
+def _owns(parameter: nn.Parameter) -> bool:
+    """Whether this process counts what it has of a parameter: it is the first along each axis of copies."""
+    assert isinstance(parameter, DTensor)
+    coordinates = parameter.device_mesh.get_coordinate()
+    assert coordinates is not None
+    return not any(
+        isinstance(placement, Replicate) and coordinate > 0
+        for placement, coordinate in zip(parameter.placements, coordinates, strict=True)
+    )

@@ -39,19 +39,21 @@ class RunPlan:
     """Where sources drop out of the blend, in words, by step, counted from 0."""
 
 
-def plan_run(config: Config, checkpoint: Checkpoint | None) -> RunPlan:
+def plan_run(config: Config, checkpoint: Checkpoint | None, *, check: bool = True) -> RunPlan:
     """Plan a run, after comparing what a checkpoint depends on with what there is now.
 
     Args:
         config: resolved config.
         checkpoint: the one to go on from.
+        check: look whether the files of the datasets are as they were written; one process does it for all.
 
     Raises:
         UserError: the data are not as they were written or were made with another tokenizer, the blend cannot be had
             from them, or the run differs from its checkpoint.
     """
     datasets = open_datasets(config, "train")
-    check_datasets(datasets)
+    if check:
+        check_datasets(datasets)
     tokenizer = run_tokenizer(config)
     check_tokenizer(datasets, tokenizer)
     journal = Journal.plan(config, datasets)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.config import Config
+from pipeline.config.parallel import ParallelConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import MachineError, UserError
@@ -18,9 +19,12 @@ from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.fingerprint import compare, model_fingerprint
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.mesh import Mesh, build_mesh, choose_device
-from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel import processes
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.mesh import Mesh, build_mesh
+from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, parallelize
+from pipeline.train.parallel.processes import Processes
+from pipeline.train.parallel.runner import Runner, build_runner
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,47 @@ class Setup:
     spec: DecoderSpec
 
 
-def set_up(config: Config, tokenizer: Tokenizer) -> Setup:
-    """Threads, device, process group, and the model's specification for a tokenizer."""
-    torch.set_num_threads(config.launch.threads or len(os.sched_getaffinity(0)))
-    device = choose_device(config.launch.device)
+def join(config: Config, ranks: Processes) -> torch.device:
+    """Threads, device and process group of this rank; returns the device."""
+    cores = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
+    torch.set_num_threads(config.launch.threads or cores)
+    device = choose_device(config.launch.device, ranks)
     if device.type == "cpu":
         keep_freed_memory()
+    processes.join(ranks, device, config.launch.time_limits)
+    return device
+
+
+def choose_device(wanted: str, ranks: Processes) -> torch.device:
+    """The device of `launch.device` for this rank: on a GPU node the one with its local number."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("launch.device is cuda, but torch sees no CUDA device here; use launch.device=cpu or auto")
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+        if ranks.local_world_size > torch.cuda.device_count():
+            raise UserError(
+                f"{ranks.local_world_size} processes of this node want a GPU each, but torch sees "
+                f"{torch.cuda.device_count()}; lower launch.processes to that, or use launch.device=cpu"
+            )
+        return torch.device("cuda", ranks.local_rank)
+    return torch.device("cpu")
+
+
+def be_deterministic() -> None:
+    """From now on a GPU uses only algorithms that give the same bits each time."""
+    # cuBLAS reads it when its first handle is made.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def set_up(config: Config, tokenizer: Tokenizer, device: torch.device, layout: Layout) -> Setup:
+    """The mesh, and the model's specification for a tokenizer."""
     spec = decoder_spec(config.model, tokenizer.vocab_size, config.max_positions)
-    return Setup(device, build_mesh(device), tokenizer, spec)
+    return Setup(device, build_mesh(layout, device.type), tokenizer, spec)
 
 
-def load_for_inference(config: Config, step: int | None) -> tuple[Setup, Decoder, Checkpoint]:
-    """The model of a verified checkpoint, of `step` or the latest one, in evaluation mode.
+def load_for_inference(config: Config, step: int | None) -> tuple[Setup, ParallelModel, Runner, Checkpoint]:
+    """The model of a verified checkpoint, of `step` or the latest one, whole in this process, in evaluation mode.
 
     The tokenizer is the checkpoint's own, so that text can be continued where the data is not.
 
@@ -53,11 +86,14 @@ def load_for_inference(config: Config, step: int | None) -> tuple[Setup, Decoder
     """
     checkpoint = Checkpoints.of_run(config.run.dir).at(step)
     compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
-    setup = set_up(config, Tokenizer.open(checkpoint.path))
-    model = parallelize(setup.spec, setup.mesh, config.train.precision, setup.device)
+    alone = Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    setup = set_up(config, Tokenizer.open(checkpoint.path), join(config, alone), Layout())
+    parallel, precision = ParallelConfig(), config.train.precision
+    model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
     storage.read(checkpoint.path, model)
-    model.eval()
-    return setup, model, checkpoint
+    model.train(False)
+    runner = build_runner(model, setup.mesh, parallel, setup.device, COMPUTE_DTYPE[precision.compute])
+    return setup, model, runner, checkpoint
 
 
 def check_tokenizer(datasets: Mapping[str, Dataset], tokenizer: Tokenizer) -> None:

@@ -17,9 +17,12 @@ class StopRequest:
     """A context manager that listens for SIGTERM, SIGUSR2, Ctrl-C and the run folder's `stop` file.
 
     A second Ctrl-C does not wait for the step to end.
+
+    Args:
+        stop_file: the file, or None for a process that leaves looking at it to another one.
     """
 
-    def __init__(self, stop_file: Path) -> None:
+    def __init__(self, stop_file: Path | None) -> None:
         self._file = stop_file
         self._signal: int | None = None
         self._previous: dict[int, signal.Handlers | int | object] = {}
@@ -45,8 +48,9 @@ class StopRequest:
         """Why the run should stop now, or None."""
         if self._signal is not None:
             return signal.Signals(self._signal).name
-        return "stop file" if self._file.exists() else None
+        return "stop file" if self._file is not None and self._file.exists() else None
 
     def consume(self) -> None:
         """Remove the stop file, so that the next attempt does not stop at once."""
-        self._file.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
-from pipeline import __version__
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.console import say
@@ -26,24 +23,27 @@ from pipeline.data.loader import Loader, open_loader
 from pipeline.data.opening import open_datasets
 from pipeline.data.staging import staged
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import MachineError, NumericalError, Stopped, UserError
+from pipeline.errors import NumericalError, Stopped, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.describe import describe_change, describe_run
 from pipeline.train.metrics import Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
 from pipeline.train.model.flops import flops_per_token, num_parameters
-from pipeline.train.optim import build_optimizer
+from pipeline.train.optim import Optimizers
+from pipeline.train.parallel import processes
 from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.parallel.processes import Processes, share
+from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.watchdog import Watchdog
 from pipeline.train.plan import RunPlan, plan_run
 from pipeline.train.run_folder import RunFolder, open_run
+from pipeline.train.saving import Saver
 from pipeline.train.schedule import Schedule
-from pipeline.train.setup import Setup, check_tokenizer, out_of_memory_means, set_up
-from pipeline.train.step import Stepper
+from pipeline.train.setup import Setup, be_deterministic, check_tokenizer, join, out_of_memory_means, set_up
+from pipeline.train.step import Stepper, agree
 from pipeline.train.stop import StopRequest
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
-_CHECKPOINT_BYTES = 12
-"""Of a parameter in a checkpoint: fp32 weight and two moments."""
 _MAX_NONFINITE = 3
 """So many non-finite steps one after the other end the run: they are no longer an accident."""
 
@@ -51,20 +51,24 @@ _MAX_NONFINITE = 3
 def train(config: Config, console: Console | None = None) -> int:
     """Train to the end of the run, from the latest checkpoint if there is one; returns the steps trained in all.
 
-    The run ends after `train.duration`, or before it where a source with `on_exhausted: stop` does.
+    Every process of the run calls this; rank 0 alone locks the run folder, checks the data and speaks. The run ends
+    after `train.duration`, or before it where a source with `on_exhausted: stop` does.
 
     Raises:
         UserError: the config, the data or the checkpoint do not allow it.
         NumericalError: several steps in a row were not finite.
         Stopped: a signal or the `stop` file asked for it; a checkpoint was saved.
     """
-    console = console or Console()
-    with open_run(config.run.dir) as folder:
-        checkpoints = Checkpoints.of_run(folder.path)
-        checkpoints.clean(lambda line: say(console, line))
-        checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
-        folder.step = checkpoint.step if checkpoint else 0
-        plan = plan_run(config, checkpoint)
+    ranks = processes.of_environment()
+    console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
+    layout = check_layout(config, ranks.world_size)
+    if config.train.deterministic:
+        be_deterministic()
+    with ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
+        watchdog.phase("init")
+        device = join(config, ranks)
+        folder, checkpoint, plan = _open(config, ranks, stack, console)
         total, reason = plan.length.steps, plan.length.reason
         if total == 0:
             raise UserError(f"the run has no step ({reason}); give it at least one")
@@ -73,11 +77,14 @@ def train(config: Config, console: Console | None = None) -> int:
             return checkpoint.step
         for line in plan.warnings:
             say(console, f"warning: {line}")
-        heldout = _open_validation(config, plan.tokenizer)
+        heldout = _open_validation(config, plan.tokenizer, check=ranks.rank == 0)
         # Copying may take long, and is interrupted at once: nothing of it needs to be saved.
+        watchdog.pause()
         datasets = staged(config, plan.datasets, plan.journal, first_step=folder.step)
-        with StopRequest(folder.stop_file) as stop:
-            trainer = Trainer(config, plan, datasets, heldout, folder, checkpoints, console)
+        watchdog.phase("init")
+        setup = set_up(config, plan.tokenizer, device, layout)
+        with StopRequest(folder.stop_file if ranks.rank == 0 else None) as stop:
+            trainer = Trainer(config, plan, setup, datasets, heldout, folder, ranks, watchdog, console)
             if checkpoint is not None:
                 trainer.restore(checkpoint)
             trainer.run(stop)
@@ -85,27 +92,54 @@ def train(config: Config, console: Console | None = None) -> int:
             return total
 
 
+def _open(
+    config: Config, ranks: Processes, stack: ExitStack, console: Console
+) -> tuple[RunFolder, Checkpoint | None, RunPlan]:
+    """Lock the run folder, find the checkpoint to go on from, and plan: rank 0 alone, then the others as it says."""
+    checkpoints = Checkpoints.of_run(config.run.dir)
+    mine: list[tuple[RunFolder, Checkpoint | None, RunPlan]] = []
+
+    def begin() -> tuple[int, int | None]:
+        folder = stack.enter_context(open_run(config.run.dir))
+        checkpoints.clean(lambda line: say(console, line))
+        checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
+        mine.append((folder, checkpoint, plan_run(config, checkpoint)))
+        return folder.attempt, checkpoint.step if checkpoint else None
+
+    attempt, step = share(begin)
+    if mine:
+        folder, checkpoint, plan = mine[0]
+    else:
+        folder = RunFolder(config.run.dir, attempt)
+        checkpoint = None if step is None else checkpoints.committed(step)
+        plan = plan_run(config, checkpoint, check=False)
+    folder.step = step or 0
+    return folder, checkpoint, plan
+
+
 class Trainer:
-    """A run in this process: its model, data and sinks."""
+    """A run in this process: its share of the model and the data, and on rank 0 its sinks."""
 
     def __init__(
         self,
         config: Config,
         plan: RunPlan,
+        setup: Setup,
         datasets: Mapping[str, Dataset],
         heldout: Mapping[str, HeldOut],
         folder: RunFolder,
-        checkpoints: Checkpoints,
+        ranks: Processes,
+        watchdog: Watchdog,
         console: Console,
     ) -> None:
         self._config = config
         self._plan = plan
+        self._setup = setup
         self._folder = folder
-        self._checkpoints = checkpoints
+        self._ranks = ranks
+        self._watchdog = watchdog
         self._console = console
-        train = config.train
-        self._setup: Setup = set_up(config, plan.tokenizer)
-        mesh, spec = self._setup.mesh, self._setup.spec
+        train, mesh, spec = config.train, setup.mesh, setup.spec
         self._schedule = Schedule(train.schedule, train.duration, plan.length.steps, plan.journal.tokens)
         self._loader: Loader = open_loader(
             config,
@@ -113,38 +147,58 @@ class Trainer:
             journal=plan.journal,
             dp_rank=mesh.rank("batch"),
             dp_size=mesh.size("batch"),
-            device=self._setup.device,
+            device=setup.device,
         )
         self._heldout = heldout
-        self._model = build_model(config.model, spec, mesh, train.precision, self._setup.device, config.run.seed)
-        self._optimizer = build_optimizer(self._model, spec, config.model.init, train.optimizer)
+        self._model = build_model(
+            config.model,
+            spec,
+            mesh,
+            config.parallel,
+            train.precision,
+            setup.device,
+            config.run.seed,
+            train.sequence_length,
+        )
+        self._optimizers = Optimizers(self._model, config.model.init, train.optimizer)
         self._stepper = Stepper(
             self._model,
-            self._optimizer,
+            self._optimizers,
             mesh,
-            self._setup.device,
+            setup.device,
             train=train,
+            parallel=config.parallel,
             sources=len(self._loader.names),
             document_attention=config.model.document_attention,
         )
-        self._peak = peak_flops(self._setup.device, train.precision.compute)
+        checkpoints = Checkpoints.of_run(folder.path)
+        self._saver = Saver(config, plan, folder, checkpoints, mesh.layout, self._model, self._optimizers)
+        peak = peak_flops(setup.device, train.precision.compute)
+        self._peak = None if peak is None else peak * ranks.world_size
         # A device has its queue; without one, waiting for the next step would only delay what is known.
-        self._runs_ahead = self._setup.device.type != "cpu"
+        self._runs_ahead = setup.device.type != "cpu"
         self._nonfinite = 0
         self._since = time.monotonic()  # when the last step, validation or save ended
         self._pending: Callable[[], dict[str, Any]] | None = None
+        self._stop_agreed = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load the weights and moments of a checkpoint."""
-        storage.read(checkpoint.path, self._model, self._optimizer)
+        self._watchdog.phase("save")
+        storage.read(checkpoint.path, self._model, self._optimizers)
+        scale, saved = self._stepper.loss_scale, checkpoint.state().get("loss_scale")
+        if scale is not None and saved is not None:
+            scale.load(saved)
         say(self._console, f"train: going on from {checkpoint.path.name}")
 
     def run(self, stop: StopRequest) -> None:
         """Train up to the end of the run."""
         first, total = self._folder.step, self._plan.length.steps
-        store.put(self._folder.path / "config.yaml", dump(self._config).encode())
-        store.put_json(self._folder.path / "journal.json", self._plan.journal.to_json())
+        if self._ranks.rank == 0:
+            store.put(self._folder.path / "config.yaml", dump(self._config).encode())
+            store.put_json(self._folder.path / "journal.json", self._plan.journal.to_json())
         self._announce(first)
+        self._watchdog.phase("first_step")
         with out_of_memory_means(self._advice), Metrics(self._sinks(first, total)) as metrics:
             waiting = self._since = time.monotonic()
             for data in self._loader.iterate(first, total):
@@ -152,41 +206,49 @@ class Trainer:
                 self._announce_step(data, first)
                 # The numbers of a step are read when the next one has been issued, so that a device never idles.
                 passes_over = data.skipped or not data.valid_targets
-                row = self._pass_over(data) if passes_over else self._train(data, waited)
+                row = self._pass_over(data, stop) if passes_over else self._train(data, waited, stop)
                 self._flush(metrics)
                 self._pending = row
                 if not self._runs_ahead:
                     self._flush(metrics)
                 self._folder.step = data.step + 1
                 self._between_steps(stop, metrics)
+                self._watchdog.phase("step")
                 waiting = time.monotonic()
 
     def _between_steps(self, stop: StopRequest, metrics: Metrics) -> None:
         """Validate and save where it is time to, and look for a stop request."""
         step, total = self._folder.step, self._plan.length.steps
         checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
-        reason = stop.reason()
+        stops = self._stop_agreed
         if step % validation.every_steps == 0 or step == total:
             self._flush(metrics)
             self._validate(step, metrics)
-        if step % checkpoint.every_steps == 0 or step == total or reason:
+        if step % checkpoint.every_steps == 0 or step == total or stops:
             self._flush(metrics)
-            self._save(step, last=step == total or reason is not None)
-        if reason:
+            self._save(step, last=step == total or stops)
+        if stops:
+            # Another rank may be the one that was asked.
+            reason = stop.reason() or "a stop request"
             stop.consume()
             if step < total:
                 raise Stopped(f"{reason} at step {step} of {total}; saved. Run the same command to go on.")
 
     def _advice(self) -> str:
         now = self._loader.micro_batch_size(self._folder.step)
-        return f"lower train.micro_batch_size, or that of the phase ({now} now); the result is the same"
+        where = f"rank {self._ranks.rank} in " if self._ranks.world_size > 1 else ""
+        return (
+            f"{where}step {self._folder.step + 1}: lower train.micro_batch_size, or that of the phase ({now} now); "
+            "the result is the same"
+        )
 
     def _announce(self, first: int) -> None:
         train, spec, length = self._config.train, self._setup.spec, self._plan.length
         say(
             self._console,
             f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {train.precision.compute} on "
-            f"{self._setup.device.type}, {torch.get_num_threads()} threads, "
+            f"{self._setup.mesh.layout if self._ranks.world_size > 1 else self._setup.device.type}, "
+            f"{torch.get_num_threads()} threads, "
             f"{self._flops(first, causal=True) / 1e6:,.4g} MFLOP a token",
         )
         say(
@@ -215,6 +277,8 @@ class Trainer:
             say(self._console, f"step {step + 1} is passed over: all of its targets are masked (blend.skip)")
 
     def _sinks(self, first: int, total: int) -> list[Sink]:
+        if self._ranks.rank > 0:
+            return []
         config = self._config.train.metrics
         sinks: list[Sink] = [store.JsonLines(self._folder.metrics)]
         if config.tensorboard:
@@ -231,23 +295,27 @@ class Trainer:
         """FLOPs of a token at a step, counted from 0."""
         return flops_per_token(self._setup.spec, self._segment(step).sequence_length, causal=causal)
 
-    def _pass_over(self, data: StepData) -> Callable[[], dict[str, Any]]:
+    def _pass_over(self, data: StepData, stop: StopRequest) -> Callable[[], dict[str, Any]]:
         """The metrics of a step of which nothing is trained on: nothing is computed and nothing changes."""
 
         def row() -> dict[str, Any]:
+            self._stop_agreed |= agree(stop.reason() is not None, self._setup.device)
             self._since = time.monotonic()
             return {**self._place(data), "passed_over": True}
 
         return row
 
-    def _train(self, data: StepData, waited: float) -> Callable[[], dict[str, Any]]:
+    def _train(self, data: StepData, waited: float, stop: StopRequest) -> Callable[[], dict[str, Any]]:
         """Issue a step; its metrics come as a function that reads the device and is called a step later."""
         lr = self._config.train.optimizer.lr * self._schedule.factor(self._plan.journal.tokens(data.step + 1))
-        result = self._stepper.step(data.micro_batches, data.valid_targets, lr)
+        result = self._stepper.step(
+            data.micro_batches, data.valid_targets, lr, data_hash=data.data_hash, stop=lambda: stop.reason() is not None
+        )
         tokens = sum(data.tokens_by_source.values())
 
         def row() -> dict[str, Any]:
             nats, targets = result.nats.tolist(), result.targets.tolist()
+            self._stop_agreed |= result.stops.item() > 0
             # The device has done the step by now: a step lasts from the end of the one before to its own.
             now = time.monotonic()
             rate, self._since = tokens / (now - self._since), now
@@ -264,8 +332,10 @@ class Trainer:
                 "tokens_per_second": rate,
                 "data_wait": waited,
                 "model_flops_per_second": rate * flops,
-                "data_hash": f"{data.data_hash:016x}",
+                "data_hash": f"{result.data_hash():016x}",
             }
+            if result.loss_scale is not None:
+                values["loss_scale"] = result.loss_scale.item()
             if self._peak is not None:
                 values["mfu"] = rate * flops / self._peak
                 values["mfu_causal"] = rate * self._flops(data.step, causal=True) / self._peak
@@ -291,7 +361,9 @@ class Trainer:
             row, self._pending = self._pending(), None
             metrics.write(row)
             if "passed_over" not in row:
-                self._check_finite(row["step"], finite=not row["skipped"])
+                # An overflow of fp16 that a smaller scale prevents next time is part of the method.
+                finite = not row["skipped"] or row.get("loss_scale", 1.0) > 1.0
+                self._check_finite(row["step"], finite=finite)
 
     def _check_finite(self, step: int, *, finite: bool) -> None:
         """Record a step whose update was withheld; end the run after several in a row."""
@@ -299,6 +371,16 @@ class Trainer:
             self._nonfinite = 0
             return
         self._nonfinite += 1
+        if self._ranks.rank == 0:
+            self._record_nonfinite(step)
+        if self._nonfinite >= _MAX_NONFINITE:
+            raise NumericalError(
+                f"{self._nonfinite} steps in a row up to step {step} were not finite. {self._saver.last_good()} is "
+                "from before them. Lower train.optimizer.lr, lengthen train.schedule.warmup or look at the samples in "
+                f"{self._folder.path / 'nonfinite.jsonl'}; to go further back, move newer checkpoints away"
+            )
+
+    def _record_nonfinite(self, step: int) -> None:
         record = {"step": step, "attempt": self._folder.attempt, "samples": self._loader.describe(step - 1)}
         lines = store.JsonLines(self._folder.path / "nonfinite.jsonl")
         lines.write(record)
@@ -308,12 +390,6 @@ class Trainer:
             f"warning: step {step}: loss or gradient is not finite; the weights were not updated "
             f"(its samples are in {self._folder.path / 'nonfinite.jsonl'})",
         )
-        if self._nonfinite >= _MAX_NONFINITE:
-            raise NumericalError(
-                f"{self._nonfinite} steps in a row up to step {step} were not finite. {self._last_good()} is "
-                "from before them. Lower train.optimizer.lr, lengthen train.schedule.warmup or look at the samples in "
-                f"{self._folder.path / 'nonfinite.jsonl'}; to go further back, move newer checkpoints away"
-            )
 
     def _validate(self, step: int, metrics: Metrics) -> None:
         samples = self._config.train.validation.samples
@@ -330,11 +406,14 @@ class Trainer:
             windows = split.spread(max(1, samples * len(split) // everything))
             losses[name] = heldout_loss(
                 self._model,
+                self._stepper.runner,
+                self._setup.mesh,
                 split,
                 windows,
                 batch_size=batch_size,
                 document_attention=self._config.model.document_attention,
                 device=self._setup.device,
+                advance=lambda windows: self._watchdog.beat(),
             )
         blended = sum(losses.values(), HeldOutLoss(0.0, 0))
         metrics.write(
@@ -356,52 +435,22 @@ class Trainer:
         """
         if self._nonfinite and not last:
             return
-        config = self._config
-        state = {
-            "fingerprints": self._plan.fingerprints,
-            "journal": self._plan.journal.to_json(),
-            "config": config.model_dump(mode="json"),
-            "tokens": self._plan.journal.tokens(step),
-            "layout": {"world_size": self._setup.mesh.devices.size()},
-            "versions": {
-                "pipeline": __version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
-        }
-        try:
-            self._checkpoints.save(
-                step,
-                self._folder.attempt,
-                lambda path: storage.write(path, self._model, self._optimizer, self._setup.tokenizer),
-                state,
-                before_commit=self._folder.assert_mine,
-            )
-        except OSError as error:
-            free = shutil.disk_usage(self._folder.path).free
-            size = sum(p.numel() for p in self._model.parameters()) * _CHECKPOINT_BYTES
-            raise MachineError(
-                f"step {step} could not be saved in {self._checkpoints.folder}: {error.strerror or error}. "
-                f"A checkpoint needs about {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free. "
-                f"{self._last_good()} is still good; make room and run the same command to go on"
-            ) from error
+        scale = self._stepper.loss_scale
+        self._watchdog.phase("save")
+        self._saver.save(step, {} if scale is None else {"loss_scale": scale.state()})
         if not self._nonfinite:
-            self._checkpoints.prune(config.train.checkpoint.keep)
+            self._saver.prune()
         self._since = time.monotonic()
 
-    def _last_good(self) -> str:
-        latest = self._checkpoints.latest()
-        return latest.path.name if latest else "The start"
 
-
-def _open_validation(config: Config, tokenizer: Tokenizer) -> dict[str, HeldOut]:
+def _open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> dict[str, HeldOut]:
     """What is validated on, checked like what is trained on, since it is read only after many steps."""
     if not config.train.validation.samples:
         return {}
     splits = open_heldout(config, config.train.validation.split)
     datasets = {name: split.dataset for name, split in splits.items()}
-    check_datasets(datasets)
+    if check:
+        check_datasets(datasets)
     check_tokenizer(datasets, tokenizer)
     return splits
 

@@ -76,7 +76,9 @@ def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = Tr
         while len(results) < world:
             ready = wait([end for rank, end in enumerate(ends) if rank not in results], until - time.monotonic())
             if not ready:
-                raise RankFailed(f"ranks {sorted(set(range(world)) - results.keys())} took over {timeout:.0f} s{_tails(logs)}")
+                raise RankFailed(
+                    f"ranks {sorted(set(range(world)) - results.keys())} took over {timeout:.0f} s{_tails(logs)}"
+                )
             for end in ready:
                 assert isinstance(end, Connection)
                 rank = ends.index(end)
@@ -97,7 +99,12 @@ def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = Tr
 
 
 def _rank(
-    end: Connection, log: Path, variables: Environment, connect: bool, function: Callable[..., Any], args: tuple[Any, ...]
+    end: Connection,
+    log: Path,
+    variables: Environment,
+    connect: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)

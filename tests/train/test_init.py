@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.train.init import init_weights, lr_scale, normal_rows
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.parallel.tensor import apply_tensor_parallel
 from tests.train.models import FAMILIES, VOCAB
 
 
@@ -43,13 +45,19 @@ def no_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _mesh(rank: int, ranks: int) -> DeviceMesh:
+def _mesh(rank: int, *shape: int) -> DeviceMesh:
     """The mesh as `rank` sees it, in a group that talks to nobody: nothing here may need communication.
 
-    Its axis is named by the rank, because torch caches by mesh, and would take one rank's mesh for another's.
+    Its axes are named by the rank, because torch caches by mesh, and would take one rank's mesh for another's.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(f"rank{rank}",))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"axis{axis}-rank{rank}" for axis in range(len(shape))))
+
+
+def _piece(tensor: torch.Tensor, pieces: int, index: int, dim: int) -> torch.Tensor:
+    """As torch.chunk cuts, but with empty pieces at the end."""
+    chunks = tensor.chunk(pieces, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 @pytest.mark.usefixtures("no_group_left")
@@ -92,6 +100,49 @@ def test_column_shards_equal_the_columns_of_the_whole() -> None:
         )
         init_weights(model, spec, config.init, seed=7)
         assert torch.equal(model.get_parameter(name).to_local(), expected)
+        dist.destroy_process_group()
+
+
+_CUT_BY_ROWS = re.compile(r"(embedding|head)\.weight|.*\.(wq|wk|wv|w1|w3)\.\w+")
+_CUT_BY_COLUMNS = re.compile(r".*\.(wo|w2)\.weight")
+
+
+@pytest.mark.usefixtures("no_group_left")
+@pytest.mark.parametrize("replicate,shard,tp", [(1, 0, 2), (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 3, 4), (3, 1, 2)])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_tensor_parallel_shards_equal_pieces_of_the_whole(family: str, replicate: int, shard: int, tp: int) -> None:
+    """tp cuts first, then FSDP the piece (0: there is no FSDP); the same on replicas. Many of the cuts are uneven."""
+    config = FAMILIES[family].config
+    positions = 6  # rows: empty on the last of 4 ranks
+    spec = decoder_spec(config, VOCAB, positions)
+    whole = Decoder(spec)
+    init_weights(whole, spec, config.init, seed=7)
+    for rank in range(replicate * max(1, shard) * tp):
+        names = [name for name, size in (("replicate", replicate > 1), ("shard", shard), ("tp", True)) if size]
+        mesh = _mesh(rank, *({"replicate": replicate, "shard": shard, "tp": tp}[name] for name in names))
+        axes = mesh.mesh_dim_names
+        assert axes is not None
+        with torch.device("meta"):
+            model = Decoder(spec)
+        apply_tensor_parallel(model, mesh[axes[-1]] if shard else mesh, sequence_parallel=True)
+        if shard:
+            params = mesh[axes[:-1] if len(axes) > 2 else axes[0]]
+            for block in model.layers.values():
+                fully_shard(block, mesh=params)
+            fully_shard(model, mesh=params)
+        model.to_empty(device="cpu")
+        init_weights(model, spec, config.init, seed=7)
+        for name, parameter in model.named_parameters():
+            expected = whole.get_parameter(name).detach()
+            shared = re.search(r"\.w[kv]\.", name) and spec.layers[0].mixer.kv_heads < tp
+            if _CUT_BY_ROWS.fullmatch(name) and not shared:
+                expected = _piece(expected, tp, rank % tp, 0)
+            elif _CUT_BY_COLUMNS.fullmatch(name):
+                expected = _piece(expected, tp, rank % tp, 1)
+            if shard:
+                expected = _piece(expected, shard, rank // tp % shard, 0)
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.to_local(), expected), f"{name} on rank {rank}: {parameter.placements}"
         dist.destroy_process_group()
 
 

@@ -7,14 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config.model import ModelConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.run import TimeLimitsConfig
 from pipeline.config.train import PrecisionConfig, TrainConfig
 from pipeline.data.batch import Batch
 from pipeline.train.loss import token_loss
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.optim import build_optimizer
+from pipeline.train.optim import Optimizers
+from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.parallel.processes import Processes, join
 from pipeline.train.step import Stepper
 
 CPU = torch.device("cpu")
@@ -46,10 +50,14 @@ def train_config(**optimizer: float) -> TrainConfig:
 
 
 def stepper(train: TrainConfig) -> tuple[Decoder, torch.optim.Optimizer, Stepper]:
-    mesh = build_mesh(CPU)
-    model = build_model(MODEL, SPEC, mesh, train.precision, CPU, seed=3)
-    optimizer = build_optimizer(model, SPEC, MODEL.init, train.optimizer)
-    return model, optimizer, Stepper(model, optimizer, mesh, CPU, train=train, sources=2, document_attention=False)
+    join(Processes(0, 1, 0, 1), CPU, TimeLimitsConfig())
+    mesh, parallel = build_mesh(Layout(), "cpu"), ParallelConfig()
+    model = build_model(MODEL, SPEC, mesh, parallel, train.precision, CPU, seed=3, sequence_length=16)
+    optimizers = Optimizers(model, MODEL.init, train.optimizer)
+    made = Stepper(
+        model, optimizers, mesh, CPU, train=train, parallel=parallel, sources=2, document_attention=False
+    )
+    return model.whole, optimizers.by_stage[0], made
 
 
 def plain_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -124,6 +124,10 @@ class Checkpoints:
             )
         return found
 
+    def committed(self, step: int) -> Checkpoint:
+        """The checkpoint of a step that another process has found; nothing is looked at."""
+        return Checkpoint(self._path(step), step)
+
     def resumable(self, report: Callable[[str], None]) -> Checkpoint | None:
         """The latest checkpoint that can be trusted, or None in a folder that never had one.
 
@@ -151,39 +155,37 @@ class Checkpoints:
             + f"\nrestore the files, or move {self.folder} away to train from the start"
         )
 
-    def save(
-        self,
-        step: int,
-        attempt: int,
-        write: Callable[[Path], Files],
-        state: dict[str, Any],
-        before_commit: Callable[[], None] = lambda: None,
-    ) -> Checkpoint:
-        """Commit a checkpoint and point `latest` to it.
+    def begin(self, step: int, attempt: int) -> Path:
+        """The empty folder in which a checkpoint is written, under a name that no reader takes for one.
 
         Args:
             step: steps trained.
-            attempt: number of the attempt, part of the temporary name.
-            write: writes the tensors (and other files) into a folder and says what it wrote.
-            state: goes to state.json, with the step, the attempt and the parent.
-            before_commit: may refuse by raising; called when all is written and nothing is visible yet.
+            attempt: number of the attempt, part of the name.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        parent = self.latest()
-        final = self.folder / f"step-{step:08d}"
         tmp = self.folder / f"step-{step:08d}.{attempt}.tmp"
         tmp.mkdir()
-        try:
-            files = write(tmp)
-            full_state = {**state, "step": step, "attempt": attempt, "parent": parent.path.name if parent else None}
-            store.put_json(tmp / _STATE, full_state)
-            files[_STATE] = record_of(tmp / _STATE)
-            store.put_json(tmp / _COMMIT, {"step": step, "files": files})
-            before_commit()
-            store.commit(tmp, final)
-        except BaseException:
-            shutil.rmtree(tmp, ignore_errors=True)
-            raise
+        return tmp
+
+    def commit(
+        self, tmp: Path, step: int, files: Files, state: dict[str, Any], before: Callable[[], None] = lambda: None
+    ) -> Checkpoint:
+        """Make what was written the checkpoint of a step, and point `latest` to it.
+
+        Args:
+            tmp: from `begin`.
+            step: steps trained.
+            files: all that was written there.
+            state: goes to state.json, with the step and the parent.
+            before: may refuse by raising; called when all is written and nothing is visible yet.
+        """
+        parent = self.latest()
+        final = self._path(step)
+        full_state = {**state, "step": step, "parent": parent.path.name if parent else None}
+        store.put_json(tmp / _STATE, full_state)
+        store.put_json(tmp / _COMMIT, {"step": step, "files": {**files, _STATE: record_of(tmp / _STATE)}})
+        before()
+        store.commit(tmp, final)
         store.put(self.folder / "latest", f"{final.name}\n".encode())
         return Checkpoint(final, step)
 
@@ -208,6 +210,9 @@ class Checkpoints:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def _abandon_after(self, step: int, report: Callable[[str], None]) -> None:
         for checkpoint in self.all():

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -19,54 +17,67 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.manager import Files, record_of
+from pipeline.train.checkpoint.manager import Files
+from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.compat import HashingWriter
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.processes import cpu_group
 
 # One key a parameter and state ("state.layers.0.mixer.wq.weight.exp_avg"), whatever groups and ranks there are.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer) -> Files:
-    """Write model, optimizer and tokenizer into `folder`; every file is flushed to disk.
+def write(folder: Path, model: ParallelModel, optimizers: Optimizers) -> Files:
+    """Write what this rank has of model and optimizer into `folder`; every rank calls this.
 
     Returns:
-        Size and hash of each file, of the bytes as they were written.
+        Size and hash of each file that this rank wrote, of the bytes as they were written and flushed to disk.
     """
     writer = HashingWriter(folder)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT),
-    }
     try:
-        save(state, storage_writer=writer)
+        save(_state(model, optimizers), storage_writer=writer, process_group=cpu_group())
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
         raise _cause(failure) from failure
-    files: Files = dict(writer.files)
-    tokenizer.save(folder)
-    for path in folder.iterdir():
-        if path.name not in files:
-            files[path.name] = record_of(path)
-    return files
+    return dict(writer.files)
 
 
-def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Load what `write` wrote into a model, and its optimizer if given, of any layout."""
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+def read(folder: Path, model: ParallelModel, optimizers: Optimizers | None = None) -> None:
+    """Load what `write` wrote into a model, and its optimizers if given, of any layout; every rank calls this."""
+    state = _state(model, optimizers)
     try:
-        load(state, storage_reader=FileSystemReader(folder))
+        load(state, storage_reader=FileSystemReader(folder), process_group=cpu_group())
     except CheckpointException as failure:
         raise UserError(f"checkpoint {folder} cannot be loaded into this model: {_cause(failure)}") from failure
-    set_model_state_dict(model, state["model"])
-    if optimizer is not None:
-        # The checkpoint knows the moments; the hyper-parameters are the config's.
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_FLAT)
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
+    given: set[str] = set()
+    for index, part in model.parts.items():
+        names = get_model_state_dict(part)
+        set_model_state_dict(part, {name: state["model"][name] for name in names})
+        if optimizers is not None:
+            optimizer = optimizers.by_stage[index]
+            # The checkpoint knows the moments; the hyper-parameters are the config's.
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            keys = get_optimizer_state_dict(part, optimizer, options=_FLAT)
+            moments = {key: state["optimizer"][key] for key in keys}
+            # The optimizer keeps these very tensors: the copies of a tied embedding must not update the same ones.
+            moments |= {key: moments[key].clone() for key in given & keys.keys() if key.startswith("state.")}
+            given |= keys.keys()
+            set_optimizer_state_dict(part, optimizer, moments, options=_FLAT)
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)
+
+
+def _state(model: ParallelModel, optimizers: Optimizers | None) -> dict[str, dict[str, Any]]:
+    """What this rank has, by name. A tied embedding that two stages have copies of is one entry."""
+    state: dict[str, dict[str, Any]] = {"model": {}}
+    if optimizers is not None:
+        state["optimizer"] = {}
+    for index, part in model.parts.items():
+        state["model"].update(get_model_state_dict(part))
+        if optimizers is not None:
+            optimizer = optimizers.by_stage[index]
+            state["optimizer"].update(get_optimizer_state_dict(part, optimizer, options=_FLAT))
+    return state
 
 
 def _cause(failure: CheckpointException) -> BaseException:

@@ -86,7 +86,8 @@ def attention_mask(
 class Attention(nn.Module):
     """Scaled dot-product attention over `kv_heads` shared keys and values (Ainslie et al. 2023).
 
-    With `qk_norm` queries and keys are normalized a head before the rotary embedding (Qwen3).
+    With `qk_norm` queries and keys are normalized a head before the rotary embedding (Qwen3). With tensor parallelism
+    a rank has some of the heads, and H and K are those it has.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -125,7 +126,7 @@ class Attention(nn.Module):
             # A single query is the last position and sees every key.
             is_causal=mask is None and q_BSHE.shape[1] > 1,
             scale=spec.scale,
-            enable_gqa=spec.heads != spec.kv_heads,
+            enable_gqa=q_BSHE.shape[2] != k_BTKE.shape[2],
         )
         out_BSD: Tensor = self.wo(out_BHSE.transpose(1, 2).flatten(2))
         return out_BSD

@@ -28,11 +28,19 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
     Returns:
         FLOPs of one token. FLOP/s is this times tokens/s; divided by the device's peak it is the MFU.
     """
-    forward = 2.0 * spec.dim * spec.vocab_size
-    for layer in spec.layers:
-        forward += 2.0 * (_attention_weights(layer.mixer) + _mlp_weights(layer.mlp))
-        forward += 4.0 * layer.mixer.heads * layer.mixer.head_dim * _keys(layer.mixer, sequence_length, causal)
-    return 3.0 * forward
+    return 3.0 * (head_flops(spec) + sum(layer_flops(layer, sequence_length, causal=causal) for layer in spec.layers))
+
+
+def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
+    """FLOPs of one token in the forward pass of a layer; conventions as in `flops_per_token`."""
+    mixer = layer.mixer
+    products = 2.0 * (_attention_weights(mixer) + _mlp_weights(layer.mlp))
+    return products + 4.0 * mixer.heads * mixer.head_dim * _keys(mixer, sequence_length, causal)
+
+
+def head_flops(spec: DecoderSpec) -> float:
+    """FLOPs of one token in the forward pass of the head."""
+    return 2.0 * spec.dim * spec.vocab_size
 
 
 def num_parameters(spec: DecoderSpec) -> int:

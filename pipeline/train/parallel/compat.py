@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class _HashingStream(io.RawIOBase):
@@ -106,3 +113,202 @@ def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tens
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Several axes as one, outermost first; the same mesh each time. Every process calls this."""
     return mesh._flatten(name)
+
+
+def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place by a scalar on their device, with few kernels."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def schedule_actions(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
+) -> list[list[tuple[int, str, int]]]:
+    """What each pp rank does in a step, in order, by torch's own schedule classes: (stage, kind, micro-batch).
+
+    Kinds: F forward, B backward, I and W its two halves, the gradients of inputs and of weights. Forward and backward
+    that a schedule lets overlap come one after the other, as torch runs them. In 2.11 and 2.13 the schedules are made
+    by a helper of torch's visualizer, without processes.
+
+    Args:
+        schedule: Name that torch knows the schedule by.
+    """
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    result: list[list[tuple[int, str, int]]] = []
+    for actions in get_schedule_ops(schedule, pp, micro_batches, stages_per_rank):
+        # Further kinds of actions are about communication and have no micro-batch.
+        single = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
+        mine: list[tuple[int, str, int]] = [
+            (action.stage_index, action.computation_type.value, action.microbatch_index)
+            for action in single
+            if action.microbatch_index is not None and action.computation_type.value in ("F", "B", "I", "W")
+        ]
+        if schedule == "1F1B":
+            # What runs is right, but this description of it counts the last rank's forward passes from 1.
+            forward = min((number for _, kind, number in mine if kind == "F"), default=0)
+            mine = [(stage, kind, number - (forward if kind == "F" else 0)) for stage, kind, number in mine]
+        result.append(mine)
+    return result
+
+
+class MicroBatchStage(PipelineStage):
+    """A pipeline stage that computes by the number of the micro-batch, and holds buffers only while they are used.
+
+    torch's own keeps a buffer for every micro-batch's input and gradient, for the whole run. What is overridden is the
+    same in 2.11 and 2.13, except where a version is named.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        index: int,
+        stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        example_input: torch.Tensor,
+        example_output: torch.Tensor,
+        tokens: Callable[[int], torch.Tensor],
+        compute: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """A stage with known shapes.
+
+        Args:
+            module: Whose parameters the stage trains, sharded by `fully_shard`.
+            index: Of the stage, in the pipeline.
+            stages: Of the pipeline.
+            device: Where received tensors are put.
+            group: Of the pipeline's ranks.
+            example_input: Shape and dtype, on the meta device, of what comes in.
+            example_output: The same of what goes out.
+            tokens: Micro-batch -> input of the first stage.
+            compute: Micro-batch and input -> output; the loss in the last stage.
+        """
+        super().__init__(
+            module, index, stages, device, input_args=(example_input,), output_args=(example_output,), group=group
+        )
+        self._tokens = tokens
+        self._compute = compute
+        self._micro_batch = -1
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> torch.Tensor:
+        self._micro_batch = fwd_chunk_id
+        inputs = (self._tokens(fwd_chunk_id),) if self.is_first else ()
+        if not self.is_first:
+            self._inputs(fwd_chunk_id).buffer.requires_grad_(True)  # 2.11 did so with the buffer that it allocated
+        try:
+            return cast(torch.Tensor, super().forward_one_chunk(fwd_chunk_id, inputs, {}, False))
+        except RuntimeError as error:
+            # Wrapped by torch in an error that lists tensors; what went wrong may be a user's to read.
+            raise error.__cause__ or error from None
+        finally:
+            if not self.is_first:
+                self._release(self._inputs(fwd_chunk_id))
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._compute(self._micro_batch, *args)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_last:
+            self._release(self._gradients(bwd_chunk_id))
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            self._allocate(self._inputs(fwd_chunk_id))
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_last:
+            self._allocate(self._gradients(bwd_chunk_id))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Nothing: 2.11 would compare strides, and tokens may be a view."""
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred; 2.13 would drop the gradients of earlier micro-batches here."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """None: 2.11 would send to its own rank in V-shaped schedules, which gloo never receives."""
+        return []
+
+    @contextmanager
+    def _on_meta(self) -> Generator[None, None, None]:
+        """Buffers that are made inside have no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _inputs(self, micro_batch: int) -> Any:
+        (info,) = self.args_recv_info[micro_batch]
+        return info
+
+    def _gradients(self, micro_batch: int) -> Any:
+        (info,) = self.grad_recv_info[micro_batch]
+        return info
+
+    def _allocate(self, info: Any) -> None:
+        info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=False)
+
+    def _release(self, info: Any) -> None:
+        info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+
+def strided_shard(placement: Placement) -> tuple[int, int] | None:
+    """(dimension, pieces that were cut along it before) of FSDP's cut of what tensor parallelism cut already, or None.
+
+    In 2.11 and 2.13 such a placement is of a class of its own, which is no subclass of Shard.
+    """
+    if not isinstance(placement, _StridedShard):
+        return None
+    return placement.dim, int(placement.split_factor)
+
+
+class WatchedAgent(LocalElasticAgent):
+    """torch's agent of one machine, that leaves to us when the other ranks of a failed one end.
+
+    In 2.11 and 2.13 it sends them SIGTERM at once, which asks our ranks to save and stop, and kills them after 30 s,
+    in 2.13 also where a shorter time was asked for.
+
+    Args:
+        spec: What to run.
+        logs_specs: Where its output goes.
+        started: Is told the process ids by local rank.
+        ended: Whether all ranks have; asked ten times a second or so, and no rank is reaped before.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        started: Callable[[dict[int, int]], None],
+        ended: Callable[[], bool],
+    ) -> None:
+        super().__init__(spec, logs_specs)
+        self._started = started
+        self._all_ended = ended
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._started(pids)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self._all_ended():
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result

@@ -1,53 +1,132 @@
-"""A model on meta becomes a sharded model with weights: the order of composition, read top to bottom."""
+"""A model on meta becomes sharded parts with weights: the order of composition, read top to bottom."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeline.config.model import ModelConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import PrecisionConfig
 from pipeline.train.init import init_weights
+from pipeline.train.loss import VocabShard
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.tensor import apply_tensor_parallel
 
 # The logits are a view of the head's product, and nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-_COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallelize(spec: DecoderSpec, mesh: Mesh, precision: PrecisionConfig, device: torch.device) -> Decoder:
-    """Build the decoder on meta, shard it, and give it (uninitialized) memory on `device`.
+@dataclass(frozen=True)
+class ParallelModel:
+    """What this process has of the model: one part for each of its pipeline stages, the whole without a pipeline."""
+
+    spec: DecoderSpec
+    stages: list[Stage]
+    """All stages of the pipeline, first to last."""
+    parts: dict[int, Decoder]
+    """By stage, those of this process."""
+    vocab_shard: VocabShard | None
+    """Which columns of the logits this process has; None: all."""
+
+    @property
+    def whole(self) -> Decoder:
+        """The model, where there is no pipeline."""
+        (part,) = self.parts.values()
+        return part
+
+    @property
+    def tied_over_stages(self) -> bool:
+        """Whether the last stage has a copy of the embedding."""
+        return self.spec.tie_embeddings and len(self.stages) > 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of all parts. A tied embedding comes twice where a process has the first stage and the last."""
+        for part in self.parts.values():
+            yield from part.named_parameters()
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation mode of every part."""
+        for part in self.parts.values():
+            part.train(mode)
+
+
+def parallelize(
+    spec: DecoderSpec,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    device: torch.device,
+    sequence_length: int,
+) -> ParallelModel:
+    """Build this process's parts on meta, cut and shard them, and give them (uninitialized) memory on `device`.
 
     The shards are fp32 and are the master weights; forward and backward see parameters in the compute dtype, and
     gradients are reduced in fp32. They are summed over ranks, never averaged: the loss is already divided by the
     number of valid targets of the global batch.
+
+    Args:
+        sequence_length: What stages are balanced for.
     """
-    with torch.device("meta"):
-        model = Decoder(spec)
+    tp, pp = mesh.size("tp"), mesh.size("pp")
+    stages = split_stages(spec, pp, parallel.pipeline, sequence_length)
+    parts = {}
+    for stage in stages:
+        if stage.rank == mesh.rank("pp"):
+            with torch.device("meta"):
+                part = Decoder(spec, stage.part)
+            if tp > 1:
+                apply_tensor_parallel(part, mesh.role("tp"), sequence_parallel=parallel.sequence_parallel)
+            _shard(part, mesh, precision, reshard=_reshards(parallel, mesh))
+            parts[stage.index] = part.to_empty(device=device)
+    shard = None
+    if tp > 1:
+        shard = VocabShard(mesh.role("tp").get_group(), mesh.rank("tp") * (spec.vocab_padded // tp))
+    return ParallelModel(spec, stages, parts, shard)
+
+
+def _reshards(parallel: ParallelConfig, mesh: Mesh) -> bool:
+    """Whether whole parameters are given back between forward and backward."""
+    if mesh.layout.dp_shard == 1:  # there is no memory to win back
+        return False
+    # With a pipeline they would be gathered again for every micro-batch.
+    return mesh.size("pp") == 1 if parallel.reshard_after_forward is None else parallel.reshard_after_forward
+
+
+def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bool) -> None:
     params = mesh.role("params")
-    policy = MixedPrecisionPolicy(param_dtype=_COMPUTE_DTYPE[precision.compute], reduce_dtype=torch.float32)
-    # With one shard there is no memory to win back between forward and backward.
-    reshard = params.size() > 1
-    for layer in model.layers.values():
+    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[precision.compute], reduce_dtype=torch.float32)
+    for layer in part.layers.values():
         fully_shard(layer, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
-    for module in model.modules():
+    fully_shard(part, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
+    for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=device)
-    return model
 
 
 def build_model(
-    config: ModelConfig, spec: DecoderSpec, mesh: Mesh, precision: PrecisionConfig, device: torch.device, seed: int
-) -> Decoder:
+    config: ModelConfig,
+    spec: DecoderSpec,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    device: torch.device,
+    seed: int,
+    sequence_length: int,
+) -> ParallelModel:
     """`parallelize`, then the initial weights, which are the same for every layout."""
-    model = parallelize(spec, mesh, precision, device)
-    init_weights(model, spec, config.init, seed)
+    model = parallelize(spec, mesh, parallel, precision, device, sequence_length)
+    for part in model.parts.values():
+        init_weights(part, spec, config.init, seed)
     return model

@@ -1,0 +1,108 @@
+"""How the steps of a run are cut into micro-batches, as far as the run file alone tells: phases and the batch ramp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import Config
+from pipeline.config.base import Duration
+from pipeline.config.blend import PhaseConfig
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step is like on each data-parallel rank."""
+
+    batch_key: str
+    """Where the run file has its batch size."""
+    micro_key: str
+    """Where the run file has, or would have, its micro-batch."""
+    length_key: str
+    """Where the run file has its sequence length."""
+    batch_size: int
+    """Windows, over all ranks."""
+    sequence_length: int
+    """Tokens of a window."""
+    micro_batch_size: int
+    """Windows of a micro-batch, on one rank."""
+    ranks: int
+    """Data-parallel ranks."""
+
+    @property
+    def micro_batches(self) -> int:
+        """On each rank; the batch is padded up to them."""
+        return self.count(self.micro_batch_size)
+
+    @property
+    def share(self) -> int:
+        """Windows of one rank, padding within them not counted."""
+        return -(-self.batch_size // self.ranks)
+
+    @property
+    def padding(self) -> float:
+        """Share of the windows of a step that are padding, from 0 to 1."""
+        return 1 - self.batch_size / (self.micro_batches * self.micro_batch_size * self.ranks)
+
+    def count(self, micro_batch_size: int) -> int:
+        """Micro-batches on each rank if they had so many windows."""
+        return -(-self.batch_size // (micro_batch_size * self.ranks))
+
+
+def step_shapes(config: Config, ranks: int) -> list[StepShape]:
+    """All different shapes of steps over `ranks` data-parallel ranks, in the order in which they come.
+
+    Datasets play no part: how long phases and ramp last follows from batch sizes and sequence lengths.
+    """
+    shapes: dict[StepShape, None] = {}
+    steps = tokens = 0
+    for number, phase in enumerate(config.blend.phases or [PhaseConfig()]):
+        length = phase.sequence_length or config.train.sequence_length
+        while True:
+            size, key, rise = _batch_size(config, number, phase, tokens)
+            share = -(-size // ranks)
+            micro = phase.micro_batch_size or config.train.micro_batch_size or share
+            shapes[
+                StepShape(
+                    key,
+                    _key(number, phase, "micro_batch_size"),
+                    _key(number, phase, "sequence_length"),
+                    size,
+                    length,
+                    min(micro, share),
+                    ranks,
+                )
+            ] = None
+            ends = [_steps_until(end, steps, tokens, size * length) for end in (phase.until, rise) if end is not None]
+            if not ends:
+                break
+            # A phase that ends before it begins is refused where the run is planned.
+            taken = max(0, min(ends))
+            steps, tokens = steps + taken, tokens + taken * size * length
+            if phase.until is not None and _steps_until(phase.until, steps, tokens, 1) <= 0:
+                break
+    return list(shapes)
+
+
+def _key(number: int, phase: PhaseConfig, name: str) -> str:
+    return f"train.{name}" if getattr(phase, name) is None else f"blend.phases.{number}.{name}"
+
+
+def _steps_until(until: Duration, steps: int, tokens: int, tokens_per_step: int) -> int:
+    if until.unit == "steps":
+        return until.count - steps
+    return -((tokens - until.count) // tokens_per_step)
+
+
+def _batch_size(config: Config, number: int, phase: PhaseConfig, tokens: int) -> tuple[int, str, Duration | None]:
+    """The batch size after so many tokens, its key, and until when it holds."""
+    full, key = phase.batch_size or config.train.batch_size, _key(number, phase, "batch_size")
+    ramp = config.train.batch_ramp
+    if ramp is None or tokens >= ramp.tokens:
+        return full, key, None
+    levels = (config.train.batch_size - ramp.start) // ramp.increment
+    level = tokens * levels // ramp.tokens
+    size = ramp.start + level * ramp.increment
+    if size >= full:
+        return full, key, None
+    end = Duration(count=-(-(level + 1) * ramp.tokens // levels), unit="tokens")
+    return size, "train.batch_ramp", end

@@ -1,0 +1,316 @@
+"""Pipeline parallelism: the order in which the stages of this process work on micro-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from pipeline.config.parallel import V_SHAPED, PipelineConfig
+from pipeline.data.batch import Batch
+from pipeline.train.model.attention import Context
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.parallel.compat import MicroBatchStage
+from pipeline.train.parallel.stages import Stage
+
+# On an error torch prints its whole table of actions; the exception says what is wrong.
+logging.getLogger(ScheduleGPipe.__module__).setLevel(logging.CRITICAL)
+
+_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL_STAGES = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class PipelineRunner:
+    """Runs the stages of this process on micro-batches, together with the other processes of the pipeline.
+
+    Shapes: B samples of a micro-batch, S positions, D width, V columns of the logits.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        parts: Sequence[Decoder],
+        mesh: DeviceMesh,
+        pipeline: PipelineConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        sequence_shards: int,
+    ) -> None:
+        """Every process of the pipeline calls this.
+
+        Args:
+            stages: Those of this process, in order.
+            parts: The module of each, sharded by `fully_shard`; with a zero-bubble schedule not resharded after
+                forward.
+            mesh: The axis of the pipeline.
+            pipeline: Schedule and number of stages.
+            device: Of this process.
+            dtype: Of the residual stream between stages.
+            sequence_shards: Of the residual stream a stage gets and gives one of so many parts along the sequence.
+        """
+        count = mesh.size() * len(stages)
+        assert len(stages) == pipeline.stages_per_rank == len(parts)
+        self._placement = _placement(mesh.size(), count, v_shaped=pipeline.schedule in V_SHAPED)
+        assert all(self._placement[stage.index] == mesh.get_local_rank() for stage in stages)
+        self._rank = mesh.get_local_rank()
+        self._group = mesh.get_group()
+        self._parts = {stage.index: part for stage, part in zip(stages, parts, strict=True)}
+        self._schedule = pipeline.schedule
+        self._device = device
+        self._dtype = dtype
+        self._sequence_shards = sequence_shards
+        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+        self._work: _Work | None = None
+        # NCCL connects the whole group in its first operation, and sends between some of its ranks would wait for all.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
+    def train(
+        self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Tensor, Batch], Tensor]
+    ) -> None:
+        """Forward and backward of all micro-batches; gradients add up in the parameters.
+
+        Args:
+            batches: This rank's micro-batches, on the device, all of one shape. Their number fits the schedule.
+            contexts: One for each.
+            objective: Logits [B, S, V] and batch -> fp32 scalar to minimize. Called where the last stage is.
+        """
+        shape = _common_shape(batches)
+        key = len(batches), shape
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(*key)
+        self._work = _Work(batches, contexts, objective)
+        try:
+            # The target is only there because the last stage has to have one.
+            self._schedules[key].step(target=torch.empty(len(batches)), return_outputs=False)
+        finally:
+            self._work = None
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Sequence[Batch], contexts: Sequence[Context], measure: Callable[[Tensor, Batch], None]
+    ) -> None:
+        """Forward of all; keeps nothing of it.
+
+        Args:
+            batches: This rank's micro-batches, on the device, all of one shape; any number.
+            contexts: One for each.
+            measure: Gets the logits [B, S, V] of each batch where the last stage is.
+        """
+        shape = self._stream_shape(_common_shape(batches))
+        arrived: dict[tuple[int, int], Tensor] = {}
+        receiving: dict[tuple[int, int], dist.Work] = {}
+        sending: dist.Work | None = None
+        for kind, stage, number in forward_order(self._placement, len(batches))[self._rank]:
+            here = stage, number
+            if kind == "receive":
+                arrived[here] = torch.empty(shape, dtype=self._dtype, device=self._device)
+                peer = self._placement[stage - 1]
+                receiving[here] = _started(dist.irecv(arrived[here], group=self._group, group_src=peer))
+                continue
+            if here in receiving:
+                receiving.pop(here).wait()
+            x = batches[number].tokens if stage == 0 else arrived.pop(here)
+            out = self._parts[stage](x, contexts[number])
+            if stage == len(self._placement) - 1:
+                measure(out, batches[number])
+            elif self._placement[stage + 1] == self._rank:
+                arrived[stage + 1, number] = out
+            else:
+                if sending is not None:  # so that what was sent is not kept for long
+                    sending.wait()
+                peer = self._placement[stage + 1]
+                sending = _started(dist.isend(out, group=self._group, group_dst=peer))
+        if sending is not None:
+            sending.wait()
+        for part in self._parts.values():
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _build_schedule(self, micro_batches: int, shape: torch.Size) -> Any:
+        """A schedule of torch for a number of micro-batches of a shape [B, S]; it is made once."""
+        stages = [self._build_stage(index, part, shape) for index, part in self._parts.items()]
+        # The loss is the last stage's output. A gradient is never scaled: the objective has the divisor in it.
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        if self._schedule in _ONE_STAGE:
+            return _ONE_STAGE[self._schedule](stages[0], micro_batches, **options)
+        return _SEVERAL_STAGES[self._schedule](stages, micro_batches, **options)  # type: ignore[arg-type]
+
+    def _build_stage(self, index: int, part: Decoder, shape: torch.Size) -> MicroBatchStage:
+        count = len(self._placement)
+        meta: dict[str, Any] = {"device": "meta", "requires_grad": True}
+        stream = torch.empty(self._stream_shape(shape), dtype=self._dtype, **meta)
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        return MicroBatchStage(
+            part,
+            index,
+            count,
+            self._device,
+            self._group,
+            example_input=tokens if index == 0 else stream,
+            example_output=torch.empty((), dtype=torch.float32, **meta) if index == count - 1 else stream,
+            tokens=self._tokens,
+            compute=lambda number, x: self._compute(part, number, x),
+        )
+
+    def _stream_shape(self, shape: torch.Size) -> tuple[int, int, int]:
+        """[B, S / sequence shards, D] for tokens of [B, S]."""
+        samples, positions = shape
+        assert positions % self._sequence_shards == 0
+        return samples, positions // self._sequence_shards, next(iter(self._parts.values())).spec.dim
+
+    def _tokens(self, number: int) -> Tensor:
+        assert self._work is not None
+        return self._work.batches[number].tokens
+
+    def _compute(self, part: Decoder, number: int, x: Tensor) -> Tensor:
+        """What a stage gives for a micro-batch in training: the residual stream, or the loss in the last one.
+
+        The logits are used up here, so that no schedule keeps them.
+        """
+        work = self._work
+        assert work is not None
+        out: Tensor = part(x, work.contexts[number])
+        if not part.part.last:
+            assert out.dtype == self._dtype, f"the residual stream is {out.dtype}"
+            return out.contiguous()
+        loss = work.objective(out, work.batches[number])
+        assert loss.shape == () and loss.dtype == torch.float32
+        return loss
+
+
+class TiedEmbedding:
+    """The embedding's weight where first and last stage have a copy each, with equal values and gradients."""
+
+    def __init__(self, stages: Sequence[Stage], parts: Mapping[int, Decoder], mesh: DeviceMesh) -> None:
+        """Finds the copies.
+
+        Args:
+            stages: All of the pipeline, first to last; more than one.
+            parts: By index of the stage, those of this process.
+            mesh: The axis of the pipeline.
+        """
+        first, last = stages[0], stages[-1]
+        self._copies: list[Tensor] = [
+            parts[stage.index].embedding.weight for stage in (first, last) if stage.index in parts
+        ]
+        self._other = {first.rank: last.rank, last.rank: first.rank}.get(mesh.get_local_rank())
+        self._group = mesh.get_group()
+        self.counted_elsewhere: Tensor | None = self._copies[-1] if last.index in parts else None
+        """The last stage's copy, if it is here: a norm over the model's gradients must not count it."""
+
+    @torch.no_grad()
+    def share_gradients(self) -> None:
+        """Both copies get the sum of their gradients, with the same bits. Once a step, after all backward passes.
+
+        Every process of the pipeline may call this; those in between do nothing.
+        """
+        mine = [_local_gradient(copy) for copy in self._copies]
+        if not mine or mine[0].numel() == 0:
+            return
+        if len(mine) == 2:
+            mine[0].add_(mine[1])
+            mine[1].copy_(mine[0])
+            return
+        theirs = torch.empty_like(mine[0])
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine[0], group=self._group, group_peer=self._other),
+                dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=self._other),
+            ]
+        ):
+            work.wait()
+        mine[0].add_(theirs)  # a + b has the same bits as b + a
+
+
+class Action(NamedTuple):
+    """Something that a rank does in a forward-only pass."""
+
+    kind: Literal["forward", "receive"]
+    """`forward` sends its output on, and `receive` gets the input of a later one."""
+    stage: int
+    micro_batch: int
+
+
+def forward_order(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
+    """What each rank does, in order, to take micro-batches through stages placed in any way on ranks.
+
+    In every time step a rank runs its last stage that has an input, so that little is under way. A receive stands
+    where the other rank sends: between two ranks, sends and receives have one order, which no backend can deadlock on.
+
+    Args:
+        placement: The rank of each stage.
+        micro_batches: Their number.
+
+    Returns:
+        Actions by rank.
+    """
+    ranks = max(placement) + 1
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    done = [0] * len(placement)  # micro-batches that each stage has finished
+    while done[-1] < micro_batches:
+        before = list(done)
+        for rank in range(ranks):
+            for stage in reversed(range(len(placement))):
+                ready = micro_batches if stage == 0 else before[stage - 1]
+                if placement[stage] == rank and before[stage] < ready:
+                    orders[rank].append(Action("forward", stage, before[stage]))
+                    if stage + 1 < len(placement) and placement[stage + 1] != rank:
+                        orders[placement[stage + 1]].append(Action("receive", stage + 1, before[stage]))
+                    done[stage] += 1
+                    break
+    return orders
+
+
+class _Work(NamedTuple):
+    """What a call of `train` is about."""
+
+    batches: Sequence[Batch]
+    contexts: Sequence[Context]
+    objective: Callable[[Tensor, Batch], Tensor]
+
+
+def _placement(ranks: int, stages: int, *, v_shaped: bool) -> list[int]:
+    """The rank of each stage: round and round, or there and back."""
+    if not v_shaped:
+        return [index % ranks for index in range(stages)]
+    assert stages == 2 * ranks
+    return [*range(ranks), *reversed(range(ranks))]
+
+
+def _common_shape(batches: Sequence[Batch]) -> torch.Size:
+    shapes = {batch.tokens.shape for batch in batches}
+    assert len(shapes) == 1, f"micro-batches of one call have one shape, not {sorted(shapes)}"
+    return shapes.pop()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the pipeline's group"
+    return work
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None, "tied embeddings are shared after the backward passes"
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

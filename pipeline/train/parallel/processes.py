@@ -1,0 +1,239 @@
+"""The processes of a run as a group: joining it, telling one another small things, leaving it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config.run import TimeLimitsConfig
+from pipeline.errors import EXIT_NUMERICAL, EXIT_OK, EXIT_STOPPED, MachineError, RankFailed, UserError, exit_code
+from pipeline.train.parallel.rank import Processes, of_environment, record_error
+
+__all__ = [
+    "Processes",
+    "barrier",
+    "cpu_group",
+    "gather",
+    "join",
+    "joined",
+    "leave",
+    "of_environment",
+    "record_error",
+    "share",
+]
+
+T = TypeVar("T")
+
+_AGREED = (EXIT_OK, EXIT_STOPPED, EXIT_NUMERICAL)
+"""Ends that all ranks come to at the same step."""
+_LEAVING = timedelta(seconds=60)
+"""How long those who leave wait for one another: for a rank that still closes its files or trackers."""
+
+
+class _Joined:
+    """What `join` made. torch has one process group in a process, and so it is one here."""
+
+    store: Any = None
+    cpu_group: dist.ProcessGroup | None = None
+
+
+def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
+    """Make the process group, over NCCL between GPUs and over gloo between CPUs; once in a process.
+
+    A process of its own needs no port. Several meet at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        UserError: the ranks do not agree on how many they are, or two have the same number.
+        MachineError: the port is taken, rank 0 cannot be reached, or some rank does not come in time.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if processes.world_size == 1:
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        # Less than the watchdog waits, which would not know who is missing.
+        store = _meet(processes, timedelta(seconds=0.8 * limits.init_seconds))
+    # Our own watchdog knows the phases. It comes first, so that a hang is told with the stacks of all ranks.
+    timeout = timedelta(seconds=max(limits.model_dump().values()) + 120)
+    store.set_timeout(timeout)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=processes.rank, world_size=processes.world_size, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise MachineError(
+            f"rank {processes.rank} could not connect to the other ranks over {backend} ({_first_line(error)}); where "
+            "the machine has several networks, name the right one in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        ) from error
+    _Joined.store = store
+    _Joined.cpu_group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else None
+
+
+def _meet(processes: Processes, wait: timedelta) -> Any:
+    """A store that all ranks are connected to, and that has seen each of them once."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(
+            f"WORLD_SIZE is {processes.world_size}, so MASTER_ADDR and MASTER_PORT must name where rank 0 is, but they "
+            f"are {address or 'not set'} and {port or 'not set'}; start the processes with torchrun or launch.processes"
+        )
+    # torchrun may have a store of its own at this address; then rank 0 does not open one.
+    server = processes.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where = f"{address}:{port}"
+    try:
+        tcp = dist.TCPStore(  # type: ignore[attr-defined]
+            address, int(port), None, is_master=server, timeout=wait, wait_for_workers=False, multi_tenant=True
+        )
+    except (RuntimeError, ValueError) as error:
+        if server and (os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)):
+            raise MachineError(
+                f"rank 0 cannot listen at {where}: another program does, perhaps an earlier run that has not ended; "
+                "set MASTER_PORT (--master-port) to a free port"
+            ) from error
+        raise MachineError(
+            f"rank {processes.rank} on {socket.gethostname()} could not reach rank 0 at {where} within "
+            f"{wait.total_seconds():.0f} s ({_first_line(error)}); is it running there, and may these machines connect "
+            "to that port? launch.time_limits.init_seconds is the time to wait"
+        ) from error
+    # Starts over where torchrun starts all ranks again.
+    store = dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)  # type: ignore[attr-defined]
+    for name, value in (("WORLD_SIZE", processes.world_size), ("LOCAL_WORLD_SIZE", processes.local_world_size)):
+        others = int(store.compare_set(name, "", str(value)))
+        if others != value:
+            raise UserError(
+                f"rank {processes.rank} on {socket.gethostname()} has {name}={value}, but another rank has {others}; "
+                "start the same number of processes on every node, all with the same numbers"
+            )
+    if store.add(f"rank {processes.rank}", 1) > 1:
+        raise UserError(
+            f"two processes have RANK={processes.rank}, the second one is on {socket.gethostname()}; give every "
+            "process a rank of its own (torchrun: a --node-rank of its own to every node)"
+        )
+    missing = [f"rank {rank}" for rank in range(processes.world_size)]
+    try:
+        store.wait(missing, wait)
+    except RuntimeError:
+        missing = [name for name in missing if not store.check([name])]
+        raise MachineError(
+            f"only {processes.world_size - len(missing)} of {processes.world_size} ranks came to {where} within "
+            f"{wait.total_seconds():.0f} s; missing: {', '.join(missing[:20])}. Look at their logs; "
+            "launch.time_limits.init_seconds is the time to wait"
+        ) from None
+    return store
+
+
+def cpu_group() -> dist.ProcessGroup:
+    """All ranks, connected by gloo also where tensors go over NCCL."""
+    group = _Joined.cpu_group or dist.group.WORLD
+    assert group is not None, "join() comes first"
+    return group
+
+
+def share(make: Callable[[], T]) -> T:
+    """Call `make` on rank 0 and give its value to all; every rank calls this.
+
+    Args:
+        make: Returns what JSON can hold. Tuples come back as lists, also on rank 0.
+
+    Raises:
+        RankFailed: on the other ranks, where it raised on rank 0; with the exit code of that error.
+    """
+    if _world() == 1:
+        return make()
+    if dist.get_rank() != 0:
+        code, text = _broadcast(None)
+        if code:
+            raise RankFailed("rank 0 has failed; its message says why", code)
+        return json.loads(text)  # type: ignore[no-any-return]
+    try:
+        text = json.dumps(make())
+    except BaseException as error:
+        _broadcast((exit_code(error) or 1, ""))
+        raise
+    _broadcast((0, text))
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _broadcast(what: tuple[int, str] | None) -> tuple[int, str]:
+    """A number and a text of rank 0, which the others pass None for."""
+    group = cpu_group()
+    data = bytearray(what[1].encode()) if what else bytearray()
+    head = torch.tensor([what[0] if what else 0, len(data)])
+    dist.broadcast(head, 0, group)
+    code, size = head.tolist()
+    body = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
+    if size:
+        dist.broadcast(body, 0, group)
+    return code, body.numpy().tobytes().decode()
+
+
+def gather(value: Any) -> list[Any] | None:
+    """The values of all ranks by rank, on rank 0; None on the others. Every rank calls this.
+
+    Args:
+        value: What JSON can hold.
+    """
+    if _world() == 1:
+        return [value]
+    group, rank, world = cpu_group(), dist.get_rank(), _world()
+    data = bytearray(json.dumps(value).encode())  # never empty
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group)
+    longest = max(int(size) for size in sizes)
+    body = torch.zeros(longest, dtype=torch.uint8)
+    body[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)] if rank == 0 else None
+    dist.gather(body, found, 0, group)
+    if found is None:
+        return None
+    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(found, sizes, strict=True)]
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if _world() > 1:
+        # Not dist.barrier(), which goes over the GPUs where there are some.
+        dist.all_reduce(torch.zeros(1), group=cpu_group())
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def joined() -> bool:
+    """Whether this process is one of several that are connected; it then ends through `leave`."""
+    return _world() > 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, which has joined the others, with an exit code.
+
+    An end that all have agreed on is waited for, within limits: launchers kill the other ranks as soon as one has left
+    with a code that is not 0, and rank 0 has more to close than the others.
+    """
+    if code in _AGREED and _Joined.store is not None and _world() > 1:
+        with suppress(Exception):  # those who are gone need not be waited for
+            _Joined.store.set(f"left {dist.get_rank()}", "")
+            _Joined.store.wait([f"left {rank}" for rank in range(_world())], _LEAVING)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    # The ordinary way joins the threads of gloo and NCCL, which now and then aborts or hangs.
+    os._exit(code)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", maxsplit=1)[0][:300]

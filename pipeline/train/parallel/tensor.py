@@ -1,0 +1,230 @@
+"""Tensor parallelism (Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022) of a decoder.
+
+Each rank of the tp axis has some attention heads, some columns of the feed-forward part and some rows of the
+vocabulary; norms and the position embedding are whole on each. Every parameter becomes a DTensor on the tp mesh, so
+that `fully_shard` finds one mesh for all of them; between the modules activations are plain local tensors:
+
+- the residual stream is [B, S, D], equal on all ranks, or with sequence parallelism [B, S/tp, D], one piece a rank;
+- a mixer and an mlp collect their input once, and sum their output once: an all-reduce backward and one forward, or
+  with sequence parallelism an all-gather and a reduce-scatter of the same total size;
+- logits are [B, S, V/tp], for `token_loss` with a `VocabShard`.
+
+The gradient of a parameter that is cut is complete on its rank. One that is whole on all ranks is complete where all
+ranks saw all tokens and heads; otherwise it is a sum over tp, which autograd leaves as a `Partial` DTensor and
+`fully_shard` carries out before it reduces the gradient over its own mesh: norms and positions with sequence
+parallelism, the norms of queries and keys, and shared keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from pipeline.train.model.attention import Attention
+from pipeline.train.model.block import Block
+from pipeline.train.model.config import AttentionSpec
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.head import Head
+
+
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Cut a decoder, or a part of one, over `mesh`, in place.
+
+    Heads, `ffn_dim` and the padded vocabulary must be multiples of the mesh's size; `kv_heads` may also divide it. With
+    sequence parallelism the length of every sequence must be a multiple too. The parts cannot be used with caches.
+
+    Args:
+        model: On the meta device. Afterwards every parameter is a DTensor on `mesh`, its name and global shape kept.
+        mesh: The tp axis, of more than one process.
+        sequence_parallel: Cut the residual stream along the sequence.
+    """
+    stream = Shard(1) if sequence_parallel else Replicate()
+    for block in model.layers.values():
+        _cut_block(cast(Block, block), mesh, stream)
+    if hasattr(model, "embedding"):
+        model.set_submodule("embedding", VocabParallelEmbedding(model.embedding, mesh, stream))
+    if hasattr(model, "position_embedding"):
+        parallelize_module(model.position_embedding, mesh, _WholeParameters(stream, cut_input=True))
+    if model.part.last:
+        parallelize_module(model.norm, mesh, _WholeParameters(stream))
+        parallelize_module(model.head, mesh, _VocabParallelHead(stream))
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and parameter.device_mesh == mesh, f"{name} has no place on the tp mesh"
+
+
+def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
+    spec = block.mixer.spec
+    tp = mesh.size()
+    # torch would cut unevenly, and then take all pieces to be as large as its own.
+    assert spec.heads % tp == 0 and block.mlp.w1.out_features % tp == 0, (spec, tp)
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=stream)
+    plan: dict[str, ParallelStyle] = {
+        "mixer_norm": _WholeParameters(stream),
+        # A DTensor goes to the projections, and not a local tensor, so that their gradients are added before one sum
+        # over tp. The other two arguments are context and state.
+        "mixer": PrepareModuleInput(
+            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "mixer.wq": columns,
+        "mixer.wo": rows,
+        "mlp_norm": _WholeParameters(stream),
+        "mlp": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        "mlp.w1": columns,
+        "mlp.w2": rows,
+    }
+    if block.mlp.gated:
+        plan["mlp.w3"] = columns
+    if spec.qk_norm is not None:
+        plan["mixer.q_norm"] = plan["mixer.k_norm"] = _WholeParameters(Shard(2))  # each rank has heads of [B, S, H, E]
+    if spec.kv_heads % tp == 0:
+        plan["mixer.wk"] = plan["mixer.wv"] = columns
+    else:
+        _share_keys_and_values(block.mixer, spec, mesh)
+    parallelize_module(block, mesh, plan)
+
+
+def _share_keys_and_values(mixer: Attention, spec: AttentionSpec, mesh: DeviceMesh) -> None:
+    assert mesh.size() % spec.kv_heads == 0, (spec.kv_heads, mesh.size())
+    # Consecutive query heads share a key head, so those of one rank need one.
+    head = mesh.get_local_rank() * spec.kv_heads // mesh.size()
+    rows = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
+    mixer.set_submodule("wk", SharedHeads(mixer.wk, rows, mesh))
+    mixer.set_submodule("wv", SharedHeads(mixer.wv, rows, mesh))
+
+
+def _distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    # src_data_rank=None: nothing is sent, each rank takes its piece of what it has (here meta tensors).
+    return nn.Parameter(distribute_tensor(parameter, mesh, [placement], src_data_rank=None))
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, _distributed(parameter, mesh, placement))
+
+
+class _WholeParameters(ParallelStyle):
+    """Every rank has the module's parameters whole, and runs it on its own piece of the input, or on all of it.
+
+    If the input is cut, the gradients of the parameters are sums over the ranks.
+
+    Args:
+        layout: What the local input is of the whole one, and the local output of the whole output.
+        cut_input: The input comes whole, and this rank's piece has to be taken from it.
+    """
+
+    def __init__(self, layout: Placement, *, cut_input: bool = False) -> None:
+        super().__init__()
+        self._layout = layout
+        self._comes_as = Replicate() if cut_input else layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+            whole = DTensor.from_local(inputs[0], device_mesh, [self._comes_as], run_check=False)
+            return whole.redistribute(placements=[self._layout])
+
+        def leave(_module: nn.Module, _inputs: tuple[DTensor], output: DTensor) -> Tensor:
+            return output.to_local()
+
+        _distribute(module, device_mesh, Replicate())
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module
+
+
+class _VocabParallelHead(ParallelStyle):
+    """Every rank has some rows of the head's weight, which may be the embedding's, and makes their logits.
+
+    The input is gathered if it is cut along the sequence. Each rank knows the part of its gradient that its own logits
+    have; the sum over the ranks is the gather's backward.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Tensor, DTensor]) -> tuple[Tensor, Tensor]:
+            x = DTensor.from_local(inputs[0], device_mesh, [self._stream], run_check=False)
+            x = x.redistribute(placements=[Replicate()])
+            return x.to_local(grad_placements=[Partial()]), inputs[1].to_local()
+
+        assert isinstance(module, Head)
+        module.first_row = _first_row(module.spec.vocab_padded, device_mesh)
+        _distribute(module, device_mesh, Shard(0))
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+def _first_row(vocab_padded: int, mesh: DeviceMesh) -> int:
+    assert vocab_padded % mesh.size() == 0, (vocab_padded, mesh.size())
+    return mesh.get_local_rank() * vocab_padded // mesh.size()
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which every rank has some rows: it looks up those it has, and the results are summed.
+
+    torch's `RowwiseParallel` does the same, but every rank then makes the gradient of the whole table.
+
+    Shapes: B batch, S positions, D width.
+    """
+
+    def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh, stream: Placement) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._stream = stream
+        self._first_row = _first_row(embedding.num_embeddings, mesh)
+        self.weight = _distributed(embedding.weight, mesh, Shard(0))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] -> [B, S, D], or this rank's [B, S/tp, D] with sequence parallelism."""
+        assert self._stream.is_replicate() or tokens_BS.shape[1] % self._mesh.size() == 0, (
+            "a sequence that tp cannot cut"
+        )
+        weight_VD = cast(DTensor, self.weight).to_local()
+        rows_BS = tokens_BS - self._first_row
+        elsewhere_BS = (rows_BS < 0) | (rows_BS >= weight_VD.shape[0])
+        own_BSD = F.embedding(rows_BS.masked_fill(elsewhere_BS, 0), weight_VD)
+        own_BSD = own_BSD.masked_fill(elsewhere_BS[..., None], 0)
+        sum_BSD = DTensor.from_local(own_BSD, self._mesh, [Partial()], run_check=False)
+        # The product is of a kind of its own while the sum is under way, and a compiled block that gets it loses its
+        # gradient (2.13); any operation on it ends that, but not `wait`.
+        return sum_BSD.redistribute(placements=[self._stream]).to_local() * 1
+
+
+class SharedHeads(nn.Module):
+    """A projection to fewer key or value heads than ranks: all ranks have all of it, and each computes one head.
+
+    Its gradients, and that of the input, are sums over the ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, rows: slice, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._rows = rows
+        self.weight = _distributed(linear.weight, mesh, Replicate())
+        self.bias = None if linear.bias is None else _distributed(linear.bias, mesh, Replicate())
+
+    def forward(self, x_BSD: DTensor) -> Tensor:
+        """[B, S, D], whole on every rank -> this rank's head [B, S, E]."""
+        bias = None if self.bias is None else self._own(self.bias)
+        return F.linear(x_BSD.to_local(grad_placements=[Partial()]), self._own(self.weight), bias)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        return cast(DTensor, parameter).to_local(grad_placements=[Partial()])[self._rows]

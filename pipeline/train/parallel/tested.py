@@ -1,0 +1,179 @@
+"""The combinations of parallelism that are tested. Training refuses all others.
+
+`tests/parallel` trains with each row and compares losses, gradients and weights with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, ScheduleName
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.schedules import SCHEDULES
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)
+_WITHOUT_ZERO_BUBBLE = tuple(name for name in _ALL if name not in ZERO_BUBBLE)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What two layouts have in common if they take the same ways through the program: all but the degrees.
+
+    Families of models are not part of it; the tests of a kind alternate between them.
+    """
+
+    axes: frozenset[str]
+    """Axes with more than one process."""
+    sequence_parallel: bool | None
+    """None without tp."""
+    schedule: ScheduleName | None
+    """None without pp."""
+    reshard: bool | None
+    """Whether whole weights are given back after forward; None without dp_shard."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, layout: Layout) -> Kind:
+        """The kind of a layout."""
+        axes = frozenset(axis for axis, degree in layout.degrees.items() if degree > 1)
+        reshard = parallel.reshard_after_forward
+        return cls(
+            axes,
+            parallel.sequence_parallel if "tp" in axes else None,
+            parallel.pipeline.schedule if "pp" in axes else None,
+            (("pp" not in axes) if reshard is None else reshard) if "dp_shard" in axes else None,
+        )
+
+    def changes(self, to: Kind) -> list[str]:
+        """The settings that make another kind of this one."""
+        changes = [f"parallel.{axis}=1" for axis in _AXES if axis in self.axes - to.axes]
+        changes += [f"parallel.{axis} above 1" for axis in _AXES if axis in to.axes - self.axes]
+        if to.sequence_parallel not in (None, self.sequence_parallel):
+            changes.append(f"parallel.sequence_parallel={str(to.sequence_parallel).lower()}")
+        if to.schedule not in (None, self.schedule):
+            changes.append(f"parallel.pipeline.schedule={to.schedule}")
+        if to.reshard not in (None, self.reshard):
+            changes.append(f"parallel.reshard_after_forward={str(to.reshard).lower()}")
+        return changes
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A layout that is tested."""
+
+    layout: Layout
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+    sequence_parallel: bool = True
+    reshard_after_forward: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """Like `pp2-1f1b-fsdp2-tp2`."""
+        layout, kind = self.layout, self.kind
+        words = [f"pp{layout.pp}-{self.schedule}"] if layout.pp > 1 else []
+        if self.virtual_stages is not None:
+            words.append(f"v{self.virtual_stages}")
+        if self.layers_per_stage is not None:
+            words.append("layers_" + "_".join(map(str, self.layers_per_stage)))
+        if layout.dp > 1:
+            word = f"hsdp{layout.dp_replicate}x{layout.dp_shard}"
+            word = f"fsdp{layout.dp_shard}" if layout.dp_replicate == 1 else word
+            words.append(f"ddp{layout.dp_replicate}" if layout.dp_shard == 1 else word)
+        if kind.reshard is not None:
+            words.append("reshard" if kind.reshard else "keep")
+        if layout.tp > 1:
+            words.append(f"tp{layout.tp}" + ("" if self.sequence_parallel else "-no_sp"))
+        return "-".join(words)
+
+    @property
+    def kind(self) -> Kind:
+        """What it stands for."""
+        return Kind.of(self.parallel, self.layout)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The `parallel:` section of a run file with it."""
+        pipeline: dict[str, Any] = {"schedule": self.schedule, "virtual_stages": self.virtual_stages}
+        if self.layers_per_stage is not None:
+            pipeline["layers_per_stage"] = list(self.layers_per_stage)
+        return ParallelConfig.model_validate(
+            {
+                **self.layout.degrees,
+                "sequence_parallel": self.sequence_parallel,
+                "reshard_after_forward": self.reshard_after_forward,
+                "pipeline": pipeline if self.layout.pp > 1 else {},
+            }
+        )
+
+    @property
+    def layers(self) -> int:
+        """Layers of a model that can be cut so: those that are given, or one a stage and four at least."""
+        if self.layers_per_stage is not None:
+            return sum(self.layers_per_stage)
+        return max(4, self.layout.pp * self.parallel.pipeline.stages_per_rank)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step on one rank that it can be tried with: those that every schedule takes."""
+        return 2 * self.layout.pp
+
+
+def _rows() -> Iterator[Combination]:
+    def layout(**degrees: int) -> Layout:
+        return Layout(**degrees)
+
+    # One axis, and the two data axes.
+    for tp in (2, 4):
+        for sp in (True, False):
+            yield Combination(layout(tp=tp), sequence_parallel=sp)
+    data = {"fsdp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2}, "ddp2": {"dp_replicate": 2}}
+    for degrees in ({"dp_shard": 2}, {"dp_shard": 4}, data["hsdp"]):
+        for reshard in (True, False):
+            yield Combination(layout(**degrees), reshard_after_forward=reshard)
+    yield Combination(layout(dp_replicate=2))
+    for pp in (2, 4):
+        for schedule in _ALL:
+            yield Combination(layout(pp=pp), schedule)
+    # Uneven stages: without layers at both ends, three on a rank, unequal in a V.
+    yield Combination(layout(pp=2), "1f1b", layers_per_stage=(3, 1))
+    yield Combination(layout(pp=4), "1f1b", layers_per_stage=(0, 3, 1, 0))
+    yield Combination(layout(pp=2), "interleaved_1f1b", virtual_stages=3, layers_per_stage=(1, 2, 1, 1, 2, 0))
+    yield Combination(layout(pp=2), "zbv", layers_per_stage=(1, 2, 1, 1))
+    # Tensor and data parallel.
+    for sp in (True, False):
+        for degrees in (data["fsdp2"], data["hsdp"]):
+            for reshard in (True, False):
+                yield Combination(layout(**degrees, tp=2), sequence_parallel=sp, reshard_after_forward=reshard)
+        yield Combination(layout(dp_replicate=2, tp=2), sequence_parallel=sp)
+    # Pipelines with others: every schedule; weights kept, as is the default.
+    for schedule in _ALL:
+        for degrees in data.values():
+            yield Combination(layout(pp=2, **degrees), schedule)
+        yield Combination(layout(pp=2, tp=2), schedule)
+        yield Combination(layout(pp=2, dp_shard=2, tp=2), schedule)
+        yield Combination(layout(pp=2, dp_replicate=2, tp=2), schedule)
+    # Weights gathered again for every pass, where the schedule allows it.
+    for schedule in _WITHOUT_ZERO_BUBBLE:
+        yield Combination(layout(pp=2, dp_shard=2), schedule, reshard_after_forward=True)
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        yield Combination(layout(pp=2, dp_shard=2, tp=2), schedule, reshard_after_forward=True)
+        yield Combination(layout(pp=2, dp_replicate=2, dp_shard=2, tp=2), schedule)
+    yield Combination(layout(pp=2, tp=2), "1f1b", sequence_parallel=False)
+    yield Combination(layout(pp=2, dp_shard=2, tp=2), "1f1b", sequence_parallel=False)
+
+
+TESTED: tuple[Combination, ...] = tuple(_rows())
+"""One row a test."""
+
+
+def nearest_tested(kind: Kind) -> list[str]:
+    """What to change, in words, to come to the tested kinds that differ least; empty if the kind itself is tested."""
+    kinds = {row.kind for row in TESTED} | {Kind(frozenset(), None, None, None)}
+    if kind in kinds:
+        return []
+    ways = sorted({tuple(kind.changes(other)) for other in kinds}, key=lambda way: (len(way), way))
+    return [" and ".join(way) for way in ways if len(way) == len(ways[0])]

@@ -1,0 +1,383 @@
+"""Training on several processes of this machine: torch's elastic agent starts them, we watch and tell how they ended.
+
+The first one that fails ends all. A signal to this process is handed on to the ranks, which agree at a step, save and
+leave; nothing here ends them in that case. However this process ends, no rank outlives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import orjson
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from pipeline.config import Config
+from pipeline.config.load import RUN_FILE, dump
+from pipeline.data import store
+from pipeline.errors import EXIT_OTHER, EXIT_STOPPED, MachineError, RankFailed, Stopped, UserError
+from pipeline.train.parallel.compat import WatchedAgent
+from pipeline.train.parallel.rank import LAUNCHER, ErrorRecord, read_error
+from pipeline.train.parallel.rules import check_layout
+
+RANK_COMMAND = (sys.executable, "-m", "pipeline", "train")
+"""What a rank runs, before the run file."""
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+_TAKEN_BY_TORCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_AFTER_FAILURE = 5.0
+"""Seconds that the other ranks have to end by themselves, time enough for rank 0 to note how far it came."""
+_AFTER_CONSEQUENCE = 30.0
+"""The same where the ones that ended name another that has failed, which is yet to say why."""
+_AFTER_STOP = 90.0
+"""The same where they have agreed on a stop: longer than the last rank may take to close its files."""
+_AFTER_KILL = 30.0
+"""Seconds after which a rank that the kernel does not let die is left behind."""
+_TAIL = 20
+"""Lines of the log of a rank that has left no message."""
+
+
+def launch_training(config: Config, processes: int) -> int:
+    """Train on processes of this machine, `pipeline train` in each; returns the steps trained in all.
+
+    Raises:
+        UserError: the layout or the machine does not fit so many processes. Nothing was started.
+        RankFailed: a rank did not end well.
+        Stopped: a signal came before the ranks listened.
+        KeyboardInterrupt: a second Ctrl-C came; all ranks were killed.
+    """
+    check_layout(config, processes)
+    check_devices(config.launch.device, processes)
+    logs = _log_folder(config.run.dir / "logs")
+    # A copy, so that all ranks read the same, whatever is edited meanwhile.
+    run_file = logs / RUN_FILE
+    store.put(run_file, dump(config).encode())
+    exit_file = config.run.dir / "exit.json"
+    start = time.time()
+    try:
+        launch([*RANK_COMMAND, str(run_file)], processes, logs)
+    except RankFailed as failure:
+        if not failure.said:
+            _correct(exit_file, failure, start)
+        raise
+    return int(orjson.loads(exit_file.read_bytes())["step"])
+
+
+def check_devices(wanted: str, processes: int) -> None:
+    """A `UserError` where `launch.device` means GPUs and there are too few of them for a process each."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return
+    there = torch.cuda.device_count()
+    if there < processes:
+        what = f"set launch.processes={there} and a layout (parallel:) that fits, or " if there > 1 else ""
+        raise UserError(
+            f"launch.processes is {processes}, a GPU each, but torch sees {there} here (launch.device={wanted}); "
+            f"{what}use launch.device=cpu, or a machine with {processes} GPUs"
+        )
+
+
+def launch(command: Sequence[str], processes: int, logs: Path) -> None:
+    """Run a command on several ranks to its end; rank 0 has this process's terminal, the others a log each.
+
+    Args:
+        command: Program and arguments. It should call `begin_rank` first.
+        processes: How many.
+        logs: An existing folder for `rank-0001.log` and so on, and what ranks write of their errors.
+
+    Raises:
+        RankFailed: with the message and exit code of the rank that failed first.
+        Stopped: a signal came before the ranks listened.
+        KeyboardInterrupt: a second Ctrl-C came; all ranks were killed.
+    """
+    ranks = _Ranks(processes, logs)
+    signals = _Signals(ranks)
+
+    def started(pids: dict[int, int]) -> None:
+        signals.listen()  # torch has just put its own handlers, which would end all ranks
+        ranks.start(pids)
+
+    with signals, _quiet(logs / "launcher.log"):
+        try:
+            spec = WorkerSpec(
+                role="train",
+                local_world_size=processes,
+                entrypoint=command[0],
+                args=tuple(command[1:]),
+                rdzv_handler=get_rendezvous_handler(
+                    # Port 0: the store is here and takes a free port.
+                    RendezvousParameters("c10d", "localhost:0", f"launch-{os.getpid()}", 1, 1, local_addr="localhost")
+                ),
+                max_restarts=0,
+                monitor_interval=0.1,
+                local_addr="localhost",
+            )
+            try:
+                WatchedAgent(spec, _Logs(logs), started, ranks.have_ended).run()
+            finally:
+                spec.rdzv_handler.shutdown()
+        except SignalException as interrupted:
+            ranks.forward(interrupted.sigval)
+        except (RendezvousError, OSError) as error:
+            raise MachineError(f"the {processes} processes could not be started: {error}") from error
+        finally:
+            ranks.kill()
+    _judge(ranks, logs)
+
+
+class _Ranks:
+    """The processes that were started: how each ended, and the end of all when one has failed."""
+
+    def __init__(self, number: int, logs: Path) -> None:
+        self.number = number
+        self._logs = logs
+        self.codes: dict[int, int] = {}
+        """By rank, of those that have ended by themselves; of one that a signal ended minus its number."""
+        self.times: dict[int, float] = {}
+        """When that was noticed, in seconds since 1970."""
+        self.forwarded: set[int] = set()
+        """Signals that were handed on."""
+        self._pids: dict[int, int] = {}
+        self._running: set[int] = set()
+        self._kill_at: float | None = None
+        self._killed_at: float | None = None
+
+    def start(self, pids: Mapping[int, int]) -> None:
+        """They run now."""
+        self._pids = dict(pids)
+        self._running = set(pids)
+        for number in self.forwarded:  # it came while they were started
+            self._send(number)
+
+    def have_ended(self) -> bool:
+        """Look at each of them; True when none runs any more. None is reaped, so that no pid can be another's."""
+        for rank in sorted(self._running):
+            code = _exit_status(self._pids[rank])
+            if code is None:
+                continue
+            self._running.remove(rank)
+            if self._killed_at is None:
+                self.codes[rank], self.times[rank] = code, time.time()
+            if code != 0:
+                at = time.monotonic() + self._patience(rank, code)
+                self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+        now = time.monotonic()
+        if self._running and self._killed_at is None and self._kill_at is not None and now > self._kill_at:
+            self.kill()
+        stuck = self._killed_at is not None and now > self._killed_at + _AFTER_KILL
+        if self._running and not stuck:
+            return False
+        if any(self.codes.values()):
+            self.kill()  # the children of ranks that had no time to end theirs
+        self._running, self._pids = set(), {}  # from now on these numbers may be other processes'
+        return True
+
+    def _patience(self, rank: int, code: int) -> float:
+        """Seconds that the others have when this one has ended badly."""
+        if code == EXIT_STOPPED:
+            return _AFTER_STOP
+        record = read_error(_error_file(self._logs, rank))
+        return _AFTER_CONSEQUENCE if record is not None and record.consequence else _AFTER_FAILURE
+
+    def forward(self, number: int) -> None:
+        """Hand a signal on."""
+        self.forwarded.add(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for rank in self._running:
+            with suppress(ProcessLookupError):
+                os.kill(self._pids[rank], number)
+
+    def kill(self) -> None:
+        """End all that still run, and what they have started."""
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
+            for pid in self._pids.values():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+def _exit_status(pid: int) -> int | None:
+    """Exit code or minus signal of a child that has ended, else None; it stays to be reaped."""
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None or info.si_pid == 0:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+class _Signals:
+    """A context manager that hands signals on to the ranks."""
+
+    def __init__(self, ranks: _Ranks) -> None:
+        self._ranks = ranks
+        self._before = {number: signal.getsignal(number) for number in {*_FORWARDED, *_TAKEN_BY_TORCH}}
+        self._here = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        self.listen()
+
+    def __exit__(self, *_: object) -> None:
+        if self._here:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def listen(self) -> None:
+        """Put our handlers in place."""
+        if self._here:
+            for number, handler in self._before.items():
+                signal.signal(number, self._on_signal if number in _FORWARDED else handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if number in self._ranks.forwarded:
+                self._ranks.kill()
+                raise KeyboardInterrupt
+            with suppress(OSError):
+                os.write(2, b"\nStopping after this step; once more ends all ranks at once.\n")
+        self._ranks.forward(number)
+
+
+class _Logs(LogsSpecs):
+    """Where the output of each rank goes, and what its environment has besides torch's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        logs = {rank: str(_log(self._folder, rank)) if rank else "" for rank in envs}
+        errors = {rank: str(_error_file(self._folder, rank)) for rank in envs}
+        for rank, environment in envs.items():
+            environment["TORCHELASTIC_ERROR_FILE"] = errors[rank]
+            environment[LAUNCHER] = str(os.getpid())
+            if "GLOO_SOCKET_IFNAME" not in os.environ and Path("/sys/class/net/lo").exists():
+                environment["GLOO_SOCKET_IFNAME"] = "lo"  # works whatever the host's name resolves to
+            if rank:
+                environment["PYTHONUNBUFFERED"] = "1"  # the last lines before a kill count
+        return LogsDest(stdouts=logs, stderrs=logs, error_files=errors)
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:04d}.log"
+
+
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:04d}.error.json"
+
+
+@contextmanager
+def _quiet(file: Path) -> Iterator[None]:
+    """What torch's agent logs goes to a file; the terminal gets our own words."""
+    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(file, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+        logger.propagate = before
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    code: int
+    time: float
+    record: ErrorRecord | None
+
+    @property
+    def consequence(self) -> bool:
+        return self.record is not None and self.record.consequence
+
+    @property
+    def order(self) -> tuple[float, bool, int]:
+        """The earliest comes first; an abort may be how a connection was lost."""
+        return (self.record.time if self.record else self.time, self.code == -signal.SIGABRT, self.rank)
+
+
+def _judge(ranks: _Ranks, logs: Path) -> None:
+    """Raise what ended the ranks, if anything did."""
+    failures = [
+        _Failure(rank, code, ranks.times[rank], read_error(_error_file(logs, rank)))
+        for rank, code in ranks.codes.items()
+        if code != 0
+    ]
+    if ranks.forwarded:
+        # One that was told to stop before it listened.
+        failures = [failure for failure in failures if -failure.code not in ranks.forwarded]
+        if not failures and (len(ranks.codes) < ranks.number or any(ranks.codes.values())):
+            if ranks.forwarded == {signal.SIGINT}:
+                raise KeyboardInterrupt
+            names = " and ".join(sorted(signal.Signals(number).name for number in ranks.forwarded))
+            raise Stopped(f"{names} came before training began; run the same command to go on.")
+    if not failures:
+        return
+    causes = [failure for failure in failures if not failure.consequence] or failures
+    causes = [failure for failure in causes if failure.code != EXIT_STOPPED] or causes
+    first = min(causes, key=lambda failure: failure.order)
+    zero = next((failure for failure in causes if failure.rank == 0 and failure.record), None)
+    if zero and zero.record and zero.code == first.code and first.record:
+        # All ranks have come to the same end, and rank 0 has told it.
+        first = zero if zero.record.message == first.record.message or first.code == EXIT_STOPPED else first
+    if first.record is not None and first.record.said and not first.consequence:
+        raise RankFailed(first.record.message, first.code, said=True)
+    code = first.code if first.code > 0 else EXIT_OTHER
+    raise RankFailed(_describe(first, ranks.number, logs), code)
+
+
+def _describe(failure: _Failure, number: int, logs: Path) -> str:
+    who = f"rank {failure.rank} of {number}"
+    where = f"The logs of the ranks are in {logs}"
+    if failure.record is not None:
+        trace = f"\n{failure.record.traceback.rstrip()}" if failure.record.traceback else ""
+        return f"{who} failed: {failure.record.message}{trace}\n{where}"
+    log = _log(logs, failure.rank)
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL:] if log.exists() else []
+    tail = "\n".join([f"\nThe end of {log.name}:", *lines]) if lines else ""
+    if failure.code > 0:
+        return f"{who} ended with exit code {failure.code} and left no message{tail}\n{where}"
+    name = signal.Signals(-failure.code).name
+    hint = ""
+    if failure.code == -signal.SIGKILL:
+        hint = (
+            "; if nobody did that, it was most likely the kernel, because the memory of the machine was full (`dmesg` "
+            "tells): lower train.micro_batch_size or use fewer processes"
+        )
+    return f"{who} was killed by {name}{hint}{tail}\n{where}"
+
+
+def _log_folder(parent: Path) -> Path:
+    """A new folder with the local time as its name."""
+    name = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for attempt in range(1, 1000):
+        folder = parent / (name if attempt == 1 else f"{name}.{attempt}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise MachineError(f"{parent} has too many folders of {name}; run the same command again")
+
+
+def _correct(exit_file: Path, failure: RankFailed, start: float) -> None:
+    """Rank 0 has noted that it lost the others; put in place why, for those who read the file."""
+    with suppress(OSError, ValueError):
+        if exit_file.stat().st_mtime >= start:
+            state = orjson.loads(exit_file.read_bytes())
+            store.put_json(exit_file, {**state, "code": failure.exit_code, "reason": str(failure)})

@@ -1,0 +1,195 @@
+"""Whole training runs on any layout, and what they computed, to compare with one process.
+
+A run starts from a seed checkpoint with a real history, so that its optimizer has moments, and trains a few steps with
+the trainer that users call. Each rank keeps the weights that it would have started with from scratch, and the gradients
+that it had at the first and the last step, and compares its own shards with those of the one process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pipeline.config.load import load
+from pipeline.data.preprocess import preprocess
+from pipeline.train import trainer
+from pipeline.train.optim import Gradients
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.tested import Combination
+from pipeline.train.run_folder import read_metrics
+from tests import tiny
+from tests.parallel import ranks
+
+SEED_STEP, LAST_STEP = 2, 7
+BATCH_SIZE = 16
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model.kv_heads": 4,
+        "model.document_attention": True,
+    },
+    "gpt2": {
+        "model.norm": "layernorm",
+        "model.mlp": "gelu",
+        "model.bias": "all",
+        "model.positions": "learned",
+        "model.tie_embeddings": True,
+        "model.document_attention": True,
+    },
+    "qwen3": {
+        "model.kv_heads": 2,
+        "model.qk_norm": True,
+        "model.head_dim": 16,
+        "model.tie_embeddings": True,
+        "train.loss.z_loss": 1e-3,
+    },
+}
+"""GPT-2-like, Llama-like, and one with what those two do not have."""
+
+COMMON: dict[str, Any] = {
+    "model.dim": 64,
+    "model.heads": 8,
+    "model.ffn_dim": 96,
+    "model.vocab_multiple": 16,
+    "train.duration": f"{LAST_STEP} steps",
+    "train.batch_size": BATCH_SIZE,
+    "train.precision": {"compute": "fp32"},
+    "train.optimizer": {"lr": 1e-3, "clip_norm": 0.5},
+    "train.loss": {"mask_document_start": True},
+    "train.validation": {"every_steps": 100, "samples": 5},
+    "blend": {"skip": [{"samples": "34-35"}, {"source": "sea", "documents": ["1-2"]}]},
+}
+"""Masked labels, documents, accumulation and clipping in every run."""
+
+
+def write(root: Path) -> None:
+    """A corpus, its datasets, and a run file for each family."""
+    for name, keys in FAMILIES.items():
+        file = tiny.write_run(root, {**COMMON, **keys}, f"{name}.yaml")
+    preprocess(load(file))
+
+
+def reference(root: Path, family: str, layers: int) -> Path:
+    """The run of one process: its folder has the seed checkpoint, and `tensors.pt` what it computed."""
+    folder = root / f"{family}-{layers}-layers"
+    if not folder.exists():
+        ranks.run(1, _run_one, root, family, folder, layers, connect=False)
+    return folder
+
+
+def compare(root: Path, family: str, row: Combination) -> list[str]:
+    """Train on a layout from the seed checkpoint of one process; what differs, in words.
+
+    Raises:
+        RankFailed: with the differences between tensors, which every rank looks at itself.
+    """
+    one = reference(root, family, row.layers)
+    run = root / f"{family}-{row.name}"
+    seed = f"step-{SEED_STEP:08d}"
+    shutil.copytree(one / "checkpoints" / seed, run / "checkpoints" / seed)
+    parallel = row.parallel.model_dump(mode="json", exclude_unset=True)
+    values = [
+        f"parallel={orjson.dumps(parallel).decode()}",
+        f"model.layers={row.layers}",
+        f"train.micro_batch_size={BATCH_SIZE // row.layout.dp // row.micro_batches}",
+    ]
+    ranks.run(row.layout.world_size, _run_layout, root, family, run, one, values, connect=False)
+    return differences(run, one)
+
+
+def differences(run: Path, one: Path) -> list[str]:
+    """How the metrics of a run differ from those of the one process, in words."""
+    found = []
+    expected = {row["step"]: row for row in read_metrics(one)}
+    rows = read_metrics(run)
+    if [row["step"] for row in rows] != list(range(SEED_STEP + 1, LAST_STEP + 1)):
+        return [f"steps {[row['step'] for row in rows]}"]
+    for row in rows:
+        other = expected[row["step"]]
+        for key in ("order_hash", "data_hash", "tokens", "lr", "skipped"):
+            if row[key] != other[key]:
+                found.append(f"step {row['step']}: {key} {row[key]} instead of {other[key]}")
+        for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5)):
+            if key in other and not abs(row[key] - other[key]) <= tolerance * abs(other[key]):
+                found.append(f"step {row['step']}: {key} {row[key]} instead of {other[key]}")
+        if row["loss_by_source"].keys() != other["loss_by_source"].keys():
+            found.append(f"step {row['step']}: loss_by_source {row['loss_by_source']}")
+    return found
+
+
+class Probe:
+    """Keeps what a rank starts with and its gradients, while `trainer.train` runs."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        self._steps = steps
+        self._step = SEED_STEP
+        self._model: ParallelModel | None = None
+
+    def install(self, first_step: int) -> None:
+        """Look on from here on. This process is not used for anything else afterwards."""
+        self._step = first_step
+        build, scale, probe = trainer.build_model, Gradients.scale, self
+
+        def build_model(*args: Any, **kwargs: Any) -> ParallelModel:
+            probe._model = build(*args, **kwargs)
+            probe._keep("initial", lambda parameter: parameter.detach())
+            return probe._model
+
+        def scaled(self: Gradients, factor: Tensor) -> None:
+            probe._step += 1
+            if probe._step in probe._steps:
+                probe._keep(f"gradient {probe._step}", lambda parameter: parameter.grad)
+            scale(self, factor)
+
+        trainer.build_model = build_model  # type: ignore[assignment]
+        Gradients.scale = scaled  # type: ignore[method-assign]
+
+    def _keep(self, kind: str, what: Any) -> None:
+        assert self._model is not None
+        kept = self.tensors.setdefault(kind, {})
+        for name, parameter in self._model.named_parameters():
+            tensor = what(parameter)
+            assert isinstance(tensor, DTensor), name
+            whole = tensor.full_tensor().clone()
+            # A tied embedding may be here twice: both copies must be the same.
+            assert name not in kept or torch.equal(kept[name], whole), f"the two copies of {name} differ"
+            kept[name] = whole
+
+
+def _run_one(root: Path, family: str, folder: Path, layers: int) -> None:
+    probe = Probe((SEED_STEP + 1, LAST_STEP))
+    probe.install(0)
+    values = [f"run.dir={folder}", f"model.layers={layers}", f"train.checkpoint.every_steps={SEED_STEP}"]
+    trainer.train(load(root / f"{family}.yaml", [*values, "train.checkpoint.keep=9", "train.micro_batch_size=4"]))
+    torch.save(probe.tensors, folder / "tensors.pt")
+
+
+def _run_layout(root: Path, family: str, run: Path, one: Path, values: list[str]) -> None:
+    probe = Probe((SEED_STEP + 1, LAST_STEP))
+    probe.install(SEED_STEP)
+    trainer.train(load(root / f"{family}.yaml", [f"run.dir={run}", *values]))
+    expected = torch.load(one / "tensors.pt", weights_only=True)
+    found = []
+    for kind, tensors in probe.tensors.items():
+        assert tensors, f"rank {os.environ['RANK']} has no part of the model"
+        for name, tensor in tensors.items():
+            other = expected[kind][name]
+            if kind == "initial":
+                if not torch.equal(tensor, other):
+                    found.append(f"initial {name} is not bitwise equal")
+                continue
+            # A key bias adds the same to all scores of a query: its gradient is 0, and what is computed is noise.
+            scale = expected[kind][name.replace("wk.bias", "wq.bias")].abs().max()
+            error = ((tensor - other).abs().max() / scale).item()
+            if not error <= 1e-4:
+                found.append(f"{kind} of {name}: error {error:.2g}")
+    assert set(probe.tensors) == set(expected), "steps are missing"
+    assert not found, "\n".join(found)

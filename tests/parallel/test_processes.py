@@ -1,0 +1,220 @@
+"""Ranks meet, tell one another things, and leave; and what they say when that does not work."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.config.run import TimeLimitsConfig
+from pipeline.errors import MachineError, RankFailed, UserError
+from pipeline.train.parallel import processes
+from pipeline.train.parallel.processes import Processes, barrier, cpu_group, gather, join, of_environment, share
+from pipeline.train.parallel.rank import is_consequence, read_error, record_error
+from tests.parallel import ranks
+
+pytestmark = pytest.mark.parallel
+
+CPU = torch.device("cpu")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def told() -> list[Any]:
+    """Everything that ranks can tell one another."""
+    join(of_environment(), CPU, TimeLimitsConfig())
+    rank = dist.get_rank()
+    shared = [share(lambda: {"größe": [1, 2.5, None], "from": rank}), share(lambda: None), share(lambda: "x" * 100_000)]
+    gathered = gather({"rank": rank, "text": "y" * (rank * 1000)})
+    barrier()
+    assert dist.get_world_size(cpu_group()) == dist.get_world_size()
+    return [shared, gathered]
+
+
+def test_values_reach_all() -> None:
+    results = ranks.run(3, told, connect=False)
+    shared = [{"größe": [1, 2.5, None], "from": 0}, None, "x" * 100_000]
+    assert [result[0] for result in results] == [shared] * 3
+    assert [result[1] for result in results] == [[{"rank": r, "text": "y" * (r * 1000)} for r in range(3)], None, None]
+
+
+def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NAMES, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert of_environment() == Processes(0, 1, 0, 1)
+    join(of_environment(), CPU, TimeLimitsConfig())
+    join(of_environment(), CPU, TimeLimitsConfig())
+    assert share(lambda: (1, 2)) == (1, 2)
+    assert gather("a") == ["a"]
+    barrier()
+    assert not processes.joined()
+
+
+def failing_share() -> tuple[str, int]:
+    def make() -> None:
+        raise MachineError("the disk is full")
+
+    try:
+        share(make)
+    except (MachineError, RankFailed) as error:
+        result = type(error).__name__, error.exit_code
+    assert share(lambda: "goes on") == "goes on"
+    return result
+
+
+def test_an_error_of_rank_0_is_one_of_all() -> None:
+    assert ranks.run(2, failing_share) == [("MachineError", 1), ("RankFailed", 1)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1"}, "RANK=1, but not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "but not LOCAL_WORLD_SIZE; start the processes with"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "whole numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "RANK must be from 0"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK must be from 0"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "cannot be above WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "same number of processes on"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "counted node by node"),
+    ],
+)
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        of_environment()
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", None), ("MASTER_PORT", None), ("MASTER_PORT", "99999")])
+def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
+    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    error = ranks_alone(Processes(0, 2, 0, 2))
+    assert error.startswith("UserError") and "MASTER_ADDR and MASTER_PORT" in error
+
+
+def ranks_alone(place: Processes, init_seconds: float = 1.0) -> str:
+    """What a process says that joins with this environment, in a process of its own, as joining happens once."""
+    code = (
+        "import torch\n"
+        "from pipeline.config.run import TimeLimitsConfig\n"
+        "from pipeline.train.parallel.processes import Processes, join\n"
+        f"limits = TimeLimitsConfig(init_seconds={init_seconds})\n"
+        "try:\n"
+        f"    join({place!r}, torch.device('cpu'), limits)\n"
+        "except Exception as error:\n"
+        "    print(f'{type(error).__name__}: {error}', flush=True)\n"
+        "import os; os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+def test_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        error = ranks_alone(Processes(0, 2, 0, 2))
+    assert error.startswith("MachineError: rank 0 cannot listen at 127.0.0.1:")
+    assert "MASTER_PORT" in error
+
+
+def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
+    error = ranks_alone(Processes(1, 2, 1, 2))
+    assert error.startswith("MachineError: rank 1 on ")
+    assert "could not reach rank 0 at 127.0.0.1:" in error
+    assert "init_seconds" in error
+
+
+def test_too_few_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
+    error = ranks_alone(Processes(0, 3, 0, 3))
+    assert error.startswith("MachineError: only 1 of 3 ranks came to ")
+    assert "missing: rank 1, rank 2" in error
+
+
+def disagree(change: Callable[[Processes], Processes]) -> str | None:
+    """Join with changed numbers; what is wrong with them, if this rank is the one that found out."""
+    try:
+        join(change(of_environment()), CPU, TimeLimitsConfig(init_seconds=10))
+    except UserError as error:
+        if not isinstance(error, MachineError):  # the others wait in vain
+            return str(error)
+    return None
+
+
+def other_world(place: Processes) -> Processes:
+    return Processes(place.rank, 2 + 2 * place.rank, place.local_rank, 2)
+
+
+def other_node(place: Processes) -> Processes:
+    return Processes(place.rank, 2, 0, 1 + place.rank)
+
+
+def same_rank(place: Processes) -> Processes:
+    time.sleep(place.rank)  # the one that opens the port comes first
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(place.rank == 1)
+    return Processes(0, 2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_world, "WORLD_SIZE="),
+        (other_node, "LOCAL_WORLD_SIZE="),
+        (same_rank, "two processes have RANK=0"),
+    ],
+)
+def test_ranks_that_do_not_agree(change: Callable[[Processes], Processes], message: str) -> None:
+    found = [text for text in ranks.run(2, disagree, change, connect=False) if text]
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_error_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(error: BaseException) -> Any:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        try:
+            raise error
+        except BaseException as caught:
+            record_error(caught)
+            record_error(ValueError("a later one"))
+        return read_error(file)
+
+    monkeypatch.setenv("RANK", "0")
+    mistake = record(KeyError("k"))
+    assert (mistake.code, mistake.message, mistake.said) == (1, "KeyError: 'k'", True)
+    assert mistake.traceback.startswith("Traceback")
+    monkeypatch.setenv("RANK", "1")
+    known = record(UserError("wrong"))
+    assert (known.code, known.message, known.traceback, known.said) == (2, "wrong", "", False)
+    assert record(RankFailed("rank 0 has failed", 77)).consequence
+    assert read_error(tmp_path / "none.json") is None
+    (tmp_path / "cut.json").write_text("{")
+    assert read_error(tmp_path / "cut.json") is None
+
+
+def test_torch_errors_are_consequences() -> None:
+    assert is_consequence(dist.DistBackendError("NCCL error in ..."))
+    assert is_consequence(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed"))
+    assert not is_consequence(RuntimeError("shape mismatch"))
+    cause = MachineError("no connection")
+    cause.__cause__ = dist.DistNetworkError("refused")
+    assert not is_consequence(cause), "it has been understood"
