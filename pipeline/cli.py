@@ -428,8 +428,8 @@ def _report_mistake(error: BaseException) -> int:
     """Say what nobody foresaw and return the exit code."""
     if is_rank() and is_consequence(error):
         # The launcher tells of the rank that failed first; a traceback of this one would only be in the way.
-        rank, first = os.environ.get("RANK"), str(error).strip().split("\n", maxsplit=1)[0]
-        _say("error:", f"rank {rank} has lost another process of the run ({first[:200]})")
+        first = str(error).strip().split("\n", maxsplit=1)[0].partition(". ")[0]
+        _say("error:", f"rank {os.environ.get('RANK')} has lost another process of the run ({first[:200]})")
         return EXIT_OTHER
     traceback.print_exception(error)
     _say(

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
 from pipeline.data import store
-from pipeline.errors import EXIT_OTHER, EXIT_STOPPED, MachineError, RankFailed, Stopped, UserError
+from pipeline.errors import EXIT_INTERRUPTED, EXIT_OTHER, EXIT_STOPPED, MachineError, RankFailed, Stopped, UserError
 from pipeline.train.parallel.compat import WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, ErrorRecord, read_error
 from pipeline.train.parallel.rules import check_layout
@@ -68,9 +68,9 @@ def launch_training(config: Config, processes: int) -> int:
     start = time.time()
     try:
         launch([*RANK_COMMAND, str(run_file)], processes, logs)
-    except RankFailed as failure:
-        if not failure.said:
-            _correct(exit_file, failure, start)
+    except (RankFailed, Stopped) as end:
+        if not (isinstance(end, RankFailed) and end.said):
+            _correct(exit_file, end, start)
         raise
     return int(orjson.loads(exit_file.read_bytes())["step"])
 
@@ -307,6 +307,11 @@ class _Failure:
     def consequence(self) -> bool:
         return self.record is not None and self.record.consequence
 
+    def ended_by(self, signals: set[int]) -> bool:
+        """Whether one of these signals ended it, and it has not said so itself."""
+        said = self.record is not None and self.record.said
+        return -self.code in signals or (self.code == EXIT_INTERRUPTED and signal.SIGINT in signals and not said)
+
     @property
     def order(self) -> tuple[float, bool, int]:
         """The earliest comes first; an abort may be how a connection was lost."""
@@ -320,14 +325,15 @@ def _judge(ranks: _Ranks, logs: Path) -> None:
         for rank, code in ranks.codes.items()
         if code != 0
     ]
-    if ranks.forwarded:
-        # One that was told to stop before it listened.
-        failures = [failure for failure in failures if -failure.code not in ranks.forwarded]
-        if not failures and (len(ranks.codes) < ranks.number or any(ranks.codes.values())):
-            if ranks.forwarded == {signal.SIGINT}:
-                raise KeyboardInterrupt
-            names = " and ".join(sorted(signal.Signals(number).name for number in ranks.forwarded))
-            raise Stopped(f"{names} came before training began; run the same command to go on.")
+    told = [failure for failure in failures if failure.ended_by(ranks.forwarded)]
+    if told:
+        # They did not listen yet; those that did have lost them.
+        failures = [failure for failure in failures if failure not in told and not failure.consequence]
+    if ranks.forwarded and not failures and (told or len(ranks.codes) < ranks.number):
+        if ranks.forwarded == {signal.SIGINT}:
+            raise KeyboardInterrupt
+        names = " and ".join(sorted(signal.Signals(number).name for number in ranks.forwarded))
+        raise Stopped(f"{names} came before training began; run the same command to go on.")
     if not failures:
         return
     causes = [failure for failure in failures if not failure.consequence] or failures
@@ -375,9 +381,9 @@ def _log_folder(parent: Path) -> Path:
     raise MachineError(f"{parent} has too many folders of {name}; run the same command again")
 
 
-def _correct(exit_file: Path, failure: RankFailed, start: float) -> None:
+def _correct(exit_file: Path, end: RankFailed | Stopped, start: float) -> None:
     """Rank 0 has noted that it lost the others; put in place why, for those who read the file."""
     with suppress(OSError, ValueError):
         if exit_file.stat().st_mtime >= start:
             state = orjson.loads(exit_file.read_bytes())
-            store.put_json(exit_file, {**state, "code": failure.exit_code, "reason": str(failure)})
+            store.put_json(exit_file, {**state, "code": end.exit_code, "reason": str(end)})

@@ -69,9 +69,10 @@ def train(config: Config, console: Console | None = None) -> int:
     processes = config.launch.processes or fixed_processes(config.parallel)
     with _ledger(config).stage("train"):
         if processes > 1:
-            from slurm.launch import launch_training
+            with _terminate_stops():  # until the ranks are there, and are told to stop
+                from slurm.launch import launch_training
 
-            return launch_training(config, processes)
+                return launch_training(config, processes)
         from pipeline.train.trainer import train as stage
 
         return stage(config, console)

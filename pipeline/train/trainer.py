@@ -33,7 +33,7 @@ from pipeline.train.optim import Optimizers
 from pipeline.train.parallel import processes
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.processes import Processes, share
-from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.rules import check_layout, layout_warnings
 from pipeline.train.parallel.watchdog import Watchdog
 from pipeline.train.plan import RunPlan, plan_run
 from pipeline.train.run_folder import RunFolder, open_run
@@ -75,7 +75,7 @@ def train(config: Config, console: Console | None = None) -> int:
         if checkpoint is not None and checkpoint.step >= total:
             say(console, f"train: nothing to do, already at step {checkpoint.step} ({reason})")
             return checkpoint.step
-        for line in plan.warnings:
+        for line in [*layout_warnings(config, layout), *plan.warnings]:
             say(console, f"warning: {line}")
         heldout = _open_validation(config, plan.tokenizer, check=ranks.rank == 0)
         # Copying may take long, and is interrupted at once: nothing of it needs to be saved.

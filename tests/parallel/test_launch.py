@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import UserError
-from slurm.launch import check_devices
+from pipeline.errors import RankFailed, Stopped, UserError
+from pipeline.train.parallel.rank import record_error
+from slurm.launch import _judge, _Ranks, check_devices
 from tests.tiny import write_run
 
 pytestmark = pytest.mark.parallel
@@ -171,13 +172,23 @@ def test_signals_stop_the_run_in_order(start: Callable[..., Launched], number: s
     assert launched.ledger() == [("start", None), ("end", 75)]
 
 
-def test_signal_before_the_ranks_listen(start: Callable[..., Launched]) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (signal.SIGTERM, 75, "stopped: SIGTERM came before training began"),
+        (signal.SIGINT, 130, "interrupted: "),
+    ],
+)
+def test_signal_before_the_ranks_listen(
+    start: Callable[..., Launched], number: signal.Signals, code: int, message: str
+) -> None:
     launched = start("early")
     pids = launched.pids()
-    launched.process.send_signal(signal.SIGTERM)
-    code, _, err = launched.result()
-    assert code == 75
-    assert "stopped: SIGTERM came before training began" in err
+    launched.process.send_signal(number)
+    got, _, err = launched.result()
+    assert got == code
+    assert err.count(message) == 1
+    assert "Traceback" not in err
     assert all(gone(pid) for pid in pids)
 
 
@@ -283,3 +294,36 @@ def test_a_layout_that_does_not_fit_starts_nothing(start: Callable[..., Launched
     assert code == 2
     assert "launch.processes=" in err
     assert not (launched.run / "logs").exists()
+
+
+def judged(
+    tmp_path: Path, codes: dict[int, int], forwarded: set[int], lost: tuple[int, ...] = ()
+) -> BaseException | None:
+    """What the launcher makes of these exit codes by rank, with error files of `lost` ranks that name the network."""
+    tmp_path = tmp_path / str(len(list(tmp_path.iterdir())))
+    tmp_path.mkdir()
+    ranks = _Ranks(3, tmp_path)
+    ranks.codes, ranks.times, ranks.forwarded = codes, dict.fromkeys(codes, 1.0), forwarded
+    for rank in lost:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"rank-{rank:04d}.error.json"))
+            patch.setenv("RANK", str(rank))
+            record_error(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"))
+    try:
+        _judge(ranks, tmp_path)
+    except BaseException as error:
+        return error
+    return None
+
+
+def test_judgement(tmp_path: Path) -> None:
+    term, kill, abort = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
+    assert judged(tmp_path, {0: 0, 1: 0, 2: 0}, set()) is None
+    assert judged(tmp_path, {0: 0, 1: 0, 2: 0}, {signal.SIGTERM}) is None, "it came too late"
+    stopped = judged(tmp_path, {0: 1, 1: term, 2: 1}, {signal.SIGTERM}, lost=(0, 2))
+    assert isinstance(stopped, Stopped), "two ranks listened already, and have lost the third one"
+    assert isinstance(judged(tmp_path, {}, {signal.SIGINT}), KeyboardInterrupt)
+    killed = judged(tmp_path, {0: 1, 1: abort, 2: kill}, set(), lost=(0,))
+    assert isinstance(killed, RankFailed)
+    assert "rank 2 of 3 was killed by SIGKILL" in str(killed)
+    assert killed.exit_code == 1

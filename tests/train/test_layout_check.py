@@ -201,6 +201,18 @@ def test_virtual_stages_and_phases(run_file: Path) -> None:
     assert "step (blend.phases.1.batch_size): 5 windows" in text
 
 
+def test_a_ramp_shows_its_fewest_and_its_most_micro_batches(run_file: Path) -> None:
+    overrides = [
+        "parallel.pp=2",
+        "train={duration: 10 steps, batch_size: 20, micro_batch_size: 1, "
+        "batch_ramp: {start: 2, increment: 2, tokens: 1M}}",
+    ]
+    text = _printed(load(run_file, overrides))
+    assert re.findall(r"(\d+) micro-batches: ", text) == ["2", "20"]
+    assert text.count("step (train.batch_ramp): ") + text.count("step (train.batch_size): ") == 7
+    assert "\n  ...\n" in text
+
+
 def test_refused_with_exit_code_2_and_without_a_trace(run_file: Path, tmp_path: Path) -> None:
     """In a process of its own, as on a login node; it must not join, or wait for, other processes."""
     environment = {**os.environ, "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}

@@ -119,6 +119,17 @@ def test_every_schedule_does_everything_once(name: Any, pp: int) -> None:
             assert play(name, pp, v, m).bubble >= 0  # it comes to its end
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"])
+def test_torch_refuses_the_same_numbers_of_micro_batches(name: Any) -> None:
+    facts, refused = SCHEDULES[name], 0
+    for pp in (2, 3, 4):
+        for m in (m for m in range(1, 16) if not facts.allows(m, pp)):
+            with pytest.raises(ValueError):
+                schedule_actions(facts.torch_name, pp, facts.default_stages, m)
+            refused += 1
+    assert refused
+
+
 @pytest.mark.parametrize(("pp", "m"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 8), (8, 40)])
 def test_bubbles_and_activations_follow_the_closed_forms(pp: int, m: int) -> None:
     """Narayanan et al. 2021, section 2.2; for the zero-bubble ones Qi et al. 2023, where F, I and W take the same."""

@@ -147,7 +147,9 @@ def _pipeline_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: S
             f"  {stage.index:>5} {stage.rank:>7}  {layers:<9} {has:<15} {parameters:>15,} "
             f"{100 * cost / sum(costs):>6.1f} %"
         )
-    for micro_batches in sorted({shape.micro_batches for shape in step_shapes(config, layout.dp)}):
+    counts = sorted({shape.micro_batches for shape in step_shapes(config, layout.dp)})
+    # A ramp has many; they lie between the fewest and the most.
+    for micro_batches in counts if len(counts) <= 3 else (counts[0], counts[-1]):
         yield from _play_lines(micro_batches, played(config, layout, stages, costs, micro_batches))
 
 

@@ -111,10 +111,10 @@ class Combination:
 
     @property
     def layers(self) -> int:
-        """Layers of a model that can be cut so: those that are given, or one a stage and four at least."""
+        """Layers of a model that can be cut so: those that are given, or one a stage and two at least."""
         if self.layers_per_stage is not None:
             return sum(self.layers_per_stage)
-        return max(4, self.layout.pp * self.parallel.pipeline.stages_per_rank)
+        return max(2, self.layout.pp * self.parallel.pipeline.stages_per_rank)
 
     @property
     def micro_batches(self) -> int:
