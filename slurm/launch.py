@@ -32,6 +32,7 @@ from pipeline.errors import EXIT_INTERRUPTED, EXIT_OTHER, EXIT_STOPPED, MachineE
 from pipeline.train.parallel.compat import WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, ErrorRecord, read_error
 from pipeline.train.parallel.rules import check_layout
+from pipeline.train.run_folder import last_attempt
 
 RANK_COMMAND = (sys.executable, "-m", "pipeline", "train")
 """What a rank runs, before the run file."""
@@ -70,7 +71,7 @@ def launch_training(config: Config, processes: int) -> int:
         launch([*RANK_COMMAND, str(run_file)], processes, logs)
     except (RankFailed, Stopped) as end:
         if not (isinstance(end, RankFailed) and end.said):
-            _correct(exit_file, end, start)
+            _correct(config.run.dir, end, start)
         raise
     return int(orjson.loads(exit_file.read_bytes())["step"])
 
@@ -381,9 +382,14 @@ def _log_folder(parent: Path) -> Path:
     raise MachineError(f"{parent} has too many folders of {name}; run the same command again")
 
 
-def _correct(exit_file: Path, end: RankFailed | Stopped, start: float) -> None:
-    """Rank 0 has noted that it lost the others; put in place why, for those who read the file."""
+def _correct(run: Path, end: RankFailed | Stopped, start: float) -> None:
+    """Note why the run ended: rank 0 may only know that it lost the others, or had no time to note anything."""
+    exit_file = run / "exit.json"
+    state: dict[str, object] = {}
     with suppress(OSError, ValueError):
         if exit_file.stat().st_mtime >= start:
             state = orjson.loads(exit_file.read_bytes())
-            store.put_json(exit_file, {**state, "code": end.exit_code, "reason": str(end)})
+    with suppress(OSError):  # a full disk, say
+        store.put_json(
+            exit_file, {"attempt": last_attempt(run), "step": None, **state, "code": end.exit_code, "reason": str(end)}
+        )

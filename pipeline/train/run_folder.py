@@ -90,7 +90,7 @@ def open_run(path: Path) -> Iterator[RunFolder]:
     lock = path / "lock"
     _acquire(lock)
     try:
-        folder = RunFolder(path, _next_attempt(path / "attempt"))
+        folder = RunFolder(path, _next_attempt(path))
         exit_file = path / "exit.json"
         exit_file.unlink(missing_ok=True)
         code, reason = EXIT_OK, "done"
@@ -108,12 +108,18 @@ def open_run(path: Path) -> Iterator[RunFolder]:
             lock.unlink(missing_ok=True)
 
 
-def _next_attempt(counter: Path) -> int:
+def last_attempt(run: Path) -> int:
+    """Number of the newest attempt at a run, from 1; 0 before the first one."""
+    counter = run / "attempt"
     text = counter.read_text() if counter.exists() else "0"
     if not text.strip().isdecimal():
         raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
-    attempt = int(text) + 1
-    store.put(counter, f"{attempt}\n".encode())
+    return int(text)
+
+
+def _next_attempt(run: Path) -> int:
+    attempt = last_attempt(run) + 1
+    store.put(run / "attempt", f"{attempt}\n".encode())
     return attempt
 
 

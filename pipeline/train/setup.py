@@ -113,5 +113,13 @@ def out_of_memory_means(advice: Callable[[], str]) -> Iterator[None]:
     """A device that runs out of memory inside is a `MachineError` with `advice`, which is asked for then."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise MachineError(f"out of memory: {advice()} ({str(error).partition('. ')[0]})") from error
+    except RuntimeError as error:
+        # On a CPU the kernel mostly ends the process; where there is a limit, torch says so in words alone.
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise MachineError(f"out of memory: {advice()} ({_reason(error)})") from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """What torch tried to get, without its prefix and its advice on allocators."""
+    return str(error).partition("DefaultCPUAllocator: ")[2] or str(error).partition(". ")[0]

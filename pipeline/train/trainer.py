@@ -198,7 +198,7 @@ class Trainer:
             store.put(self._folder.path / "config.yaml", dump(self._config).encode())
             store.put_json(self._folder.path / "journal.json", self._plan.journal.to_json())
         self._announce(first)
-        self._watchdog.phase("first_step")
+        self._watchdog.phase("first_step", first + 1)
         with out_of_memory_means(self._advice), Metrics(self._sinks(first, total)) as metrics:
             waiting = self._since = time.monotonic()
             for data in self._loader.iterate(first, total):
@@ -213,7 +213,7 @@ class Trainer:
                     self._flush(metrics)
                 self._folder.step = data.step + 1
                 self._between_steps(stop, metrics)
-                self._watchdog.phase("step")
+                self._watchdog.phase("step", data.step + 2)
                 waiting = time.monotonic()
 
     def _between_steps(self, stop: StopRequest, metrics: Metrics) -> None:
@@ -436,7 +436,7 @@ class Trainer:
         if self._nonfinite and not last:
             return
         scale = self._stepper.loss_scale
-        self._watchdog.phase("save")
+        self._watchdog.phase("save", step)
         self._saver.save(step, {} if scale is None else {"loss_scale": scale.state()})
         if not self._nonfinite:
             self._saver.prune()

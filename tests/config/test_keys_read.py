@@ -35,7 +35,11 @@ VARIANTS: list[dict[str, Any]] = [
         "model.init": {"scheme": "mup", "mup_base_dim": 16},
         "train.schedule": {"type": "wsd", "decay": "1 steps"},
     },
-    {"model.rope_scaling": {"type": "linear", "factor": 2}, "model.document_attention": True},
+    {
+        "model.rope_scaling": {"type": "linear", "factor": 2},
+        "model.document_attention": True,
+        "train.precision.compute": "fp16",
+    },
     {"model.rope_scaling": {"type": "llama3", "factor": 2}, "model.sliding_window": 8, "model.qk_norm": True},
     {"model.rope_scaling": {"type": "yarn", "factor": 2}, "train.metrics.wandb": {"project": "p", "mode": "offline"}},
     {

@@ -41,7 +41,7 @@ def heldout(config: Config) -> dict[str, Dataset]:
 def texts(config: Config, name: str) -> list[bytes]:
     """The held-out documents of a source, from its files: those whose text is in the held-out split."""
     dataset = heldout(config)[name]
-    setup, _, _ = load_for_inference(config, None)
+    setup, _, _, _ = load_for_inference(config, None)
     decoded = {
         setup.tokenizer.decode(
             dataset.read(dataset.document_start(d), dataset.document_start(d + 1) - dataset.document_start(d) - 1)
@@ -55,7 +55,7 @@ def texts(config: Config, name: str) -> list[bytes]:
 
 def nats_by_hand(config: Config, dataset: Dataset) -> float:
     """Window by window in fp64, without batches, padding or masks of the suite."""
-    setup, model, _ = load_for_inference(config, None)
+    setup, model, _, _ = load_for_inference(config, None)
     length = config.train.sequence_length
     tokens = [setup.tokenizer.end_of_document, *dataset.read(0, dataset.tokens).tolist()]
     total = 0.0
@@ -69,7 +69,7 @@ def nats_by_hand(config: Config, dataset: Dataset) -> float:
                 pieces[-1].append(token)
                 if token == setup.tokenizer.end_of_document:
                     pieces.append([])
-        logits = [model(torch.tensor([piece]), Context())[0] for piece in pieces if piece]
+        logits = [model.whole(torch.tensor([piece]), Context())[0] for piece in pieces if piece]
         log_p = torch.cat(logits).double().log_softmax(-1)
         total -= sum(log_p[i, target].item() for i, target in enumerate(targets))
     return total
@@ -157,7 +157,7 @@ def test_unigram_line_equals_a_count_by_hand(config: Config) -> None:
 
 
 def test_zstd_line_is_that_of_the_original_bytes(config: Config) -> None:
-    setup, _, _ = load_for_inference(config, None)
+    setup, _, _, _ = load_for_inference(config, None)
     held = heldout(config)
     original = b"".join(text for name in held for text in texts(config, name))
     expected = 8 * len(zstandard.ZstdCompressor(level=19).compress(original)) / len(original)

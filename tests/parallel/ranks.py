@@ -1,4 +1,4 @@
-"""Functions on several processes at once, connected by gloo, each a fork of a server that has imported torch already."""
+"""Functions on several processes, connected by gloo, each a fork of a server that has imported torch already."""
 
 from __future__ import annotations
 

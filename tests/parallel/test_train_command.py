@@ -113,7 +113,7 @@ def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> Non
     process = start(root, name)
     wait_for(lambda: steps(root / name) >= 3, process)
     os.kill(process.pid if who == "launcher" else ranks_of(root / name)[1], signal.SIGTERM)
-    out, err = process.communicate(timeout=100)
+    _out, err = process.communicate(timeout=100)
     assert process.returncode == 75, err
     assert err.count("stopped:") == 1, err
     stopped = steps(root / name)
@@ -130,7 +130,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank:
     process = start(root, name)
     wait_for(lambda: steps(root / name) >= 12, process)
     os.kill(ranks_of(root / name)[rank], signal.SIGKILL)
-    out, err = process.communicate(timeout=100)
+    _out, err = process.communicate(timeout=100)
     assert process.returncode == 1
     assert f"rank {rank}" in err and "SIGKILL" in err, err
     assert orjson.loads((root / name / "exit.json").read_bytes())["code"] == 1
@@ -142,7 +142,7 @@ def test_a_rank_that_hangs_ends_the_run(root: Path) -> None:
     process = start(root, "hung", "train.duration=4000 steps", "launch.time_limits.step_seconds=3")
     wait_for(lambda: steps(root / "hung") >= 3, process)
     os.kill(ranks_of(root / "hung")[1], signal.SIGSTOP)
-    out, err = process.communicate(timeout=100)
+    _out, err = process.communicate(timeout=100)
     assert process.returncode == 76, err
     assert "launch.time_limits.step_seconds" in err
     assert ranks_of(root / "hung") == {}

@@ -54,9 +54,7 @@ def stepper(train: TrainConfig) -> tuple[Decoder, torch.optim.Optimizer, Stepper
     mesh, parallel = build_mesh(Layout(), "cpu"), ParallelConfig()
     model = build_model(MODEL, SPEC, mesh, parallel, train.precision, CPU, seed=3, sequence_length=16)
     optimizers = Optimizers(model, MODEL.init, train.optimizer)
-    made = Stepper(
-        model, optimizers, mesh, CPU, train=train, parallel=parallel, sources=2, document_attention=False
-    )
+    made = Stepper(model, optimizers, mesh, CPU, train=train, parallel=parallel, sources=2, document_attention=False)
     return model.whole, optimizers.by_stage[0], made
 
 

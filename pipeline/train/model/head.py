@@ -24,6 +24,7 @@ class Head(nn.Module):
         """Token id of the weight's first row."""
         if not spec.tie_embeddings:
             self.weight = nn.Parameter(torch.empty(spec.vocab_padded, spec.dim))
+            nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
         """[B, S, D] and [V, D] -> [B, S, V] in the type of the weight; padding of the vocabulary has -inf."""
