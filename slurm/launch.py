@@ -20,6 +20,7 @@ from types import FrameType
 
 import orjson
 import torch
+from rich.console import Console
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
@@ -27,8 +28,20 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
+from pipeline.console import say
 from pipeline.data import store
-from pipeline.errors import EXIT_INTERRUPTED, EXIT_OTHER, EXIT_STOPPED, MachineError, RankFailed, Stopped, UserError
+from pipeline.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_OTHER,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    MachineError,
+    RankFailed,
+    Stopped,
+    UserError,
+    exit_code,
+)
 from pipeline.train.parallel.compat import WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, ErrorRecord, read_error
 from pipeline.train.parallel.rules import check_layout
@@ -50,7 +63,7 @@ _TAIL = 20
 """Lines of the log of a rank that has left no message."""
 
 
-def launch_training(config: Config, processes: int) -> int:
+def launch_training(config: Config, processes: int, console: Console | None = None) -> int:
     """Train on processes of this machine, `pipeline train` in each; returns the steps trained in all.
 
     Raises:
@@ -62,6 +75,8 @@ def launch_training(config: Config, processes: int) -> int:
     check_layout(config, processes)
     check_devices(config.launch.device, processes)
     logs = _log_folder(config.run.dir / "logs")
+    # Importing torch and joining takes a while, in which rank 0 says nothing yet.
+    say(console or Console(), f"train: starting {processes:,} processes; logs of ranks from 1 on are in {logs}")
     # A copy, so that all ranks read the same, whatever is edited meanwhile.
     run_file = logs / RUN_FILE
     store.put(run_file, dump(config).encode())
@@ -69,8 +84,9 @@ def launch_training(config: Config, processes: int) -> int:
     start = time.time()
     try:
         launch([*RANK_COMMAND, str(run_file)], processes, logs)
-    except (RankFailed, Stopped) as end:
-        if not (isinstance(end, RankFailed) and end.said):
+    except BaseException as end:  # a second Ctrl-C, too
+        # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.
+        if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
             _correct(config.run.dir, end, start)
         raise
     return int(orjson.loads(exit_file.read_bytes())["step"])
@@ -282,10 +298,17 @@ def _error_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.error.json"
 
 
+class _LogFile(logging.FileHandler):
+    """On a full disk it loses lines; how the ranks ended is what the user must see then."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 @contextmanager
 def _quiet(file: Path) -> Iterator[None]:
     """What torch's agent logs goes to a file; the terminal gets our own words."""
-    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(file, delay=True)
+    logger, handler = logging.getLogger("torch.distributed.elastic"), _LogFile(file, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -293,8 +316,9 @@ def _quiet(file: Path) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        handler.close()
         logger.propagate = before
+        with suppress(OSError):
+            handler.close()
 
 
 @dataclass(frozen=True)
@@ -342,8 +366,10 @@ def _judge(ranks: _Ranks, logs: Path) -> None:
     first = min(causes, key=lambda failure: failure.order)
     zero = next((failure for failure in causes if failure.rank == 0 and failure.record), None)
     if zero and zero.record and zero.code == first.code and first.record:
-        # All ranks have come to the same end, and rank 0 has told it.
-        first = zero if zero.record.message == first.record.message or first.code == EXIT_STOPPED else first
+        # All ranks have come to the same end, and rank 0 has told it. Of what is refused, like a damaged dataset, each
+        # rank may have met another piece: one is enough.
+        alike = zero.record.message == first.record.message or first.code in (EXIT_STOPPED, EXIT_REFUSED)
+        first = zero if alike else first
     if first.record is not None and first.record.said and not first.consequence:
         raise RankFailed(first.record.message, first.code, said=True)
     code = first.code if first.code > 0 else EXIT_OTHER
@@ -382,7 +408,7 @@ def _log_folder(parent: Path) -> Path:
     raise MachineError(f"{parent} has too many folders of {name}; run the same command again")
 
 
-def _correct(run: Path, end: RankFailed | Stopped, start: float) -> None:
+def _correct(run: Path, end: BaseException, start: float) -> None:
     """Note why the run ended: rank 0 may only know that it lost the others, or had no time to note anything."""
     exit_file = run / "exit.json"
     state: dict[str, object] = {}
@@ -390,6 +416,5 @@ def _correct(run: Path, end: RankFailed | Stopped, start: float) -> None:
         if exit_file.stat().st_mtime >= start:
             state = orjson.loads(exit_file.read_bytes())
     with suppress(OSError):  # a full disk, say
-        store.put_json(
-            exit_file, {"attempt": last_attempt(run), "step": None, **state, "code": end.exit_code, "reason": str(end)}
-        )
+        how = {"code": exit_code(end), "reason": str(end) or type(end).__name__}
+        store.put_json(exit_file, {"attempt": last_attempt(run), "step": None, **state, **how})

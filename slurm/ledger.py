@@ -10,7 +10,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ class Ledger:
             code = exit_code(error)
             raise
         finally:
-            self._append({**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
+            # Where a full disk ended the stage, this cannot be written either; the first message is the better one.
+            with suppress(OSError) if code != EXIT_OK else nullcontext():
+                self._append({**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage over all attempts that ended, the failed ones included."""

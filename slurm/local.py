@@ -36,22 +36,29 @@ def preprocess(config: Config, *, dry_run: bool = False) -> None:
         stage(config)
 
 
+_STOPS = (signal.SIGTERM, signal.SIGUSR2)
+"""What schedulers send at the end of the time, or some time before."""
+
+
 @contextmanager
 def _terminate_stops() -> Iterator[None]:
-    """SIGTERM, which schedulers send at the end of the time, ends the stage as Ctrl-C does, and says so."""
+    """These signals end the stage as Ctrl-C does, and it says so."""
 
-    def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
-        raise Stopped("SIGTERM came; what was committed is kept, the same command goes on from there")
+    def stop(number: int, frame: object) -> None:
+        for each in _STOPS:
+            signal.signal(each, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
+        name = signal.Signals(number).name
+        raise Stopped(f"{name} came; what was committed is kept, the same command goes on from there")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {each: signal.signal(each, stop) for each in _STOPS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def train(config: Config, console: Console | None = None) -> int:
@@ -72,7 +79,7 @@ def train(config: Config, console: Console | None = None) -> int:
             with _terminate_stops():  # until the ranks are there, and are told to stop
                 from slurm.launch import launch_training
 
-                return launch_training(config, processes)
+                return launch_training(config, processes, console)
         from pipeline.train.trainer import train as stage
 
         return stage(config, console)

@@ -34,8 +34,8 @@ def size(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 unit`, `2 units`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    """`1 unit`, `2 units`, `3 batches`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 class ProgressLine:

@@ -17,7 +17,7 @@ from pipeline.data.heldout import HeldOut
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.setup import check_tokenizer, load_for_inference, out_of_memory_means
-from pipeline.train.trainer import open_heldout
+from pipeline.train.start import open_heldout
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
 

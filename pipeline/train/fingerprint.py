@@ -57,7 +57,7 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
     for aspect in sorted(now):
         if saved.get(aspect) != now[aspect]:
             lines = [
-                f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(aspect, saved.get(aspect), now[aspect])
+                f"{name}: {old!r} -> {new!r}" for name, old, new in differences(aspect, saved.get(aspect), now[aspect])
             ]
             (shown if aspect in allowed else refused).extend(lines)
             if aspect not in allowed:
@@ -72,11 +72,12 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
     return shown
 
 
-def _differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """Where two JSON values differ: dotted name below `name`, old and new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         rows: list[tuple[str, Any, Any]] = []
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):
-                rows += _differences(f"{name}.{key}", old.get(key), new.get(key))
+                rows += differences(f"{name}.{key}", old.get(key), new.get(key))
         return rows
     return [(name, old, new)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.data import store
+from pipeline.data import machine, store
 from pipeline.errors import EXIT_OK, MachineError, UserError, exit_code
 
 
@@ -90,6 +90,8 @@ def open_run(path: Path) -> Iterator[RunFolder]:
     lock = path / "lock"
     _acquire(lock)
     try:
+        for tmp in path.glob(f".*{store.TEMPORARY_SUFFIX}"):
+            store.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
         folder = RunFolder(path, _next_attempt(path))
         exit_file = path / "exit.json"
         exit_file.unlink(missing_ok=True)
@@ -162,9 +164,7 @@ def _holder(lock: Path) -> dict[str, Any] | None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot (proc(5), field 22), so that a reused pid is told apart."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    return int(stat.rpartition(b")")[2].split()[19])
+    """Start time of a running process in clock ticks after boot, so that a reused pid is told apart."""
+    found = machine.process(pid)
+    # A dead one stays in the table until its parent has asked how it ended, which some never do (PID 1 of containers).
+    return None if found is None or found[0] in "ZX" else found[1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from pipeline import __version__
 from pipeline.config import Config
@@ -64,14 +65,16 @@ class Saver:
                 written = gather(storage.write(tmp, self._model, self._optimizers))
                 share(lambda: self._commit(tmp, step, written, more))
             except BaseException:
-                shutil.rmtree(tmp, ignore_errors=True)
+                # Rank 0 alone: another one may fail while rank 0 commits, from under which it would take the files.
+                if dist.get_rank() == 0:
+                    shutil.rmtree(tmp, ignore_errors=True)
                 raise
         except OSError as error:
             free = shutil.disk_usage(self._folder.path).free
             size = num_parameters(self._model.spec) * _CHECKPOINT_BYTES
             raise MachineError(
                 f"step {step} could not be saved in {self._checkpoints.folder}: {error.strerror or error}. "
-                f"A checkpoint needs about {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free. "
+                f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free. "
                 f"{self.last_good()} is still good; make room and run the same command to go on"
             ) from error
 
@@ -82,7 +85,7 @@ class Saver:
     def last_good(self) -> str:
         """What the run would go on from, for messages."""
         latest = self._checkpoints.latest()
-        return latest.path.name if latest else "The start"
+        return latest.path.name if latest else "The start of the run (there is no checkpoint yet)"
 
     def _commit(self, tmp: Path, step: int, written: list[Files] | None, more: dict[str, Any]) -> None:
         assert written is not None, "only rank 0 commits"

@@ -20,10 +20,13 @@ class StopRequest:
 
     Args:
         stop_file: the file, or None for a process that leaves looking at it to another one.
+        to_the_end: the process has nothing else to do and ends after this. From then on signals are ignored: who asks
+            twice must not kill ranks that wait for the last one to close its files.
     """
 
-    def __init__(self, stop_file: Path | None) -> None:
+    def __init__(self, stop_file: Path | None, *, to_the_end: bool = False) -> None:
         self._file = stop_file
+        self._to_the_end = to_the_end
         self._signal: int | None = None
         self._previous: dict[int, signal.Handlers | int | object] = {}
 
@@ -37,7 +40,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_IGN if self._to_the_end else handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal == number == signal.SIGINT:

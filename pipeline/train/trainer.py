@@ -15,14 +15,12 @@ from pipeline.config.load import dump
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.batch import StepData
-from pipeline.data.checks import check_datasets
 from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.journal import Segment
 from pipeline.data.loader import Loader, open_loader
-from pipeline.data.opening import open_datasets
+from pipeline.data.progress import counted
 from pipeline.data.staging import staged
-from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import NumericalError, Stopped, UserError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -32,14 +30,15 @@ from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel import processes
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import Processes, share
+from pipeline.train.parallel.processes import Processes
 from pipeline.train.parallel.rules import check_layout, layout_warnings
 from pipeline.train.parallel.watchdog import Watchdog
-from pipeline.train.plan import RunPlan, plan_run
-from pipeline.train.run_folder import RunFolder, open_run
+from pipeline.train.plan import RunPlan
+from pipeline.train.run_folder import RunFolder
 from pipeline.train.saving import Saver
 from pipeline.train.schedule import Schedule
-from pipeline.train.setup import Setup, be_deterministic, check_tokenizer, join, out_of_memory_means, set_up
+from pipeline.train.setup import Setup, be_deterministic, join, out_of_memory_means, set_up
+from pipeline.train.start import open_run_everywhere, open_validation
 from pipeline.train.step import Stepper, agree
 from pipeline.train.stop import StopRequest
 from pipeline.train.validation import HeldOutLoss, heldout_loss
@@ -68,7 +67,9 @@ def train(config: Config, console: Console | None = None) -> int:
         watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
         watchdog.phase("init")
         device = join(config, ranks)
-        folder, checkpoint, plan = _open(config, ranks, stack, console)
+        # Rank 0 reads the whole checkpoint to verify it, and the others wait.
+        watchdog.phase("save")
+        folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, console)
         total, reason = plan.length.steps, plan.length.reason
         if total == 0:
             raise UserError(f"the run has no step ({reason}); give it at least one")
@@ -77,44 +78,32 @@ def train(config: Config, console: Console | None = None) -> int:
             return checkpoint.step
         for line in [*layout_warnings(config, layout), *plan.warnings]:
             say(console, f"warning: {line}")
-        heldout = _open_validation(config, plan.tokenizer, check=ranks.rank == 0)
+        heldout = open_validation(config, plan.tokenizer, check=ranks.rank == 0)
         # Copying may take long, and is interrupted at once: nothing of it needs to be saved.
         watchdog.pause()
         datasets = staged(config, plan.datasets, plan.journal, first_step=folder.step)
+        # Here too: where all is there already, the other ranks are waited for without a limit.
+        processes.wait_for_all()
         watchdog.phase("init")
         setup = set_up(config, plan.tokenizer, device, layout)
-        with StopRequest(folder.stop_file if ranks.rank == 0 else None) as stop:
-            trainer = Trainer(config, plan, setup, datasets, heldout, folder, ranks, watchdog, console)
-            if checkpoint is not None:
-                trainer.restore(checkpoint)
+        # The stop file is rank 0's to look at. A rank of several does nothing after training, unlike `pipeline run`.
+        with StopRequest(folder.stop_file if ranks.rank == 0 else None, to_the_end=ranks.world_size > 1) as stop:
+            with out_of_memory_means(lambda: _advice_on_weights(ranks)):
+                trainer = Trainer(config, plan, setup, datasets, heldout, folder, ranks, watchdog, console)
+                if checkpoint is not None:
+                    trainer.restore(checkpoint)
             trainer.run(stop)
             say(console, f"train: done, {total} steps ({reason}); checkpoints and metrics are in {folder.path}")
             return total
 
 
-def _open(
-    config: Config, ranks: Processes, stack: ExitStack, console: Console
-) -> tuple[RunFolder, Checkpoint | None, RunPlan]:
-    """Lock the run folder, find the checkpoint to go on from, and plan: rank 0 alone, then the others as it says."""
-    checkpoints = Checkpoints.of_run(config.run.dir)
-    mine: list[tuple[RunFolder, Checkpoint | None, RunPlan]] = []
-
-    def begin() -> tuple[int, int | None]:
-        folder = stack.enter_context(open_run(config.run.dir))
-        checkpoints.clean(lambda line: say(console, line))
-        checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
-        mine.append((folder, checkpoint, plan_run(config, checkpoint)))
-        return folder.attempt, checkpoint.step if checkpoint else None
-
-    attempt, step = share(begin)
-    if mine:
-        folder, checkpoint, plan = mine[0]
-    else:
-        folder = RunFolder(config.run.dir, attempt)
-        checkpoint = None if step is None else checkpoints.committed(step)
-        plan = plan_run(config, checkpoint, check=False)
-    folder.step = step or 0
-    return folder, checkpoint, plan
+def _advice_on_weights(ranks: Processes) -> str:
+    where = f" (rank {ranks.rank})" if ranks.world_size > 1 else ""
+    return (
+        f"building or loading the model{where}, whose weights and moments alone are too large for the device: raise "
+        "parallel.dp_shard, tp or pp, so that each process has less of them; `pipeline train RUN.yaml --check` shows "
+        "how much"
+    )
 
 
 class Trainer:
@@ -215,23 +204,30 @@ class Trainer:
                 self._between_steps(stop, metrics)
                 self._watchdog.phase("step", data.step + 2)
                 waiting = time.monotonic()
+            # All is saved. What is left is to close the sinks, one of which may still have much to send.
+            self._watchdog.pause()
 
     def _between_steps(self, stop: StopRequest, metrics: Metrics) -> None:
         """Validate and save where it is time to, and look for a stop request."""
         step, total = self._folder.step, self._plan.length.steps
         checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
         stops = self._stop_agreed
+        if stops:
+            # Before a validation, which may take longer than there is until the processes are killed.
+            self._flush(metrics)
+            self._save(step, last=True)
         if step % validation.every_steps == 0 or step == total:
             self._flush(metrics)
             self._validate(step, metrics)
-        if step % checkpoint.every_steps == 0 or step == total or stops:
+        if (step % checkpoint.every_steps == 0 or step == total) and not stops:
             self._flush(metrics)
-            self._save(step, last=step == total or stops)
-        if stops:
-            # Another rank may be the one that was asked.
-            reason = stop.reason() or "a stop request"
+            self._save(step, last=step == total)
+        if stops or step == total:
+            reason = stop.reason() or "a stop request"  # of another rank
+            # Also a stop file that came during the last step: a longer run would stop at once.
             stop.consume()
             if step < total:
+                self._watchdog.pause()
                 raise Stopped(f"{reason} at step {step} of {total}; saved. Run the same command to go on.")
 
     def _advice(self) -> str:
@@ -242,13 +238,18 @@ class Trainer:
             "the result is the same"
         )
 
+    def _where(self) -> str:
+        """Devices, layout and threads: `cpu, 2 threads`, `4 x cpu (pp 2 x tp 2), 1 thread each`."""
+        device, threads = self._setup.device.type, counted(torch.get_num_threads(), "thread")
+        if self._ranks.world_size == 1:
+            return f"{device}, {threads}"
+        return f"{self._ranks.world_size:,} x {device} ({self._setup.mesh.layout}), {threads} each"
+
     def _announce(self, first: int) -> None:
         train, spec, length = self._config.train, self._setup.spec, self._plan.length
         say(
             self._console,
-            f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {train.precision.compute} on "
-            f"{self._setup.mesh.layout if self._ranks.world_size > 1 else self._setup.device.type}, "
-            f"{torch.get_num_threads()} threads, "
+            f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {train.precision.compute} on {self._where()}, "
             f"{self._flops(first, causal=True) / 1e6:,.4g} MFLOP a token",
         )
         say(
@@ -441,21 +442,3 @@ class Trainer:
         if not self._nonfinite:
             self._saver.prune()
         self._since = time.monotonic()
-
-
-def _open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> dict[str, HeldOut]:
-    """What is validated on, checked like what is trained on, since it is read only after many steps."""
-    if not config.train.validation.samples:
-        return {}
-    splits = open_heldout(config, config.train.validation.split)
-    datasets = {name: split.dataset for name, split in splits.items()}
-    if check:
-        check_datasets(datasets)
-    check_tokenizer(datasets, tokenizer)
-    return splits
-
-
-def open_heldout(config: Config, split: str) -> dict[str, HeldOut]:
-    """A held-out split of each source, in windows of `train.sequence_length` whatever the phases have."""
-    datasets = open_datasets(config, split)
-    return {name: HeldOut(dataset, config.train.sequence_length) for name, dataset in datasets.items()}

@@ -133,7 +133,7 @@ def case_stop(config: Config, rank: int) -> None:
     from pipeline.train.stop import StopRequest
 
     try:
-        with StopRequest(config.run.dir / "stop") as stop:
+        with StopRequest(config.run.dir / "stop", to_the_end=True) as stop:
             step = 0
             while True:
                 step += 1
@@ -144,6 +144,7 @@ def case_stop(config: Config, rank: int) -> None:
                 time.sleep(0.02)
     finally:
         if rank == 0:
+            (config.run.dir / "closing").touch()
             time.sleep(1)
             (config.run.dir / "closed").touch()
 

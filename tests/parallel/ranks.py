@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -96,6 +97,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = Tr
             if len(results) < world:
                 process.kill()
             process.join()
+        shutil.rmtree(logs)
 
 
 def _rank(

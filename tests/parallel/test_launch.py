@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 from pipeline.errors import RankFailed, Stopped, UserError
 from pipeline.train.parallel.rank import record_error
-from slurm.launch import _judge, _Ranks, check_devices
+from slurm.launch import _judge, _quiet, _Ranks, check_devices
 from tests.tiny import write_run
 
 pytestmark = pytest.mark.parallel
@@ -172,6 +173,19 @@ def test_signals_stop_the_run_in_order(start: Callable[..., Launched], number: s
     assert launched.ledger() == [("start", None), ("end", 75)]
 
 
+def test_who_asks_twice_does_not_kill_ranks_that_leave(start: Callable[..., Launched]) -> None:
+    launched = start("stop")
+    launched.pids()
+    launched.process.send_signal(signal.SIGUSR2)
+    until((launched.run / "closing").exists)
+    launched.process.send_signal(signal.SIGTERM)
+    code, _, err = launched.result()
+    assert code == 75
+    assert err.count("stopped: SIGUSR2 at step") == 1, err
+    assert (launched.run / "closed").exists(), "rank 0 had time to close"
+    assert json.loads((launched.logs / "rank-0001.error.json").read_text())["exit_code"] == 75
+
+
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [
@@ -204,6 +218,7 @@ def test_second_interrupt_ends_all_at_once(start: Callable[..., Launched], tmp_p
     code, _, err = launched.result()
     assert code == 130
     assert "interrupted: " in err
+    assert json.loads((launched.run / "exit.json").read_text())["code"] == 130
     assert all(gone(pid) for pid in pids)
 
 
@@ -296,6 +311,12 @@ def test_a_layout_that_does_not_fit_starts_nothing(start: Callable[..., Launched
     assert not (launched.run / "logs").exists()
 
 
+def test_a_full_disk_does_not_hide_how_the_ranks_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    with _quiet(Path("/dev/full")):
+        logging.getLogger("torch.distributed.elastic.agent").error("rank 1 has ended")
+    assert capsys.readouterr().err == ""
+
+
 def judged(
     tmp_path: Path, codes: dict[int, int], forwarded: set[int], lost: tuple[int, ...] = ()
 ) -> BaseException | None:
@@ -327,3 +348,15 @@ def test_judgement(tmp_path: Path) -> None:
     assert isinstance(killed, RankFailed)
     assert "rank 2 of 3 was killed by SIGKILL" in str(killed)
     assert killed.exit_code == 1
+
+
+def test_ranks_that_refuse_different_pieces_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (1, 0):  # rank 0 comes second, and has shown its own message
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"rank-{rank:04d}.error.json"))
+        monkeypatch.setenv("RANK", str(rank))
+        record_error(UserError(f"document {rank} is damaged"))
+    ranks = _Ranks(2, tmp_path)
+    ranks.codes, ranks.times = {0: 2, 1: 2}, {0: 2.0, 1: 1.0}
+    with pytest.raises(RankFailed, match="document 0 is damaged") as failed:
+        _judge(ranks, tmp_path)
+    assert failed.value.said and failed.value.exit_code == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -48,6 +50,8 @@ def whole(root: Path) -> Path:
     done = tiny.pipeline("train", root / "run.yaml", f"run.dir={root / 'whole'}", *TWO)
     assert done.returncode == 0, done.stderr
     assert f"train: done, {STEPS} steps" in done.stdout
+    assert done.stdout.startswith("train: starting 2 processes; logs of ranks from 1 on are in "), done.stdout
+    assert "on 2 x cpu (pp 2), 1 thread each, " in done.stdout
     return root / "whole"
 
 
@@ -146,6 +150,8 @@ def test_a_rank_that_hangs_ends_the_run(root: Path) -> None:
     assert process.returncode == 76, err
     assert "launch.time_limits.step_seconds" in err
     assert ranks_of(root / "hung") == {}
+    ended = orjson.loads((root / "hung" / "exit.json").read_bytes())
+    assert ended["code"] == 76 and "launch.time_limits.step_seconds" in ended["reason"]
 
 
 def test_a_folder_in_use_is_told_once(root: Path) -> None:
@@ -173,3 +179,20 @@ def test_torchrun(root: Path, whole: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert exact(run) == exact(whole)
+
+
+def test_out_of_memory_names_rank_step_and_key(root: Path) -> None:
+    command = tiny.command("train", root / "run.yaml", f"run.dir={root / 'memory'}", "launch.processes=2")
+    command += ["train.batch_size=40000", "train.micro_batch_size=20000"]
+    limit = 5 * 2**30  # of addresses: torch alone takes some of them
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"out of memory: rank \d in step 1: lower train.micro_batch_size", done.stderr), done.stderr
+    assert "20000 now" in done.stderr

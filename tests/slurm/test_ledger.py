@@ -1,5 +1,7 @@
 """The ledger: one line for each start and end, also of what fails."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,12 @@ def test_a_line_cut_by_a_crash_is_passed_over(tmp_path: Path) -> None:
     with ledger.stage("eval"):
         pass
     assert [entry["stage"] for entry in ledger.entries()] == ["train", "train", "eval", "eval"]
+
+
+def test_a_full_disk_does_not_hide_why_a_stage_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, row: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(UserError, match="step 5 could not be saved"), Ledger(tmp_path).stage("train"):
+        monkeypatch.setattr("pipeline.data.store.JsonLines.write", full)
+        raise UserError("step 5 could not be saved")

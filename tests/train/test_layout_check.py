@@ -68,6 +68,15 @@ def test_a_large_layout(run_file: Path) -> None:
     assert "warning" not in text
 
 
+def test_a_small_layout_is_told_in_the_singular(run_file: Path) -> None:
+    """One group of ranks has no others after it, and one micro-batch is no plural."""
+    text = _printed(load(run_file, ["parallel={pp: 2, pipeline: {schedule: gpipe}}", "model.layers=2"]))
+    assert "over ranks 0-1\n" in text and "and so on" not in text
+    assert re.search(r"over 1 data-parallel rank: 1 micro-batch of \d+ on each\n", text)
+    assert "  1 micro-batch: " in text
+    assert re.search(r"^ +0 +0  0 +embedding ", text, re.M)
+
+
 def test_stages_of_the_table_are_all_of_the_model(run_file: Path) -> None:
     rows = re.findall(r"^ +(\d+) +(\d+)  (\S+) .*? ([\d,]+) +([\d.]+) %$", _printed(load(run_file, LLAMA_405B)), re.M)
     assert [(int(stage), int(rank)) for stage, rank, *_ in rows] == [(n, n) for n in range(16)]
@@ -190,12 +199,12 @@ def test_virtual_stages_and_phases(run_file: Path) -> None:
     ]
     text = _printed(load(run_file, overrides))
     assert "pipeline: zbv, 4 stages, 2 on each pp rank, as given" in text
-    rows = re.findall(r"^ +(\d) +(\d)  (none|\d-\d) +((?:embedding|head)?)", text, re.M)
+    rows = re.findall(r"^ +(\d) +(\d)  (none|\d(?:-\d)?) +((?:embedding|head)?)", text, re.M)
     assert rows == [
         ("0", "0", "none", "embedding"),
-        ("1", "1", "0-0", ""),
+        ("1", "1", "0", ""),
         ("2", "1", "1-2", ""),
-        ("3", "0", "3-3", "head"),
+        ("3", "0", "3", "head"),
     ]
     assert "5 micro-batches: " in text and "8 micro-batches: " in text
     assert "step (blend.phases.1.batch_size): 5 windows" in text

@@ -100,7 +100,8 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (
         4,
         ("parallel.pp=4", "parallel.pipeline={schedule: interleaved_1f1b, virtual_stages: 3}"),
-        "model.layers=8 are fewer than the 12 stages .*: set parallel.pp=2 or less, .* at least model.layers=12$",
+        "model.layers=8 are fewer than the 12 stages .*: set parallel.pp=2 or less, fewer "
+        "parallel.pipeline.virtual_stages, or at least model.layers=12$",
     ),
     (2, ("parallel.pp=2", "parallel.pipeline.layers_per_stage=[4,2,2]"), "has 3 numbers, but there are 2 stages"),
     (2, ("parallel.pp=2", "parallel.pipeline.layers_per_stage=[4,3]"), "are 7 layers, but model.layers=8"),
@@ -108,13 +109,13 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (
         4,
         ("parallel.pp=4", "train.micro_batch_size=null"),
-        "train.batch_size: 32 windows over 1 .* of 32 are 1 micro-batches .* schedule=1f1b over parallel.pp=4 needs 4 "
+        "train.batch_size: 32 windows over 1 .* of 32 make 1 micro-batch a step, .* schedule=1f1b over parallel.pp=4 needs 4 "
         r"or more: set train.micro_batch_size=8 \(4 micro-batches\)$",
     ),
     (
         4,
         ("parallel.pp=4", "train.batch_size=3"),
-        "3 windows .* are 3 micro-batches .* needs 4 or more: set train.batch_size=4 or more, with "
+        "3 windows .* make 3 micro-batches .* needs 4 or more: set train.batch_size=4 or more, with "
         "train.micro_batch_size=1, or a smaller parallel.pp$",
     ),
     (
@@ -125,7 +126,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (
         4,
         ("parallel.pp=2", "train.batch_size=8", "train.micro_batch_size=3", "parallel.pipeline.schedule=zbv"),
-        r"8 windows over 2 .* micro-batches of 3 are 2 .* needs 4 or more: set train.micro_batch_size=1 \(4 micro",
+        r"8 windows over 2 .* micro-batches of 3 make 2 .* needs 4 or more: set train.micro_batch_size=1 \(4 micro",
     ),
     (
         2,
@@ -251,12 +252,12 @@ WARNED: list[tuple[int, tuple[str, ...], str]] = [
     (
         4,
         ("parallel.pp=4", "parallel.pipeline.schedule=gpipe", "train.micro_batch_size=16"),
-        "2 micro-batches a step are fewer than parallel.pp=4, .* set train.micro_batch_size lower than 16",
+        "a step has 2 micro-batches, fewer than parallel.pp=4, .* set train.micro_batch_size lower than 16",
     ),
     (
         4,
         ("parallel.pp=4", "parallel.pipeline.schedule=interleaved_1f1b", "train.batch_size=3"),
-        "3 micro-batches .* take a larger batch or a smaller parallel.pp",
+        "3 micro-batches, .* take a larger batch or a smaller parallel.pp",
     ),
     (2, ("parallel.pipeline.schedule=zbv",), "parallel.pipeline has no effect"),
     (1, ("parallel.reshard_after_forward=true",), "reshard_after_forward=true has no effect"),

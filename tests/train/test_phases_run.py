@@ -93,6 +93,18 @@ def test_steps_that_are_passed_over(root: Path, straight: Path) -> None:
     assert "steps 3 to 4 are passed over (blend.skip)\n" in out and "step 8 is passed over (blend.skip)\n" in out
 
 
+def test_a_checkpoint_before_the_first_trained_step_changes_nothing(root: Path) -> None:
+    """The optimizer has no states then, and what is saved must not count as a step of it."""
+    first = skips({"steps": "1-2"})
+    late = train(root, "saved-late", CONSTANT, first, "train.checkpoint={every_steps: 8}")
+    early = train(root, "saved-early", CONSTANT, first, "train.checkpoint={every_steps: 1}")
+    assert exact(early) == exact(late)
+    assert weights_hash(early) == weights_hash(late)
+    resumed = train(root, "saved-and-resumed", CONSTANT, first, "train.duration=2 steps")
+    train(root, resumed.name, CONSTANT, first)
+    assert weights_hash(resumed) == weights_hash(late)
+
+
 def test_samples_and_sources_that_are_masked(root: Path, straight: Path) -> None:
     masked = train(root, "masked", CONSTANT, skips({"source": "land", "from_step": 3}, {"samples": "0-3"}))
     assert column(masked, "order_hash") == column(straight, "order_hash")

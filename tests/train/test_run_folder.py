@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from pipeline.data.store import JsonLines
+from pipeline.data.store import JsonLines, temporary
 from pipeline.errors import MachineError, NumericalError, Stopped, UserError
 from pipeline.train.run_folder import metrics_path, open_run, read_metrics
 
@@ -35,6 +35,31 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / "lock").exists()
     with open_run(tmp_path) as folder:
         assert folder.attempt == 2
+
+
+def test_a_killed_process_that_nobody_has_waited_for_does_not_hold_the_lock(tmp_path: Path) -> None:
+    script = (
+        "import os, signal; from pathlib import Path; from pipeline.train.run_folder import open_run\n"
+        f"with open_run(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    with open_run(tmp_path) as folder:
+        assert folder.attempt == 2
+    assert child.wait() == -9
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    script = (
+        "import os, signal; from pathlib import Path; from pipeline.data import store\n"
+        f"store.temporary(Path({str(tmp_path)!r}) / 'exit.json').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    mine = temporary(tmp_path / "exit.json")
+    mine.touch()
+    with open_run(tmp_path):
+        assert list(tmp_path.glob(".*.tmp")) == [mine], "a process that lives may be writing"
 
 
 def test_a_lock_from_another_host_is_respected(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 
 from pipeline.config.load import load
+from pipeline.errors import Stopped
 from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run_folder import read_metrics
+from pipeline.train.setup import be_deterministic
 from tests import tiny
 from tests.train.runs import exact, start, train, weights_hash
 
@@ -246,7 +249,7 @@ def test_three_non_finite_steps_end_the_run_and_are_recorded(root: Path) -> None
     run = root / "infinite"
     code, out = start(root, "infinite", "train.optimizer.lr=1e30", "train.schedule.warmup=0 steps")
     assert code == 77, out
-    assert "3 steps in a row" in out and "The start is from before them" in out
+    assert "3 steps in a row" in out and "The start of the run (there is no checkpoint yet) is from before them" in out
     assert Checkpoints(run / "checkpoints").all() == []
     assert [row["skipped"] for row in read_metrics(run)][-3:] == [True, True, True]
     records = [orjson.loads(line) for line in (run / "nonfinite.jsonl").read_bytes().splitlines()]
@@ -273,3 +276,100 @@ def test_two_runs_on_one_folder(root: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_model_that_does_not_fit_is_told_what_to_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_model(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB. GPU 0 has 79.00 GiB")
+
+    monkeypatch.setattr(trainer, "build_model", build_model)
+    code, out = start(root, "too-large")
+    assert code == 1, out
+    assert "out of memory: building or loading the model" in out and "parallel.dp_shard" in out
+    assert "CUDA out of memory" in out and "micro_batch_size" not in out
+
+
+def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = trainer.Trainer._save
+
+    def save(self: trainer.Trainer, step: int, *, last: bool) -> None:
+        original(self, step, last=last)
+        if step == 8:
+            self._folder.stop_file.touch()
+
+    monkeypatch.setattr(trainer.Trainer, "_save", save)
+    run = train(root, "stopped-late")
+    assert not (run / "stop").exists()
+
+
+def test_a_stop_is_saved_before_a_validation(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be little time until the process is killed."""
+    done = []
+
+    def noting(name: str) -> Any:
+        original = getattr(trainer.Trainer, name)
+
+        def call(self: trainer.Trainer, step: int, *arguments: Any, **options: Any) -> None:
+            done.append((name, step))
+            original(self, step, *arguments, **options)
+
+        return call
+
+    for name in ("_save", "_validate"):
+        monkeypatch.setattr(trainer.Trainer, name, noting(name))
+    monkeypatch.setattr(trainer.StopRequest, "reason", lambda self: "SIGUSR2" if (root / "now/stop").exists() else None)
+    original = trainer.Trainer._between_steps
+
+    def between_steps(self: trainer.Trainer, stop: Any, metrics: Any) -> None:
+        original(self, stop, metrics)
+        if self._folder.step == 3:
+            self._folder.stop_file.touch()
+
+    monkeypatch.setattr(trainer.Trainer, "_between_steps", between_steps)
+    with pytest.raises(Stopped, match="SIGUSR2 at step 4 of 8"):
+        start(root, "now")
+    assert done == [("_save", 3), ("_save", 4), ("_validate", 4)]
+    assert [row["step"] for row in read_metrics(root / "now") if "validation_loss" in row] == [4]
+
+
+def test_what_is_waited_for_has_its_own_time_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifying a checkpoint that of loading one, and sinks that are closed none."""
+    dogs: list[Any] = []
+    seen = []
+
+    class Watched(trainer.Watchdog):
+        def __enter__(self) -> Any:
+            dogs.append(self)
+            return super().__enter__()
+
+    class Slow:
+        def write(self, row: dict[str, Any]) -> None:
+            pass
+
+        def close(self) -> None:
+            seen.append(dogs[-1]._phase)
+
+    original = Checkpoints.resumable
+
+    def resumable(self: Checkpoints, report: Any) -> Any:
+        seen.append(dogs[-1]._phase)
+        return original(self, report)
+
+    monkeypatch.setattr(trainer, "Watchdog", Watched)
+    monkeypatch.setattr(trainer.Trainer, "_sinks", lambda self, first, total: [Slow()])
+    monkeypatch.setattr(Checkpoints, "resumable", resumable)
+    train(root, "limits")
+    assert seen == ["save", None]
+
+
+def test_deterministic_does_not_fill_new_memory() -> None:
+    """It would write every tensor twice."""
+    try:
+        be_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True

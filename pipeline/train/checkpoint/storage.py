@@ -76,7 +76,13 @@ def _state(model: ParallelModel, optimizers: Optimizers | None) -> dict[str, dic
         state["model"].update(get_model_state_dict(part))
         if optimizers is not None:
             optimizer = optimizers.by_stage[index]
+            is_new = not optimizer.state
             state["optimizer"].update(get_optimizer_state_dict(part, optimizer, options=_FLAT))
+            if is_new:
+                # torch has made the states in a step of its own, which must not count as one of the run's: the first
+                # steps may have been passed over.
+                for values in optimizer.state.values():
+                    values["step"].zero_()
     return state
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.console import say
+from pipeline.data.progress import counted
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.errors import UserError
@@ -99,16 +100,17 @@ def _layout_lines(config: Config, layout: Layout) -> Iterable[str]:
     for axis, degree in layout.degrees.items():
         stride //= degree
         if degree > 1:
-            yield f"  {axis:<12} {degree:>5}  {_PLACES[axis]} over ranks {_ranks(degree, stride)}"
+            yield f"  {axis:<12} {degree:>5}  {_PLACES[axis]} over ranks {_ranks(degree, stride, layout.world_size)}"
 
 
-def _ranks(degree: int, stride: int) -> str:
-    """The first group of an axis: `0-7`, or `0, 8, 16, ... 120`."""
+def _ranks(degree: int, stride: int, world_size: int) -> str:
+    """The first group of an axis, `0-7` or `0, 8, 16, ..., 120`, and whether there are others."""
+    more = ", and so on" if degree < world_size else ""
     if stride == 1:
-        return f"0-{degree - 1}, and so on"
+        return f"0-{degree - 1}{more}"
     ranks = [rank * stride for rank in range(degree)]
     few = ranks if degree <= 4 else [*ranks[:3], "...", ranks[-1]]
-    return ", ".join(map(str, few)) + ", and so on"
+    return ", ".join(map(str, few)) + more
 
 
 def _model_lines(config: Config, spec: DecoderSpec, source: str) -> Iterable[str]:
@@ -126,9 +128,9 @@ def _step_lines(config: Config, layout: Layout) -> Iterable[str]:
 def _step_line(shape: StepShape) -> str:
     padding = f", {100 * shape.padding:.1f} % padding" if shape.padding else ""
     return (
-        f"step ({shape.batch_key}): {shape.batch_size:,} windows of {shape.sequence_length:,} tokens over "
-        f"{shape.ranks:,} data-parallel ranks: {shape.micro_batches:,} micro-batches of {shape.micro_batch_size:,} on "
-        f"each{padding}"
+        f"step ({shape.batch_key}): {counted(shape.batch_size, 'window')} of {shape.sequence_length:,} tokens over "
+        f"{counted(shape.ranks, 'data-parallel rank')}: {counted(shape.micro_batches, 'micro-batch')} of "
+        f"{shape.micro_batch_size:,} on each{padding}"
     )
 
 
@@ -142,7 +144,7 @@ def _pipeline_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: S
         part = stage.part
         parameters = end_parameters(spec, part, 1) + sum(layer_parameters(spec.layers[i], 1) for i in part.layers)
         has = " ".join(name for name, there in (("embedding", part.first), ("head", part.last)) if there)
-        layers = f"{part.layers.start}-{part.layers.stop - 1}" if part.layers else "none"
+        layers = _spans(part.layers) or "none"
         yield (
             f"  {stage.index:>5} {stage.rank:>7}  {layers:<9} {has:<15} {parameters:>15,} "
             f"{100 * cost / sum(costs):>6.1f} %"
@@ -162,8 +164,8 @@ def played(config: Config, layout: Layout, stages: Sequence[Stage], costs: Seque
 
 def _play_lines(micro_batches: int, result: Play) -> Iterable[str]:
     yield (
-        f"  {micro_batches} micro-batches: {100 * result.bubble:.1f} % of the time is waiting (bubble), communication "
-        "not counted"
+        f"  {counted(micro_batches, 'micro-batch')}: {100 * result.bubble:.1f} % of the time is waiting (bubble), "
+        "communication not counted"
     )
     kept = ", ".join(f"{layers:.0f}" for layers in result.activations)
     yield f"  activations kept at most, in layers x micro-batches, by pp rank: {kept}"

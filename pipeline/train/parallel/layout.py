@@ -59,8 +59,8 @@ def resolve(parallel: ParallelConfig, world_size: int) -> Layout:
         below, above = world_size // fixed * fixed, -(-world_size // fixed) * fixed
         nearest = f"{below} or {above}" if below else f"{above}"
         raise UserError(
-            f"parallel: {named} needs a multiple of {fixed} processes, but there are {world_size}; the nearest that "
-            f"fit are launch.processes={nearest}"
+            f"parallel: {named} needs a multiple of {fixed} processes, but there are {world_size}; set "
+            f"launch.processes={nearest}, or start as many, or change the degrees"
         )
     elif fixed != world_size:
         raise UserError(

@@ -108,7 +108,8 @@ def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bo
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[precision.compute], reduce_dtype=torch.float32)
     for layer in part.layers.values():
         fully_shard(layer, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(part, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
+    # What the last layer used is what backward needs first.
+    fully_shard(part, mesh=params, mp_policy=policy, reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +31,7 @@ __all__ = [
     "of_environment",
     "record_error",
     "share",
+    "wait_for_all",
 ]
 
 T = TypeVar("T")
@@ -45,6 +47,8 @@ class _Joined:
 
     store: Any = None
     cpu_group: dist.ProcessGroup | None = None
+    waits = 0
+    """Calls of `wait_for_all` so far."""
 
 
 def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
@@ -64,8 +68,7 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
     if processes.world_size == 1:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
     else:
-        # Less than the watchdog waits, which would not know who is missing.
-        store = _meet(processes, timedelta(seconds=0.8 * limits.init_seconds))
+        store = _meet(processes, limits.init_seconds)
     # Our own watchdog knows the phases. It comes first, so that a hang is told with the stacks of all ranks.
     timeout = timedelta(seconds=max(limits.model_dump().values()) + 120)
     store.set_timeout(timeout)
@@ -82,7 +85,7 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
     _Joined.cpu_group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else None
 
 
-def _meet(processes: Processes, wait: timedelta) -> Any:
+def _meet(processes: Processes, init_seconds: float) -> Any:
     """A store that all ranks are connected to, and that has seen each of them once."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -90,6 +93,9 @@ def _meet(processes: Processes, wait: timedelta) -> Any:
             f"WORLD_SIZE is {processes.world_size}, so MASTER_ADDR and MASTER_PORT must name where rank 0 is, but they "
             f"are {address or 'not set'} and {port or 'not set'}; start the processes with torchrun or launch.processes"
         )
+    # Less than the watchdog waits, which would not know who is missing.
+    wait = timedelta(seconds=0.8 * init_seconds)
+    longer = f"raise launch.time_limits.init_seconds ({init_seconds:g}) if that takes longer"
     # torchrun may have a store of its own at this address; then rank 0 does not open one.
     server = processes.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     where = f"{address}:{port}"
@@ -106,7 +112,7 @@ def _meet(processes: Processes, wait: timedelta) -> Any:
         raise MachineError(
             f"rank {processes.rank} on {socket.gethostname()} could not reach rank 0 at {where} within "
             f"{wait.total_seconds():.0f} s ({_first_line(error)}); is it running there, and may these machines connect "
-            "to that port? launch.time_limits.init_seconds is the time to wait"
+            f"to that port? {longer}"
         ) from error
     # Starts over where torchrun starts all ranks again.
     store = dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)  # type: ignore[attr-defined]
@@ -130,7 +136,7 @@ def _meet(processes: Processes, wait: timedelta) -> Any:
         raise MachineError(
             f"only {processes.world_size - len(missing)} of {processes.world_size} ranks came to {where} within "
             f"{wait.total_seconds():.0f} s; missing: {', '.join(missing[:20])}. Look at their logs; "
-            "launch.time_limits.init_seconds is the time to wait"
+            f"{longer}"
         ) from None
     return store
 
@@ -161,7 +167,8 @@ def share(make: Callable[[], T]) -> T:
     try:
         text = json.dumps(make())
     except BaseException as error:
-        _broadcast((exit_code(error) or 1, ""))
+        with suppress(RuntimeError):  # a rank that has gone cannot be told, and that is not what went wrong here
+            _broadcast((exit_code(error) or 1, ""))
         raise
     _broadcast((0, text))
     return json.loads(text)  # type: ignore[no-any-return]
@@ -207,6 +214,23 @@ def barrier() -> None:
     if _world() > 1:
         # Not dist.barrier(), which goes over the GPUs where there are some.
         dist.all_reduce(torch.zeros(1), group=cpu_group())
+
+
+def wait_for_all() -> None:
+    """`barrier` for what may take hours on one rank: the limits of the process group do not count."""
+    if _world() == 1:
+        return
+    if _Joined.store is None:  # the group was made elsewhere
+        barrier()
+        return
+    _Joined.waits += 1
+    here = f"wait {_Joined.waits}"
+    _Joined.store.add(here, 1)
+    pause = 0.01
+    # Asked again and again: a wait on a store has a limit, and complains when it is reached.
+    while _Joined.store.add(here, 0) < _world():
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
 
 
 def _world() -> int:

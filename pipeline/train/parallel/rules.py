@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE, PipelineConfig
+from pipeline.data.progress import counted
 from pipeline.errors import UserError
 from pipeline.train.model.config import default_ffn_dim
 from pipeline.train.parallel.course import StepShape, step_shapes
@@ -128,11 +129,12 @@ def _stage_count(config: Config, layout: Layout) -> Iterator[str]:
     stages = layout.pp * pipeline.stages_per_rank
     if layout.pp > 1 and pipeline.layers_per_stage is None and layers < stages:
         most = layers // pipeline.stages_per_rank
+        ways = [f"parallel.pp={most} or less" if most > 1 else "parallel.pp=1"]
+        if SCHEDULES[pipeline.schedule].allows_stages(pipeline.stages_per_rank - 1):
+            ways.append("fewer parallel.pipeline.virtual_stages")
         yield (
             f"model.layers={layers} are fewer than the {stages} stages (parallel.pp={layout.pp} x "
-            f"{pipeline.stages_per_rank} on each rank): set parallel.pp={max(1, most)} or less, fewer "
-            "parallel.pipeline.virtual_stages, or at least "
-            f"model.layers={stages}"
+            f"{pipeline.stages_per_rank} on each rank): set {', '.join(ways)}, or at least model.layers={stages}"
         )
 
 
@@ -145,11 +147,14 @@ def _layers_per_stage(config: Config, layout: Layout) -> Iterator[str]:
     stages = layout.pp * pipeline.stages_per_rank
     if len(given) != stages:
         yield (
-            f"{key} has {len(given)} numbers, but there are {stages} stages (parallel.pp={layout.pp} x "
+            f"{key} has {counted(len(given), 'number')}, but there are {stages} stages (parallel.pp={layout.pp} x "
             f"{pipeline.stages_per_rank} on each rank): give {stages} numbers, or leave the key out"
         )
     if sum(given) != layers:
-        yield f"{key}={given} are {sum(given)} layers, but model.layers={layers}: change one of them by the difference"
+        yield (
+            f"{key}={given} are {counted(sum(given), 'layer')}, but model.layers={layers}: change "
+            f"one of them by {abs(layers - sum(given))}"
+        )
     if empty := [number for number, size in enumerate(given[1:-1], start=1) if size == 0]:
         yield f"{key}: stage {empty[0]} has nothing to do; only the first and the last stage can be without layers"
 
@@ -173,9 +178,10 @@ def _micro_batches(config: Config, layout: Layout) -> Iterator[str]:
         if SCHEDULES[schedule].allows(shape.micro_batches, pp):
             continue
         yield (
-            f"{shape.batch_key}: {shape.batch_size} windows over {layout.dp} data-parallel ranks in micro-batches of "
-            f"{shape.micro_batch_size} are {shape.micro_batches} micro-batches a step, but schedule={schedule} over "
-            f"parallel.pp={pp} needs {_demand(config.parallel.pipeline, pp)}: {_way_out(config, layout, shape)}"
+            f"{shape.batch_key}: {counted(shape.batch_size, 'window')} over {counted(layout.dp, 'data-parallel rank')} "
+            f"in micro-batches of {shape.micro_batch_size} make {counted(shape.micro_batches, 'micro-batch')} a step, "
+            f"but schedule={schedule} over parallel.pp={pp} needs {_demand(config.parallel.pipeline, pp)}: "
+            f"{_way_out(config, layout, shape)}"
         )
 
 
@@ -193,7 +199,7 @@ def _way_out(config: Config, layout: Layout, shape: StepShape) -> str:
     if sizes:
         # Before others those that need no padding.
         size = min(sizes, key=lambda size: (shape.share % size > 0, abs(size - shape.micro_batch_size)))
-        return f"set {shape.micro_key}={size} ({shape.count(size)} micro-batches)"
+        return f"set {shape.micro_key}={size} ({counted(shape.count(size), 'micro-batch')})"
     micro = next(m for m in range(max(1, shape.share), 4 * layout.pp + shape.share) if allows(m, layout.pp))
     what = "train.batch_ramp.start" if shape.batch_key == "train.batch_ramp" else shape.batch_key
     return f"set {what}={micro * layout.dp} or more, with {shape.micro_key}=1, or a smaller parallel.pp"
@@ -307,8 +313,8 @@ def _idle_ranks(config: Config, layout: Layout) -> Iterator[str]:
     shapes = [shape for shape in step_shapes(config, layout.dp) if shape.batch_size < layout.dp]
     for shape in shapes[:1]:
         yield (
-            f"{shape.batch_key}: steps of {shape.batch_size} windows leave {layout.dp - shape.batch_size} of "
-            f"{layout.dp} data-parallel ranks with padding only"
+            f"{shape.batch_key}: steps of {counted(shape.batch_size, 'window')} leave "
+            f"{layout.dp - shape.batch_size} of {layout.dp} data-parallel ranks with padding only"
         )
 
 
@@ -318,8 +324,8 @@ def _padding(config: Config, layout: Layout) -> Iterator[str]:
     if worst is not None and worst.padding > _MUCH_PADDING:
         unit = layout.dp * worst.micro_batch_size
         yield (
-            f"{worst.batch_key}: {100 * worst.padding:.0f} % of what a step of {worst.batch_size} windows computes is "
-            f"padding; make it a multiple of {unit} (data-parallel ranks x micro-batch: {layout.dp} x "
+            f"{worst.batch_key}: {100 * worst.padding:.0f} % of what a step of {counted(worst.batch_size, 'window')} "
+            f"computes is padding; make it a multiple of {unit} (data-parallel ranks x micro-batch: {layout.dp} x "
             f"{worst.micro_batch_size})"
         )
 
@@ -331,8 +337,8 @@ def _short_pipeline(config: Config, layout: Layout) -> Iterator[str]:
     for shape in few[:1]:
         smaller = f"set {shape.micro_key} lower than {shape.micro_batch_size}"
         yield (
-            f"{shape.batch_key}: {shape.micro_batches} micro-batches a step are fewer than parallel.pp={layout.pp}, so "
-            "that ranks wait a large part of the time; "
+            f"{shape.batch_key}: a step has {counted(shape.micro_batches, 'micro-batch')}, fewer than "
+            f"parallel.pp={layout.pp}, so that ranks wait a large part of the time; "
             + (smaller if shape.micro_batch_size > 1 else "take a larger batch or a smaller parallel.pp")
         )
 
