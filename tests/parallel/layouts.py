@@ -64,6 +64,7 @@ COMMON: dict[str, Any] = {
     "train.optimizer": {"lr": 1e-3, "clip_norm": 0.5},
     "train.loss": {"mask_document_start": True},
     "train.validation": {"every_steps": 100, "samples": 5},
+    "train.checkpoint": {"every_steps": 100},
     "blend": {"skip": [{"samples": "34-35"}, {"source": "sea", "documents": ["1-2"]}]},
 }
 """Masked labels, documents, accumulation and clipping in every run."""
@@ -84,8 +85,11 @@ def reference(root: Path, family: str, layers: int) -> Path:
     return folder
 
 
-def compare(root: Path, family: str, row: Combination) -> list[str]:
+def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks) -> list[str]:
     """Train on a layout from the seed checkpoint of one process; what differs, in words.
+
+    Args:
+        processes: As many as the layout has. They may have trained on other layouts before.
 
     Raises:
         RankFailed: with the differences between tensors, which every rank looks at itself.
@@ -100,7 +104,7 @@ def compare(root: Path, family: str, row: Combination) -> list[str]:
         f"model.layers={row.layers}",
         f"train.micro_batch_size={BATCH_SIZE // row.layout.dp // row.micro_batches}",
     ]
-    ranks.run(row.layout.world_size, _run_layout, root, family, run, one, values, connect=False)
+    processes.call(_run_layout, root, family, run, one, values)
     return differences(run, one)
 
 
@@ -125,18 +129,16 @@ def differences(run: Path, one: Path) -> list[str]:
 
 
 class Probe:
-    """Keeps what a rank starts with and its gradients, while `trainer.train` runs."""
+    """A context manager that keeps what a rank starts with and its gradients, while `trainer.train` runs."""
 
-    def __init__(self, steps: tuple[int, ...]) -> None:
+    def __init__(self, first_step: int) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        self._steps = steps
-        self._step = SEED_STEP
+        self._step = first_step
         self._model: ParallelModel | None = None
 
-    def install(self, first_step: int) -> None:
-        """Look on from here on. This process is not used for anything else afterwards."""
-        self._step = first_step
-        build, scale, probe = trainer.build_model, Gradients.scale, self
+    def __enter__(self) -> Probe:
+        self._before = trainer.build_model, Gradients.scale
+        (build, scale), probe = self._before, self
 
         def build_model(*args: Any, **kwargs: Any) -> ParallelModel:
             probe._model = build(*args, **kwargs)
@@ -145,12 +147,16 @@ class Probe:
 
         def scaled(self: Gradients, factor: Tensor) -> None:
             probe._step += 1
-            if probe._step in probe._steps:
+            if probe._step in (SEED_STEP + 1, LAST_STEP):
                 probe._keep(f"gradient {probe._step}", lambda parameter: parameter.grad)
             scale(self, factor)
 
         trainer.build_model = build_model  # type: ignore[assignment]
         Gradients.scale = scaled  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        trainer.build_model, Gradients.scale = self._before  # type: ignore[method-assign]
 
     def _keep(self, kind: str, what: Any) -> None:
         assert self._model is not None
@@ -165,17 +171,15 @@ class Probe:
 
 
 def _run_one(root: Path, family: str, folder: Path, layers: int) -> None:
-    probe = Probe((SEED_STEP + 1, LAST_STEP))
-    probe.install(0)
     values = [f"run.dir={folder}", f"model.layers={layers}", f"train.checkpoint.every_steps={SEED_STEP}"]
-    trainer.train(load(root / f"{family}.yaml", [*values, "train.checkpoint.keep=9", "train.micro_batch_size=4"]))
+    with Probe(0) as probe:
+        trainer.train(load(root / f"{family}.yaml", [*values, "train.checkpoint.keep=9", "train.micro_batch_size=4"]))
     torch.save(probe.tensors, folder / "tensors.pt")
 
 
 def _run_layout(root: Path, family: str, run: Path, one: Path, values: list[str]) -> None:
-    probe = Probe((SEED_STEP + 1, LAST_STEP))
-    probe.install(SEED_STEP)
-    trainer.train(load(root / f"{family}.yaml", [f"run.dir={run}", *values]))
+    with Probe(SEED_STEP) as probe:
+        trainer.train(load(root / f"{family}.yaml", [f"run.dir={run}", *values]))
     expected = torch.load(one / "tensors.pt", weights_only=True)
     found = []
     for kind, tensors in probe.tensors.items():

@@ -45,69 +45,99 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = True, timeout: float = 120) -> list[Any]:
-    """Call `function(*args)` on `world` processes; returns what each returned, by rank.
+class Ranks:
+    """Processes that are called together, more than once. A context manager.
 
     Args:
-        world: Processes.
-        function: Of a module, so that a process can import it; its result must be picklable.
-        args: Its arguments.
+        world: How many.
         connect: Make the process group first (gloo). Without it only the environment is as torchrun sets it.
-        timeout: Seconds after which all are killed.
-
-    Raises:
-        RankFailed: one raised, died or hung; of several the first one. All are ended then.
     """
-    port = free_port()
-    logs = Path(tempfile.mkdtemp(prefix="ranks-"))
-    processes, ends = [], []
-    for rank in range(world):
-        ours, theirs = _SERVER.Pipe(duplex=False)
-        log = logs / f"rank-{rank}.log"
-        process = _SERVER.Process(
-            target=_rank, args=(theirs, log, environment(rank, world, port), connect, function, args), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        ends.append(ours)
-    results: dict[int, Any] = {}
-    until = time.monotonic() + timeout
-    try:
-        while len(results) < world:
-            ready = wait([end for rank, end in enumerate(ends) if rank not in results], until - time.monotonic())
+
+    def __init__(self, world: int, *, connect: bool) -> None:
+        port = free_port()
+        self._logs = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._processes, self._ends = [], []
+        for rank in range(world):
+            ours, theirs = _SERVER.Pipe()
+            log = self._logs / f"rank-{rank}.log"
+            process = _SERVER.Process(
+                target=_rank, args=(theirs, log, environment(rank, world, port), connect), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._ends.append(ours)
+        self.calls = 0
+        """Calls that ended well."""
+        self.failed = False
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End them all."""
+        for end, process in zip(self._ends, self._processes, strict=True):
+            end.close()  # which they wait for, if nothing has gone wrong
+            process.join(5)
+            process.kill()
+            process.join()
+        shutil.rmtree(self._logs, ignore_errors=True)
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """`function(*args)` on each; returns what each returned, by rank.
+
+        Args:
+            function: Of a module, so that a process can import it; its result must be picklable.
+            args: Its arguments.
+            timeout: Seconds.
+
+        Raises:
+            RankFailed: one raised, died or hung; of several the first one. All are ended then.
+        """
+        try:
+            return self._call(function, args, timeout)
+        except BaseException:
+            self.failed = True
+            for process in self._processes:
+                process.kill()
+            raise
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        for end in self._ends:
+            end.send((function, args))
+        results: dict[int, Any] = {}
+        until = time.monotonic() + timeout
+        while len(results) < len(self._ends):
+            waiting = [end for rank, end in enumerate(self._ends) if rank not in results]
+            ready = wait(waiting, until - time.monotonic())
             if not ready:
-                raise RankFailed(
-                    f"ranks {sorted(set(range(world)) - results.keys())} took over {timeout:.0f} s{_tails(logs)}"
-                )
+                late = sorted(set(range(len(self._ends))) - results.keys())
+                raise RankFailed(f"ranks {late} took over {timeout:.0f} s{_tails(self._logs)}")
             for end in ready:
                 assert isinstance(end, Connection)
-                rank = ends.index(end)
+                rank = self._ends.index(end)
                 try:
                     good, value = end.recv()
-                except EOFError:
-                    processes[rank].join(5)
-                    good, value = False, f"died with exit code {processes[rank].exitcode}"
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(5)
+                    good, value = False, f"died with exit code {self._processes[rank].exitcode}"
                 if not good:
-                    raise RankFailed(f"rank {rank}: {value}{_tails(logs)}")
+                    raise RankFailed(f"rank {rank}: {value}{_tails(self._logs)}")
                 results[rank] = value
-        return [results[rank] for rank in range(world)]
-    finally:
-        for process in processes:
-            if len(results) < world:
-                process.kill()
-            process.join()
-        shutil.rmtree(logs)
+        self.calls += 1
+        return [results[rank] for rank in range(len(self._ends))]
 
 
-def _rank(
-    end: Connection,
-    log: Path,
-    variables: Environment,
-    connect: bool,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = True, timeout: float = 120) -> list[Any]:
+    """One call on `world` new processes, see `Ranks`."""
+    with Ranks(world, connect=connect) as these:
+        return these.call(function, *args, timeout=timeout)
+
+
+def _rank(end: Connection, log: Path, variables: Environment, connect: bool) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -116,14 +146,19 @@ def _rank(
 
     os.environ.update(variables)
     torch.set_num_threads(1)
+    code = 0
     try:
         if connect:
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        value = function(*args)
-        if dist.is_initialized():
-            dist.barrier()
-        end.send((True, value))
-        code = 0
+        while True:
+            try:
+                function, args = end.recv()
+            except EOFError:
+                break
+            value = function(*args)
+            if dist.is_initialized():
+                dist.barrier()
+            end.send((True, value))
     except BaseException:
         end.send((False, traceback.format_exc()))
         code = 1

@@ -51,9 +51,10 @@ class Launched:
         return [int(file.read_text()) for file in files]
 
     def result(self) -> tuple[int, str, str]:
-        """Exit code, output, errors."""
+        """Exit code, output without the launcher's own first line, errors."""
         out, err = self.process.communicate(timeout=WAIT)
-        return self.process.returncode, out, err
+        first, _, rest = out.partition("\n")
+        return self.process.returncode, rest if first.startswith("train: starting ") else out, err
 
     @property
     def logs(self) -> Path:

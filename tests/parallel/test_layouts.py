@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.train.parallel.tested import TESTED, Combination
 from tests.parallel import layouts
+from tests.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.parallel
+
+MOST_CALLS = 16
+"""Runs of the same processes. Each leaves the groups of its mesh behind, with their connections and threads."""
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +25,33 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("row", TESTED, ids=lambda row: row.name)
-def test_a_layout_computes_what_one_process_does(root: Path, row: Combination, family: str) -> None:
-    assert layouts.compare(root, family, row) == []
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Callable[[int], Ranks]]:
+    """So many processes, kept from one test to the next: what torch has worked out once it need not again."""
+    kept: dict[int, Ranks] = {}
+
+    def get(world: int) -> Ranks:
+        if world in kept and (kept[world].calls >= MOST_CALLS or kept[world].failed):
+            kept.pop(world).close()
+        if world not in kept:
+            kept[world] = Ranks(world, connect=False)
+        return kept[world]
+
+    yield get
+    for these in kept.values():
+        these.close()
+
+
+def cases() -> Iterator[Any]:
+    """Every row with each family. Those of more than four processes take long, and one family of the others will do."""
+    for number, row in enumerate(TESTED):
+        for place, family in enumerate(("llama", "gpt2")):
+            quick = row.layout.world_size <= 4 and number % 2 == place
+            yield pytest.param(row, family, id=f"{row.name}-{family}", marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("row", "family"), list(cases()))
+def test_a_layout_computes_what_one_process_does(
+    root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+) -> None:
+    assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []

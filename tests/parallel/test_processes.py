@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -156,7 +157,30 @@ def disagree(change: Callable[[Processes], Processes]) -> str | None:
     except UserError as error:
         if not isinstance(error, MachineError):  # the others wait in vain
             return str(error)
+    except RankFailed:
+        pass
     return None
+
+
+def only_rank_1_waits() -> str:
+    """What rank 1 of three is told, when rank 0 ends and rank 2 never comes."""
+    place = of_environment()
+    if place.rank == 2:
+        return ""
+    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    if place.rank == 0:
+        store = dist.TCPStore(*address, None, is_master=True, wait_for_workers=False)
+        store.wait(["pipeline/0/rank 1"], timedelta(seconds=20))
+        time.sleep(0.5)
+        return ""
+    with pytest.raises(RankFailed) as told:
+        join(place, CPU, TimeLimitsConfig(init_seconds=30))
+    return str(told.value)
+
+
+def test_rank_0_that_ends_while_others_wait_for_more() -> None:
+    _, told, _ = ranks.run(3, only_rank_1_waits, connect=False)
+    assert told.startswith("rank 0 at 127.0.0.1:") and told.endswith(" has ended; its message says why")
 
 
 def other_world(place: Processes) -> Processes:

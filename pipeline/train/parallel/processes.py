@@ -17,7 +17,16 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.run import TimeLimitsConfig
-from pipeline.errors import EXIT_NUMERICAL, EXIT_OK, EXIT_STOPPED, MachineError, RankFailed, UserError, exit_code
+from pipeline.errors import (
+    EXIT_NUMERICAL,
+    EXIT_OK,
+    EXIT_OTHER,
+    EXIT_STOPPED,
+    MachineError,
+    RankFailed,
+    UserError,
+    exit_code,
+)
 from pipeline.train.parallel.rank import Processes, of_environment, record_error
 
 __all__ = [
@@ -132,7 +141,10 @@ def _meet(processes: Processes, init_seconds: float) -> Any:
     try:
         store.wait(missing, wait)
     except RuntimeError:
-        missing = [name for name in missing if not store.check([name])]
+        try:
+            missing = [name for name in missing if not store.check([name])]
+        except RuntimeError:
+            raise RankFailed(f"rank 0 at {where} has ended; its message says why", EXIT_OTHER) from None
         raise MachineError(
             f"only {processes.world_size - len(missing)} of {processes.world_size} ranks came to {where} within "
             f"{wait.total_seconds():.0f} s; missing: {', '.join(missing[:20])}. Look at their logs; "
