@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: help quickstart install install-dev test test-all lint docs clean
+.PHONY: help quickstart install install-dev test test-parallel test-all lint docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   train and evaluate a small model on this machine's CPU, in minutes"
 	@echo "make test         the test suite"
+	@echo "make test-parallel  every combination of parallelism against one process, and runs that are killed"
 	@echo "make test-all     with the slow tests"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         write the tables of docs/config.md and docs/parallelism.md anew"
@@ -18,8 +19,12 @@ help:
 quickstart: install
 	@$(BIN)/pipeline run configs/quickstart.yaml
 
+# Two at a time: most tests wait for processes that they have started.
 test: install-dev
-	@$(BIN)/python -m pytest -m "not slow and not slurm and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not slurm and not gpu"
+
+test-parallel: install-dev
+	@$(BIN)/python -m pytest -m "parallel and slow" tests/parallel
 
 test-all: install-dev
 	@$(BIN)/python -m pytest -m "not slurm"
