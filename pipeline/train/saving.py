@@ -18,14 +18,12 @@ from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.optim import Optimizers
+from pipeline.train.parallel.footprint import MASTER_BYTES, MOMENTS_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import gather, share
 from pipeline.train.plan import RunPlan
 from pipeline.train.run_folder import RunFolder
-
-_CHECKPOINT_BYTES = 12
-"""Of a parameter in a checkpoint: fp32 weight and two moments."""
 
 
 class Saver:
@@ -71,7 +69,7 @@ class Saver:
                 raise
         except OSError as error:
             free = shutil.disk_usage(self._folder.path).free
-            size = num_parameters(self._model.spec) * _CHECKPOINT_BYTES
+            size = num_parameters(self._model.spec) * (MASTER_BYTES + MOMENTS_BYTES)
             raise MachineError(
                 f"step {step} could not be saved in {self._checkpoints.folder}: {error.strerror or error}. "
                 f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free. "

@@ -22,9 +22,9 @@ from pipeline.data.preprocess import preprocess
 from pipeline.errors import UserError
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder, Part
-from pipeline.train.model.flops import num_parameters
+from pipeline.train.model.flops import layer_parameters, num_parameters
 from pipeline.train.parallel.check import check, world_size
-from pipeline.train.parallel.footprint import end_parameters, footprint, layer_parameters
+from pipeline.train.parallel.footprint import end_parameters, footprint
 from pipeline.train.parallel.layout import Layout
 from tests import tiny
 from tests.config.runfile import write

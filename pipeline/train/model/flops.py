@@ -46,7 +46,32 @@ def head_flops(spec: DecoderSpec) -> float:
 def num_parameters(spec: DecoderSpec) -> int:
     """Parameters as stored: a tied head once, the vocabulary with its padding."""
     tables = spec.vocab_padded * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0)
-    return spec.dim * tables + _norm(spec.norm, spec.dim) + sum(_layer(layer) for layer in spec.layers)
+    return spec.dim * tables + norm_parameters(spec.norm, spec.dim) + sum(map(layer_parameters, spec.layers))
+
+
+def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
+    """Parameters of a layer on one rank of the tp axis; norms and the biases of outputs are whole on each."""
+    mixer, mlp = layer.mixer, layer.mlp
+    heads = mixer.heads // tp
+    # Fewer heads than ranks: each rank has all of them, and uses one.
+    kv_heads = mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
+    total = 2 * mixer.dim * mixer.head_dim * (heads + kv_heads)
+    total += (3 if mlp.kind == "swiglu" else 2) * mlp.dim * mlp.ffn_dim // tp
+    total += norm_parameters(layer.norm, mixer.dim) + norm_parameters(layer.norm, mlp.dim)
+    if mixer.qkv_bias:
+        total += mixer.head_dim * (heads + 2 * kv_heads)
+    if mixer.output_bias:
+        total += mixer.dim
+    if mixer.qk_norm is not None:
+        total += 2 * norm_parameters(mixer.qk_norm, mixer.head_dim)
+    if mlp.bias:
+        total += mlp.dim + (2 if mlp.kind == "swiglu" else 1) * mlp.ffn_dim // tp
+    return total
+
+
+def norm_parameters(spec: NormSpec, dim: int) -> int:
+    """Parameters of a normalization of `dim` elements."""
+    return 2 * dim if spec.kind == "layernorm" else dim
 
 
 def _keys(spec: AttentionSpec, sequence_length: int, causal: bool) -> float:
@@ -60,21 +85,3 @@ def _attention_weights(spec: AttentionSpec) -> int:
 
 def _mlp_weights(spec: MlpSpec) -> int:
     return (3 if spec.kind == "swiglu" else 2) * spec.dim * spec.ffn_dim
-
-
-def _norm(spec: NormSpec, dim: int) -> int:
-    return 2 * dim if spec.kind == "layernorm" else dim
-
-
-def _layer(layer: LayerSpec) -> int:
-    mixer, mlp = layer.mixer, layer.mlp
-    total = _attention_weights(mixer) + _mlp_weights(mlp) + _norm(layer.norm, mixer.dim) + _norm(layer.norm, mlp.dim)
-    if mixer.qkv_bias:
-        total += mixer.head_dim * (mixer.heads + 2 * mixer.kv_heads)
-    if mixer.output_bias:
-        total += mixer.dim
-    if mixer.qk_norm is not None:
-        total += 2 * _norm(mixer.qk_norm, mixer.head_dim)
-    if mlp.bias:
-        total += mlp.dim + mlp.ffn_dim * (2 if mlp.kind == "swiglu" else 1)
-    return total

@@ -14,9 +14,9 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.errors import UserError
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.flops import num_parameters
+from pipeline.train.model.flops import layer_parameters, num_parameters
 from pipeline.train.parallel.course import StepShape, step_shapes
-from pipeline.train.parallel.footprint import Footprint, end_parameters, footprint, layer_parameters
+from pipeline.train.parallel.footprint import Footprint, end_parameters, footprint
 from pipeline.train.parallel.layout import Layout, fixed_processes
 from pipeline.train.parallel.rules import check_layout, describe, layout_warnings
 from pipeline.train.parallel.schedules import Play, play

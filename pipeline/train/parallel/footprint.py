@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config.parallel import ParallelConfig
-from pipeline.train.model.config import DecoderSpec, LayerSpec, NormSpec
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Part
+from pipeline.train.model.flops import layer_parameters, norm_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.tested import Kind
 
@@ -67,26 +68,6 @@ def footprint(
     )
 
 
-def layer_parameters(layer: LayerSpec, tp: int) -> int:
-    """Parameters of a layer on one rank of the tp axis; norms and the biases of outputs are whole on each."""
-    mixer, mlp = layer.mixer, layer.mlp
-    heads = mixer.heads // tp
-    # Fewer heads than ranks: each rank has all of them, and uses one.
-    kv_heads = mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
-    total = 2 * mixer.dim * mixer.head_dim * (heads + kv_heads)
-    total += (3 if mlp.kind == "swiglu" else 2) * mlp.dim * mlp.ffn_dim // tp
-    total += _norm(layer.norm, mixer.dim) + _norm(layer.norm, mlp.dim)
-    if mixer.qkv_bias:
-        total += mixer.head_dim * (heads + 2 * kv_heads)
-    if mixer.output_bias:
-        total += mixer.dim
-    if mixer.qk_norm is not None:
-        total += 2 * _norm(mixer.qk_norm, mixer.head_dim)
-    if mlp.bias:
-        total += mlp.dim + (2 if mlp.kind == "swiglu" else 1) * mlp.ffn_dim // tp
-    return total
-
-
 def end_parameters(spec: DecoderSpec, part: Part, tp: int) -> int:
     """Parameters of a part besides its layers, on one rank of the tp axis: embeddings, the last norm, the head."""
     table = spec.dim * spec.vocab_padded // tp
@@ -94,11 +75,7 @@ def end_parameters(spec: DecoderSpec, part: Part, tp: int) -> int:
     if part.first:
         total += table + spec.dim * (spec.learned_positions or 0)
     if part.last:
-        total += _norm(spec.norm, spec.dim)
+        total += norm_parameters(spec.norm, spec.dim)
         # A tied head is the embedding, of which the last of several stages has a copy.
         total += 0 if part.first and spec.tie_embeddings else table
     return total
-
-
-def _norm(norm: NormSpec, size: int) -> int:
-    return 2 * size if norm.kind == "layernorm" else size
