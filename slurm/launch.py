@@ -261,9 +261,11 @@ class _Signals:
             if number in self._ranks.forwarded:
                 self._ranks.kill()
                 raise KeyboardInterrupt
+            self._ranks.forward(number)  # before it is said: who reads it may ask again within this call
             with suppress(OSError):
                 os.write(2, b"\nStopping after this step; once more ends all ranks at once.\n")
-        self._ranks.forward(number)
+        else:
+            self._ranks.forward(number)
 
 
 class _Logs(LogsSpecs):
