@@ -35,6 +35,7 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
+        serialize_by_alias=True,  # some keys are words of Python
     )
 
     @model_validator(mode="before")

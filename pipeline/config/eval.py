@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from pipeline.config.base import Section
@@ -14,6 +16,9 @@ class EvalConfig(Section):
     """Which of `data.splits` is evaluated."""
     batch_size: int = Field(default=8, ge=1)
     """Windows of one forward pass."""
+    weights: Literal["model", "ema"] = "model"
+    """Which weights of a checkpoint are evaluated, and continue prompts: those that were trained, or their moving
+    average (`train.ema`)."""
 
 
 class GenerateConfig(Section):

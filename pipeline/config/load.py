@@ -98,7 +98,12 @@ def load_run(run: Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """The resolved whole as YAML that `load` reads back to an equal config."""
-    return render(_escaped(config.model_dump(mode="json")))
+    return dump_values(config.model_dump(mode="json"))
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """`dump` of a config's plain values, which may be of another version."""
+    return render(_escaped(values))
 
 
 def find(path: Path) -> Path:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
-from pipeline.config.schema import KeyPath, dotted, keys, section_at
+from pipeline.config.schema import KeyPath, dotted, keys, section_at, written_keys
 
 _ALLOWED = {
     "int_type": "must be a whole number",
@@ -114,7 +114,7 @@ def _written(path: KeyPath, plain: Any) -> tuple[KeyPath, Any]:
 
 def _meaning(path: KeyPath, root: type[Section]) -> str:
     section = section_at(root, path[:-1])
-    field = section.model_fields.get(str(path[-1])) if section else None
+    _, field = written_keys(section).get(str(path[-1]), ("", None)) if section else ("", None)
     if field is None or not field.description:
         return ""
     return f" ({' '.join(field.description.split())})"
@@ -128,7 +128,7 @@ def _suggestion(path: KeyPath, root: type[Section]) -> str:
     if "." in name and re.sub(r"\b\d+\b", "N", dotted(path)) in known:
         return "; in a file, write sections inside each other (dots are for the command line)"
     section = section_at(root, tuple(parents))
-    siblings = list(section.model_fields) if section else []
+    siblings = list(written_keys(section)) if section else []
     above = f"{dotted(tuple(parents))}." if parents else ""
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         return f"; did you mean {above}{near[0]}?"

@@ -18,7 +18,7 @@ from pipeline.config.base import Duration, Section, Share, Value, absolute_glob,
 from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
 from pipeline.config.root import Config
-from pipeline.config.schema import subsection
+from pipeline.config.schema import subsection, written_keys
 from pipeline.data.store import put
 
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
@@ -48,7 +48,7 @@ def json_schema() -> str:
 def markdown(section: type[Section] = Config, path: str = "") -> str:
     """A heading, the docstring and a table of keys for `section`, then the same for the sections below it."""
     rows, below = [], []
-    for name, field in section.model_fields.items():
+    for name, (_, field) in written_keys(section).items():
         found, many = subsection(field.annotation)
         inner = ".".join(part for part in (path, name, "N" if many else "") if part)
         cells = [f"`{name}`", allowed(field), default(field), " ".join((field.description or "").split())]

@@ -83,6 +83,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _average_exists(self) -> Config:
+        if self.eval.weights == "ema" and self.train.ema is None:
+            raise ValueError("eval.weights: 'ema' is an average that is not kept without train.ema")
+        return self
+
+    @model_validator(mode="after")
     def _together(self) -> Config:
         rows = self.model.max_positions
         if self.model.positions == "learned" and rows is not None and rows < self.max_sequence_length:

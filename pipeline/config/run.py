@@ -39,6 +39,15 @@ class LaunchConfig(Section):
     machine, unless torchrun or another launcher has."""
     time_limits: TimeLimitsConfig = TimeLimitsConfig()
     """When a process counts as hung."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Save and stop, with exit code 75, when this attempt has lasted so long."""
+    stop_before_end_seconds: float = Field(default=120.0, ge=0)
+    """In a SLURM job with a time limit: save and stop, with exit code 75, so long before it. The step that is being
+    made and the save must fit in."""
+    heartbeat_seconds: float = Field(default=30.0, gt=0)
+    """Every process writes so often in the run folder which step it is at and what it does."""
+    crash_loop: int = Field(default=3, ge=1)
+    """So many attempts in a row that died at the same step: the next one is refused, with exit code 2."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""

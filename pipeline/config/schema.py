@@ -34,10 +34,18 @@ def subsection(annotation: Any) -> tuple[type[Section] | None, bool]:
     return None, False
 
 
+def written_keys(section: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
+    """The keys of `section` as a run file has them, each with the name of its field and its declaration.
+
+    They are the same but where the key is a word of Python: `from` is the field `from_`.
+    """
+    return {field.alias or name: (name, field) for name, field in section.model_fields.items()}
+
+
 def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
     """Every key of `section` and of the sections below it, in the order of declaration, sections themselves too."""
-    for name, field in section.model_fields.items():
-        path = f"{prefix}{name}"
+    for key, (name, field) in written_keys(section).items():
+        path = f"{prefix}{key}"
         yield Key(path, section, name, field)
         below, many = subsection(field.annotation)
         if below is not None:
@@ -50,9 +58,10 @@ def section_at(root: type[Section], path: KeyPath) -> type[Section] | None:
     for part in path:
         if isinstance(part, int):
             continue
-        if section is None or part not in section.model_fields:
+        known = {} if section is None else written_keys(section)
+        if part not in known:
             return None
-        section, _ = subsection(section.model_fields[part].annotation)
+        section, _ = subsection(known[part][1].annotation)
     return section
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import Count, Duration, Section
+from pipeline.config.base import AbsPath, Count, Duration, Section
 
 
 class OptimizerConfig(Section):
@@ -117,8 +117,56 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(default=500, ge=1)
     """Save after each so many steps, and at the end."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Save also when the last save is so long ago."""
     keep: int = Field(default=2, ge=1)
     """Keep the newest so many."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Keep for ever those of each so many steps; a checkpoint is written at each of these steps."""
+    async_save: bool = True
+    """Write while training goes on: a step waits only until model and optimizer are copied to the memory of the host,
+    which needs room for that copy."""
+    retries: int = Field(default=2, ge=0)
+    """So many times a save that failed is tried again."""
+
+
+class FaultsConfig(Section):
+    """What to do about steps that are not finite, and about spikes of the loss or the gradient norm."""
+
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "skip"
+    """A loss or gradient that is not finite never reaches the weights. `stop` ends the run at once, `skip` goes on with
+    the next step, `rewind` goes back to a checkpoint and passes over the steps around the fault."""
+    on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
+    """The same for a step whose loss or gradient norm lies far above those before it. `skip` withholds its update."""
+    spike_window: int = Field(default=128, ge=8)
+    """Steps before it that a step is compared with; fewer than half of them, and nothing is a spike."""
+    spike_zscore: float = Field(default=6.0, gt=0)
+    """So many standard deviations above their mean is a spike."""
+    rewind_steps: int = Field(default=100, ge=1)
+    """`rewind`: the checkpoint is at least so many steps older than the fault, and these steps and the faulty one are
+    passed over when the run comes to them again."""
+    max_in_a_row: int = Field(default=3, ge=1)
+    """So many faulty steps one after the other end the run with code 77."""
+    max_rewinds: int = Field(default=3, ge=0)
+    """More rewinds than this, over all attempts at the run, end it with code 77."""
+
+
+class EmaConfig(Section):
+    """A moving average of the weights, kept beside them and saved with them."""
+
+    decay: float = Field(default=0.999, gt=0, lt=1)
+    """Share of the average that stays at each step."""
+
+
+class InitFromConfig(Section):
+    """Weights that a new run starts from. Nothing else is taken over: no moments, no steps, no place in the data."""
+
+    path: AbsPath
+    """A run folder, a checkpoint's folder, or a folder that `pipeline checkpoint export` or `average` wrote."""
+    step: int | None = Field(default=None, ge=0)
+    """Of a run folder: which checkpoint; by default the newest one."""
+    weights: Literal["model", "ema"] = "model"
+    """The weights that were trained, or their moving average."""
 
 
 class WandbConfig(Section):
@@ -135,6 +183,9 @@ class MetricsConfig(Section):
 
     log_every_steps: int = Field(default=10, ge=1)
     """A line on the terminal for each so many steps (metrics.jsonl has every step)."""
+    layers_every_steps: int | None = Field(default=None, ge=1)
+    """At each so many steps, log by layer the gradient norm, the size of the activations and the largest attention
+    logit."""
     tensorboard: bool = True
     """Write TensorBoard event files to `tensorboard` in the run folder."""
     wandb: WandbConfig | None = None
@@ -170,6 +221,12 @@ class TrainConfig(Section):
     """Validation while training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    faults: FaultsConfig = FaultsConfig()
+    """Steps that go wrong."""
+    ema: EmaConfig | None = None
+    """Moving average of the weights."""
+    init_from: InitFromConfig | None = None
+    """Weights to start from, where there is no checkpoint to go on from."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics."""
 
@@ -185,7 +242,20 @@ class TrainConfig(Section):
 
 
 class ResumeConfig(Section):
-    """What a resumed run may differ in from its checkpoint."""
+    """What a run goes on from, and what it may differ in from that checkpoint."""
 
+    from_: int | Literal["latest"] | None = Field(default=None, alias="from")
+    """The step of the checkpoint; later ones are moved to `abandoned`. `latest`: there must be one. By default the
+    latest one that can be trusted, and a run that never had one starts."""
+    verify_on_load: Literal["full", "size"] = "full"
+    """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""
     allow: list[Literal["data", "tokenizer", "objective", "model", "code"]] = Field(default_factory=list)
     """Differences to accept, by name; each is otherwise an error that shows what differs."""
+
+    @field_validator("from_", mode="before")
+    @classmethod
+    def _from(cls, value: Any) -> Any:
+        # A union would complain once for each of its types.
+        if value is None or value == "latest" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError("must be the step of a checkpoint, a whole number ≥ 0, or `latest`")

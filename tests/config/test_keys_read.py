@@ -21,6 +21,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import keys
 from pipeline.config.train import ObjectiveConfig
 from tests.tiny import write_run
+from tests.train.poison import INF, poison
 
 EXEMPT: dict[str, str] = {}
 """Keys that nobody reads, each with the reason why it may exist all the same. Empty, and meant to stay so."""
@@ -34,6 +35,9 @@ VARIANTS: list[dict[str, Any]] = [
         "model.tie_embeddings": True,
         "model.init": {"scheme": "mup", "mup_base_dim": 16},
         "train.schedule": {"type": "wsd", "decay": "1 steps"},
+        "train.ema": {"decay": 0.9},
+        "train.checkpoint.every_steps": 1,
+        "train.faults": {"on_nonfinite": "rewind", "on_spike": "rewind"},
     },
     {
         "model.rope_scaling": {"type": "linear", "factor": 2},
@@ -83,11 +87,16 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     # The package is an extra; what is tested is that its keys get there.
     wandb: Any = types.ModuleType("wandb")
     wandb.util = types.SimpleNamespace(generate_id=lambda: "id")
-    wandb.init = lambda **options: types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    run_of_wandb = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
+    wandb.init = lambda **options: types.SimpleNamespace(**run_of_wandb)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
 
     first = load(_with_jsonl(tmp_path))
     longer = load(tmp_path / "both.yaml", ["train.duration=3 steps"])
+    warm = load(
+        tmp_path / "both.yaml",
+        [f"run.dir={tmp_path / 'warm'}", f"train.init_from.path={first.run.dir}", "train.duration=2 steps"],
+    )
     common = {
         "train.duration": "2 steps",
         "tokenizer.special_tokens": list(ObjectiveConfig().sentinels),
@@ -101,8 +110,12 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         run(first)
         continue_prompt(first)
         train(longer)
+        train(warm)
         preprocess(variants[0])  # all of them have the same data
-        for variant in variants:
+        for variant in variants[2:]:
+            train(variant)
+        poison(monkeypatch, {2: INF})
+        for variant in variants[:2]:
             train(variant)
 
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in reads]
