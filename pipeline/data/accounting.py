@@ -265,7 +265,7 @@ def _late_phases(config: Config, journal: Journal, last_step: int) -> Iterator[s
 def _idle_skips(journal: Journal, last_step: int, first_step: int) -> Iterator[str]:
     """Entries of the run file that leave the whole run as it is."""
     for skip in journal.skips:
-        if skip.end_step is not None:
+        if skip.end_step is not None or skip.fault:  # or no entry of the run file
             continue
         entry, holds = f"blend.skip: {skip_text(skip)}", skip.first_step
         first, end = _steps_of(journal, skip, last_step)
@@ -326,7 +326,8 @@ def _all_skipped(journal: Journal, last_step: int) -> Iterator[str]:
 def skip_text(skip: Skip) -> str:
     """A skip for people, steps counted from 1: `steps 5 to 9 are passed over (from step 1 on)`."""
     if skip.steps is not None:
-        what = f"{_several('step', *skip.steps, 1)} passed over"
+        fault = f", because of the fault at step {skip.steps[1]:,}" if skip.fault else ""
+        what = f"{_several('step', *skip.steps, 1)} passed over{fault}"
     elif skip.samples is not None:
         what = f"{_several('sample', *skip.samples)} not trained on"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ def value_hash(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
 
 
-def file_hash(path: Path) -> int:
-    """xxh3-64 of a file's bytes."""
+def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None) -> int:
+    """xxh3-64 of a file's bytes; `advance` is told how many have been read, piece by piece."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
+            advance(len(chunk))
     return digest.intdigest()
 
 

@@ -125,6 +125,8 @@ class Skip(_Record):
     """Holds from this step on."""
     end_step: int | None = None
     """Holds up to this step, not included; None for ever."""
+    fault: bool = False
+    """Whether the run decided it, going back from a fault in its last step: the run file need not name it."""
     given: bool = Field(default=False, exclude=True)
     """Whether the run file says `from_step`; not written down, since it matters only where a run goes on."""
 
@@ -173,6 +175,8 @@ class Journal(_Record):
     """In the order of the run, without gaps."""
     skips: tuple[Skip, ...] = ()
     """What is not trained on. It moves no sample."""
+    fork_step: int = Field(default=0, ge=0)
+    """Steps taken over from the run that this one was forked from: the run file plans those after them."""
 
     @model_validator(mode="after")
     def _contiguous(self) -> Journal:
@@ -185,15 +189,28 @@ class Journal(_Record):
         return self
 
     @classmethod
-    def plan(cls, config: Config, datasets: Mapping[str, Sized]) -> Journal:
-        """The journal of a run that starts now: `phases.plan_journal`."""
+    def plan(cls, config: Config, datasets: Mapping[str, Sized], saved: Journal | None = None) -> Journal:
+        """The journal of a run that starts now, with the past that `saved` has of another run: `phases.plan_journal`.
+
+        Args:
+            config: The run file.
+            datasets: The training split of every source by name.
+            saved: What the run has had so far. Only what it was forked from counts, see `going_on` for the rest.
+        """
         from pipeline.data.phases import plan_journal  # it makes journals, so it cannot be imported above
 
-        return plan_journal(config, datasets)
+        return plan_journal(config, datasets, saved)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types; equal journals give equal JSON with sorted keys."""
-        return self.model_dump(mode="json")
+        value = self.model_dump(mode="json")
+        # What most runs do not have is not there, as in those that were written before there was such a thing.
+        if not self.fork_step:
+            del value["fork_step"]
+        for skip in value["skips"]:
+            if not skip["fault"]:
+                del skip["fault"]
+        return value
 
     @classmethod
     def from_json(cls, value: Any) -> Journal:
@@ -291,7 +308,12 @@ class Journal(_Record):
 
     def is_skipped(self, step: int) -> bool:
         """Whether the whole step is passed over."""
-        return any(skip.holds(step) and _contains(skip.steps, step) for skip in self._skipped_steps)
+        return self.why_skipped(step) is not None
+
+    def why_skipped(self, step: int) -> Skip | None:
+        """What passes the whole step over; what the run file says comes first. None for a step that is made."""
+        found = [skip for skip in self._skipped_steps if skip.holds(step) and _contains(skip.steps, step)]
+        return min(found, key=lambda skip: skip.fault, default=None)
 
     def masks(self, step: int) -> list[Skip]:
         """The skips of samples, documents and sources that hold in this step."""
@@ -346,11 +368,42 @@ class Journal(_Record):
                 found.setdefault(what, []).append((first, end))
         return {what: _union(intervals) for what, intervals in found.items()}
 
+    def passing_over(self, steps: Interval, step: int) -> Journal:
+        """This plan with further steps that are passed over, up to one that went wrong. It lasts whatever is resumed.
+
+        Args:
+            steps: [first, end), from 0; the last one is the one that went wrong.
+            step: Steps that are done, from when on it holds.
+        """
+        return self._with_skips((*self.skips, Skip(steps=steps, first_step=step, fault=True)))
+
+    def with_faults(self, other: Journal, step: int) -> Journal:
+        """This plan of a run that has made `step` steps, with what another one passes over because of faults.
+
+        Args:
+            other: One of the same run, which may have been written after this one.
+            step: Steps that are done and so do not change.
+        """
+        mine = {(skip.steps, skip.first_step) for skip in self.skips if skip.fault}
+        more = [
+            skip.model_copy(update={"first_step": max(skip.first_step, step)})
+            for skip in other.skips
+            if skip.fault and (skip.steps, skip.first_step) not in mine
+        ]
+        return self._with_skips((*self.skips, *more)) if more else self
+
+    def forked(self, step: int) -> Journal:
+        """This plan as the past of a new run, which plans what follows the first `step` steps itself."""
+        return Journal(seed=self.seed, segments=self.segments, skips=self.skips, fork_step=step)
+
+    def _with_skips(self, skips: tuple[Skip, ...]) -> Journal:
+        return Journal(seed=self.seed, segments=self.segments, skips=skips, fork_step=self.fork_step)
+
     def going_on(self, saved: Journal, step: int) -> Journal:
         """This plan, made now, as the continuation of a run that has made `step` steps.
 
         Skips of the run file hold from when they held before, or, if they are new, from `step` on; those that left the
-        run file have held until `step`.
+        run file have held until `step`. What is passed over because of a fault stays so.
 
         Args:
             saved: The journal that the run has had so far.
@@ -359,13 +412,16 @@ class Journal(_Record):
         Raises:
             UserError: This plan gives other steps before `step`; the message says where and what differs.
         """
-        journal = Journal(seed=self.seed, segments=self.segments, skips=self._merged_skips(saved, step))
+        journal = self._with_skips(self._merged_skips(saved, step))
         if journal.seen(step) != saved.seen(step):
-            raise UserError(_changed_past(saved, journal, step))
+            from pipeline.data.changed_past import changed_past  # it looks at journals, as `phases` does
+
+            raise UserError(changed_past(saved, journal, step))
         return journal
 
     def _merged_skips(self, saved: Journal, step: int) -> tuple[Skip, ...]:
-        before = list(saved.skips)
+        before = [skip for skip in saved.skips if not skip.fault]
+        faults = [skip for skip in saved.skips if skip.fault]
         now = []
         for skip in self.skips:
             same = next((old for old in before if old.what == skip.what and old.holds(max(step, old.first_step))), None)
@@ -381,7 +437,7 @@ class Journal(_Record):
             for old in before
             if old.first_step < step
         ]
-        return (*ended, *now)
+        return (*ended, *now, *faults)
 
 
 def _contains(interval: Interval | None, number: int) -> bool:
@@ -409,93 +465,3 @@ def _goes_on(stretch: Stretch, segment: Segment) -> bool:
         {name: source.model_dump(exclude=_PLACE) for name, source in stretch.sources.items()}
         == {name: source.model_dump(exclude=_PLACE) for name, source in segment.sources.items()}
     )
-
-
-def _changed_past(saved: Journal, now: Journal, step: int) -> str:
-    """Which of the first `step` steps is the first that differs, and in what."""
-    # What decided fewer steps is a part of what decided more, so the first step that differs is found by bisection.
-    same, other = 0, step
-    while other - same > 1:
-        middle = (same + other) // 2
-        if saved.seen(middle) == now.seen(middle):
-            same = middle
-        else:
-            other = middle
-    old, new = saved.seen(other), now.seen(other)
-    differences, advice = _differences(old, new, step)
-    return (
-        f"the run file now gives other data than the run was trained on: from step {other} of the {step} that are done "
-        f"(sample {saved.samples(same).start:,}, after {saved.tokens(same):,} tokens): {'; '.join(differences)}. "
-        f"{advice}"
-    )
-
-
-def _differences(old: Seen, new: Seen, step: int) -> tuple[list[str], str]:
-    """What differs between two pasts that are equal but for their last step, and what to do."""
-    if old.seed != new.seed:
-        return [f"run.seed {old.seed} -> {new.seed}"], f"Set run.seed to {old.seed} again."
-    one, two = old.stretches[-1], new.stretches[-1]
-    found = [
-        f"{key} {a} -> {b}"
-        for key, a, b in (
-            ("batch size", one.batch_size, two.batch_size),
-            ("sequence length", one.sequence_length, two.sequence_length),
-        )
-        if a != b
-    ]
-    found += [f"source {name!r} is no longer there" for name in sorted(one.sources.keys() - two.sources.keys())]
-    found += [f"source {name!r} is new" for name in sorted(two.sources.keys() - one.sources.keys())]
-    limits = []
-    for name in sorted(one.sources.keys() & two.sources.keys()):
-        a, b = one.sources[name], two.sources[name]
-        if a.weight != b.weight:
-            found.append(f"share of {name!r} {_share(a.weight, b.weight)} -> {_share(b.weight, a.weight)}")
-        if a.documents != b.documents:
-            found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
-        elif a.tokens != b.tokens:
-            found.append(f"source {name!r} has {a.tokens:,} -> {b.tokens:,} tokens")
-        if a.cap != b.cap:
-            limits.append(f"source {name!r} reached its max_epochs {_after(a.cap)} then and {_after(b.cap)} now")
-    if found:
-        return found, (
-            "What was trained on cannot change. To change what follows, keep the phase as it was, close it with "
-            f"`until: {step} steps` or later in blend.phases, and append another."
-        )
-    if limits:
-        return limits, (
-            "max_epochs can change until a source reaches it, to more than the source has given. After that, a later "
-            "phase can read another slice of the source."
-        )
-    if old.skips != new.skips:
-        # They differ in one step alone, so one of them has skipped more of it than the other.
-        skipped = [
-            f"{_what(what)}: skipped {'now, not then' if _count(new, what) > _count(old, what) else 'then, not now'}"
-            for what in sorted({*old.skips, *new.skips}, key=str)
-            if old.skips.get(what) != new.skips.get(what)
-        ]
-        return skipped, f"In blend.skip, leave from_step out, or set it to {step + 1} or later."
-    return ["where its sources stand"], "Go on with the run file and the version of the code that the run has had."
-
-
-def _share(weight: int, other: int) -> str:
-    return f"{weight / UNIT:.4g}" if f"{weight / UNIT:.4g}" != f"{other / UNIT:.4g}" else f"{weight}/2**32"
-
-
-def _slice(documents: Interval | None) -> str:
-    return "all" if documents is None else f"[{documents[0]}, {documents[1]})"
-
-
-def _after(cap: int | None) -> str:
-    return "later" if cap is None else f"after {cap:,} samples of the phase"
-
-
-def _what(what: What) -> str:
-    if isinstance(what, str):
-        return {"steps": "the step", "samples": "a sample of the step"}[what]
-    source, documents = what
-    numbers = ", ".join(f"{first}-{end - 1}" for first, end in documents)
-    return f"documents {numbers} of {source!r}" if numbers else f"source {source!r}"
-
-
-def _count(seen: Seen, what: What) -> int:
-    return sum(end - first for first, end in seen.skips.get(what, []))

@@ -8,7 +8,7 @@ tokens, hashing them and comparing them with the vocabulary to each step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -96,7 +96,7 @@ class Loader:
         """The step's data; any step, in any order."""
         return self._read(step, None)
 
-    def iterate(self, first: int, last: int) -> Iterator[StepData]:
+    def iterate(self, first: int, last: int) -> Generator[StepData, None, None]:
         """Steps [first, last) in order; one thread reads ahead, see `read_ahead`."""
 
         def read(step: int) -> StepData:

@@ -40,7 +40,7 @@ from pipeline.data.objectives import make_objective
 from pipeline.data.opening import dataset_folder, open_datasets
 from pipeline.data.phases import label, micro_batch_size
 from pipeline.data.plan import check_settings
-from pipeline.data.provenance import checkpoint_steps
+from pipeline.data.provenance import checkpoint_steps, saved_journal
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN
 from pipeline.data.sampler import Sampler
 from pipeline.data.tokenizer import Tokenizer
@@ -287,13 +287,13 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     Raises:
         UserError: It changes steps that were trained.
     """
-    journal = Journal.plan(config, sized)
     checkpoints = checkpoint_steps(config.run.dir)
     if not checkpoints:
-        return journal, None
+        return Journal.plan(config, sized), None
     done = max(checkpoints)
+    saved = saved_journal(config.run.dir, store.get_json(checkpoints[done] / STATE_FILE)["journal"], done)
+    journal = Journal.plan(config, sized, saved)
     check_end(Sampler.of_windows(journal), done)
-    saved = Journal.from_json(store.get_json(checkpoints[done] / STATE_FILE)["journal"])
     return journal.going_on(saved, done), done
 
 

@@ -14,22 +14,36 @@ from pipeline.data.journal import Interval, Journal, Segment, Sized, Skip, Sourc
 from pipeline.errors import UserError
 
 
-def plan_journal(config: Config, datasets: Mapping[str, Sized]) -> Journal:
+def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal | None = None) -> Journal:
     """The journal of a run that starts now. What follows an end of the order (`Sampler.end`) is left out.
+
+    A run that was forked from another one has the segments of that one up to there, and each source goes on from where
+    it stands then, as it does from one phase to the next. Phases that are over by then do not count.
 
     Args:
         config: The run file.
         datasets: The training split of every source by name.
+        saved: What the run has had so far, if anything.
 
     Raises:
         UserError: A phase ends before it begins, a slice is empty, too short for a window or beyond the documents, or
             a source's share is too small; the message names the phase.
     """
     planner = _Planner(config, datasets)
+    fork_step = saved.fork_step if saved is not None else 0
+    if saved is not None and fork_step:
+        _check_past(saved, fork_step, datasets)
+        planner.take_over(saved, fork_step)
+    past = len(planner.segments)
     for number, phase in enumerate(_phases(config)):
+        if past and phase.until is not None and planner.is_over(phase.until):
+            continue
         if not planner.add(number, phase):
             break
-    return Journal(seed=config.run.seed, segments=planner.segments, skips=_skips(config, datasets))
+    segments = planner.segments
+    if past and _goes_on(segments[past - 1], segments[past]):
+        del segments[past]
+    return Journal(seed=config.run.seed, segments=segments, skips=_skips(config, datasets), fork_step=fork_step)
 
 
 def phase_at(config: Config, journal: Journal, step: int) -> int:
@@ -47,19 +61,26 @@ def micro_batch_size(config: Config, journal: Journal, number: int, ranks: int) 
         ranks: Data-parallel ranks.
     """
     segment = journal.segments[number]
-    phase = _phases(config)[phase_at(config, journal, segment.first_step)]
+    phase = _phases(config)[_phase_of(config, journal, number)]
     share = -(-segment.batch_size // ranks)
     return min(phase.micro_batch_size or config.train.micro_batch_size or share, share)
 
 
 def label(config: Config, journal: Journal, number: int) -> str:
-    """What tables call the phase of a segment: its number from 1, and its name."""
-    phase = phase_at(config, journal, journal.segments[number].first_step)
+    """What tables call the phase of a segment: its number from 1, and its name; `parent` before a fork."""
+    if journal.segment_number(journal.fork_step) > number:
+        return "parent"
+    phase = _phase_of(config, journal, number)
     return f"{phase + 1} {_phases(config)[phase].name}".strip()
 
 
 def _phases(config: Config) -> list[PhaseConfig]:
     return config.blend.phases or [PhaseConfig()]
+
+
+def _phase_of(config: Config, journal: Journal, number: int) -> int:
+    # The run file's phases plan nothing of the steps before a fork.
+    return phase_at(config, journal, max(journal.segments[number].first_step, journal.fork_step))
 
 
 def _reached(until: Duration, journal: Journal, step: int) -> bool:
@@ -90,6 +111,33 @@ def _skips(config: Config, datasets: Mapping[str, Sized]) -> tuple[Skip, ...]:
     return tuple(result)
 
 
+def _check_past(saved: Journal, step: int, datasets: Mapping[str, Sized]) -> None:
+    """The sources of the steps before a fork must be there: a `UserError` names one that is not."""
+    missing = sorted({name for segment, _ in saved.drawn(step) for name in segment.sources} - datasets.keys())
+    if missing:
+        raise UserError(
+            f"source {missing[0]!r} is part of the {step:,} steps that this run was forked with, but data.sources does "
+            "not have it; put it there, and leave it out of what follows with blend.phases: [{weights: ...}] or "
+            "[{sources: ...}]"
+        )
+
+
+def _goes_on(one: Segment, two: Segment) -> bool:
+    """Whether a segment is only the rest of the one before it."""
+    samples = two.first_sample - one.first_sample
+    if one.model_dump(include={"batch_size", "sequence_length"}) != two.model_dump(
+        include={"batch_size", "sequence_length"}
+    ):
+        return False
+    counts = dict(zip(one.sources, one.order().counts(samples), strict=True))
+    return one.sources.keys() == two.sources.keys() and all(
+        (old.tokens, old.documents, old.weight, old.stops, old.cap if old.cap is None else old.cap - counts[name])
+        == (new.tokens, new.documents, new.weight, new.stops, new.cap)
+        for name, old in one.sources.items()
+        for new in [two.sources[name]]
+    )
+
+
 @dataclass
 class _Standing:
     """Where a source stands between two segments."""
@@ -113,6 +161,21 @@ class _Planner:
         self._drawn: dict[tuple[str, Interval | None], int] = {}  # targets by source and slice
         self._step = self._sample = self._tokens = 0
         self.segments: list[Segment] = []
+
+    def take_over(self, saved: Journal, step: int) -> None:
+        """Begin with the first `step` steps of another run."""
+        for segment, samples in saved.drawn(step):
+            self.segments.append(segment)
+            for name, state in segment.sources.items():
+                standing = self._standing[name]
+                standing.text = state.documents, segment.sequence_length
+                standing.lap, standing.cursor = state.lap, state.cursor
+            closed = self._close(segment, samples // segment.batch_size)
+            assert closed, f"the run that this one was forked from ended before step {step}"
+
+    def is_over(self, until: Duration) -> bool:
+        """Whether a phase that ends there ends here or has ended."""
+        return self._steps_until(until, 1) <= 0
 
     def add(self, number: int, phase: PhaseConfig) -> bool:
         """Append the segments of a phase; whether anything can follow them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 Step = TypeVar("Step")
@@ -15,7 +15,7 @@ TOGETHER_S = 0.001
 small step."""
 
 
-def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -> Iterator[Step]:
+def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -> Generator[Step, None, None]:
     """Steps [first, last) in order; one thread reads ahead.
 
     What goes wrong in the thread is raised here, where the step is taken. The thread ends with the iterator, also when

@@ -17,7 +17,7 @@ from pipeline.data import store
 from pipeline.data.accounting import RunLength, run_length
 from pipeline.data.dataset import Dataset
 from pipeline.data.instances import Windows, windows_of
-from pipeline.data.journal import Journal
+from pipeline.data.journal import Journal, Skip
 from pipeline.data.opening import open_datasets
 from pipeline.data.origins import AdoptedOrigins, Origin, Origins, open_origins
 from pipeline.data.receipts import TRAIN
@@ -222,8 +222,9 @@ class AskedRun:
             source: of the sample.
             document: number in the dataset.
         """
-        if self.journal.is_skipped(step):
-            return "blend.skip has the step"
+        skip = self.journal.why_skipped(step)
+        if skip is not None:
+            return "blend.skip has the step" if not skip.fault else f"passed over{_fault(skip)}"
         for skip in self.journal.masks(step):
             if skip.samples is not None and skip.samples[0] <= sample < skip.samples[1]:
                 return f"blend.skip has {_inclusive('sample', skip.samples)}"
@@ -292,6 +293,10 @@ def hint_of_ids(described: Iterable[Described], ids: bool) -> list[str]:
     return ["xxh3:... is the hash of an id that only the source files have: --ids reads them"]
 
 
+def _fault(skip: Skip) -> str:
+    return f" because of the fault at step {skip.steps[1]:,}" if skip.steps else ""
+
+
 def _inclusive(noun: str, half_open: tuple[int, int]) -> str:
     return numbered(noun, half_open[0], half_open[1] - 1)
 
@@ -319,12 +324,12 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
     if not path.exists():
         about = [f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"]
         return opened(Journal.plan(config, datasets), done, [], about)
-    saved = _read_journal(path)
+    saved = read_journal(folder)
     _check_datasets(saved, datasets, path)
     replaced = [*_replaced(folder, datasets)]
     # Training goes on from the newest checkpoint, which may be behind.
     kept = max(checkpoint_steps(folder), default=0)
-    journal = Journal.plan(config, datasets)
+    journal = Journal.plan(config, datasets, saved)
     try:
         _check_end(journal, kept)
         journal = journal.going_on(saved, kept) if kept else journal
@@ -358,12 +363,35 @@ def _check_end(journal: Journal, done: int) -> None:
         )
 
 
-def _read_journal(path: Path) -> Journal:
+def read_journal(run: Path) -> Journal:
+    """What a run wrote down of its plan when it last started or went back.
+
+    Raises:
+        FileNotFoundError: it has not.
+        UserError: the file is damaged.
+    """
+    path = run / JOURNAL_FILE
     value = store.get_json(path)
     try:
         return Journal.from_json(value)
     except UserError as error:
         raise UserError(f"{path}: {error}; the next start of training writes it again") from None
+
+
+def saved_journal(run: Path, of_checkpoint: Any, step: int) -> Journal:
+    """The plan that a run has had so far, as a checkpoint of `step` steps has it.
+
+    What was decided to be passed over after the checkpoint was written is in `journal.json` alone. Without a readable
+    one, the checkpoint's is all that is known.
+
+    Raises:
+        UserError: the checkpoint's is damaged.
+    """
+    journal = Journal.from_json(of_checkpoint)
+    try:
+        return journal.with_faults(read_journal(run), step)
+    except (OSError, UserError):
+        return journal
 
 
 def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -157,7 +158,25 @@ class _Copy:
 
     def opened(self, dataset: Dataset, read: ReadBy) -> Dataset:
         """The copy of a dataset of this fingerprint. Its manifest and the counts of its parts are in memory already."""
-        return Dataset(self.folder, dataset.manifest, self._parts, read)
+        return _Staged(self.folder, dataset, self._parts, self._needed, read)
+
+
+class _Staged(Dataset):
+    """A copy of some parts of a dataset. The others are read where they came from, for the little that is asked there.
+
+    That is where the slice of a phase that is over begins, say; or the steps of it that a run goes back to.
+    """
+
+    def __init__(
+        self, folder: Path, origin: Dataset, parts: npt.NDArray[Any], copied: npt.NDArray[np.bool_], read: ReadBy
+    ) -> None:
+        super().__init__(folder, origin.manifest, parts, read)
+        self._origin = origin
+        self._copied = copied
+
+    def prefix(self, index: int) -> Path:
+        """Prefix of the files of a part."""
+        return super().prefix(index) if self._copied[index] else self._origin.prefix(index)
 
 
 def _make(base: Path, copies: list[_Copy]) -> None:

@@ -134,6 +134,8 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab+", buffering=0)
+        self._torn = False
+        """A full disk has cut the last line short; it must not spoil the next one."""
         if self._file.seek(0, os.SEEK_END) > 0:
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
@@ -142,9 +144,12 @@ class JsonLines:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; a kill leaves whole lines, but for the last."""
         line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        if self._torn:
+            line = b"\n" + line
         try:
             while line:
                 line = line[self._file.write(line) :]
+                self._torn = bool(line)
         except OSError as error:
             error.filename = str(self._path)  # a failed write does not say where
             raise

@@ -383,3 +383,48 @@ def test_a_plan_is_accepted_only_if_the_past_is_the_same(run, data):
         assert past[0] == past[1] and lengths[0] == lengths[1]
     if what == "append":
         now.going_on(saved, done)
+
+
+# What the run decided to pass over
+
+
+def test_what_was_passed_over_because_of_a_fault_stays_so():
+    def now(*skip):
+        return planned_run({"a": {}, "b": {}}, skip=skip)
+
+    rewound = now({"source": "a"}).going_on(now(), 10).passing_over((12, 15), 11)
+    again = Journal.from_json(json.loads(json.dumps(rewound.to_json())))
+    assert again == rewound
+    assert [step for step in range(40) if again.is_skipped(step)] == [12, 13, 14]
+    # The run file names none of it, and may change.
+    for file in (now({"source": "a"}), now(), now({"steps": "13-15"}), now({"steps": "2-30"})):
+        for step in (11, 13, 30):
+            later = file.going_on(again, step)
+            assert all(later.is_skipped(s) for s in (12, 13, 14))
+            assert later.why_skipped(12).fault == (
+                file.skips == now().skips or file.skips[0].steps is None or step > 12
+            )
+            assert later.seen(step) == again.seen(step)
+    # An entry that names the same steps does not take the decision with it when it leaves the run file.
+    named = now({"steps": "13-15"}).going_on(again, 11)
+    assert named.why_skipped(12).fault is False
+    assert now().going_on(named, 11).why_skipped(12).fault is True
+
+
+def test_what_another_plan_of_the_run_passes_over_is_taken_over_for_the_steps_to_come():
+    start = planned_run({"a": {}, "b": {}}, skip=[{"steps": 4}])
+    written = start.passing_over((12, 15), 8).passing_over((20, 22), 18)
+    # The checkpoint was written before either was decided.
+    known = start.with_faults(written, 8)
+    assert known == written
+    assert known.with_faults(written, 8) == known
+    # What is done stays done, whatever the other plan says of it.
+    late = start.with_faults(written, 14)
+    assert late.seen(14) == start.seen(14)
+    assert [step for step in range(40) if late.is_skipped(step)] == [3, 14, 20, 21]
+
+
+def test_a_run_without_forks_and_faults_is_written_down_as_ever():
+    value = planned_run({"a": {}, "b": {}}, skip=[{"steps": 4}]).to_json()
+    assert sorted(value) == ["order_version", "seed", "segments", "skips"]
+    assert sorted(value["skips"][0]) == ["documents", "end_step", "first_step", "samples", "source", "steps"]

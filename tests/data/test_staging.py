@@ -215,6 +215,17 @@ def test_segments_that_are_over_need_nothing(shared, tmp_path):
     assert sorted(parts_of(copies["s"].folder)) == ["00000001.bin", "00000001.idx", "00000004.bin", "00000004.idx"]
 
 
+def test_what_was_not_copied_is_read_where_it_came_from(shared, tmp_path):
+    """Where slices begin is asked of parts that no step draws, and a run may go back to a phase that is over."""
+    dataset = Dataset.open(shared)
+    journal = journal_of({"s": (0, 10)}, {"s": (10, 20)})
+    copy = stage(tmp_path, tmp_path / "node", journal, first_step=10)["s"]
+    assert sorted(parts_of(copy.folder)) == ["00000001.bin", "00000001.idx"]
+    every = range(dataset.documents + 1)
+    assert [copy.document_start(n) for n in every] == [dataset.document_start(n) for n in every]
+    assert copy.read(0, copy.tokens).tolist() == dataset.read(0, dataset.tokens).tolist()
+
+
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
 def test_a_damaged_part(shared, tmp_path, suffix):
     path = shared / "parts" / "00000" / f"00000003.{suffix}"
