@@ -1,6 +1,7 @@
 """The ledger of a run: one line when a stage starts and one when it ends, whoever started it.
 
-`ledger.jsonl` in the run folder is what is true about attempts when the scheduler has forgotten them.
+`ledger.jsonl` in the run folder is what is true about attempts when the scheduler has forgotten them. The training
+itself adds a line for each attempt that begins and one for its end; see `pipeline.train.attempts`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from typing import Any
 
 from pipeline.data import store
 from pipeline.errors import EXIT_OK, exit_code
+from pipeline.train.attempts import append, ledger_path
 
 
 class Ledger:
     """Appends to, and reads, the ledger of a run folder."""
 
     def __init__(self, run: Path) -> None:
-        self._path = run / "ledger.jsonl"
+        self._run = run
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Record that a stage starts, and how and after how many seconds it ends."""
         start, clock = time.time(), time.monotonic()
         entry = {"stage": name, "host": socket.gethostname(), "pid": os.getpid(), "start": start}
-        self._append({**entry, "event": "start"})
+        append(self._run, {**entry, "event": "start"})
         code = EXIT_OK
         try:
             yield
@@ -39,7 +41,7 @@ class Ledger:
         finally:
             # Where a full disk ended the stage, this cannot be written either; the first message is the better one.
             with suppress(OSError) if code != EXIT_OK else nullcontext():
-                self._append({**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
+                append(self._run, {**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage over all attempts that ended, the failed ones included."""
@@ -51,9 +53,4 @@ class Ledger:
 
     def entries(self) -> list[dict[str, Any]]:
         """All lines but those that a crash cut short."""
-        return [entry for entry in store.read_json_lines(self._path) if "event" in entry]
-
-    def _append(self, entry: dict[str, Any]) -> None:
-        lines = store.JsonLines(self._path)
-        lines.write(entry)
-        lines.close()
+        return [entry for entry in store.read_json_lines(ledger_path(self._run)) if "event" in entry]

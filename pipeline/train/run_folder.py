@@ -1,53 +1,90 @@
 """The run folder: who may write to it, which attempt this is, and how the last one ended.
 
-One process at a time trains in a run folder. The lock names it; a lock whose process is gone is taken over.
+One process at a time trains in a run folder: the one that has its lock.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
+from pipeline.data import store
+from pipeline.errors import EXIT_OK, EXIT_STOPPED, MachineError, UserError, exit_code
+from pipeline.train.attempts import Running, last_begun, metrics_path, settle
+from pipeline.train.goodput import goodput
+from pipeline.train.lock import Lock
 
-from pipeline.data import machine, store
-from pipeline.errors import EXIT_OK, MachineError, UserError, exit_code
+__all__ = ["RunFolder", "last_attempt", "make_writable", "metrics_path", "open_run", "read_metrics"]
 
 
 @dataclass
 class RunFolder:
-    """A locked run folder: its paths, the number of this attempt at the run (from 1), and how far it has come."""
+    """A locked run folder: its paths, the number of this attempt at the run (from 1), and how far it has come.
+
+    Rank 0 has the lock; for the other ranks it is the place where the run is.
+    """
 
     path: Path
     attempt: int
     step: int = 0
     """Steps trained so far, for `exit.json`."""
+    lock: Lock | None = None
+    running: Running | None = field(default=None, init=False)
+    """This attempt in the ledger, once it has begun."""
 
     @property
     def metrics(self) -> Path:
         """One JSON object a step and attempt."""
         return metrics_path(self.path)
 
-    @property
-    def stop_file(self) -> Path:
-        """Its existence asks the run to save and stop."""
-        return self.path / "stop"
+    def begin(self, first_step: int, *, layout: dict[str, int], config: str) -> None:
+        """Note in the ledger that this attempt begins; rank 0 calls this.
+
+        Args:
+            first_step: steps of the checkpoint that it goes on from.
+            layout: processes by axis.
+            config: hash of what it is started with.
+        """
+        self.running = Running(self.path, self.attempt, first_step, layout, config)
+
+    def next_attempt(self, *, write: bool) -> None:
+        """Count another attempt within this process, since steps are made again; rank 0 writes it down."""
+        if not write:
+            self.attempt += 1
+            return
+        self.assert_mine()
+        self.attempt = _next_attempt(self.path)
+        if self.lock is not None:
+            self.lock.note(self.attempt)
+        if self.running is not None:
+            self.running = self.running.rewound(self.attempt, self.step)
 
     def assert_mine(self) -> None:
         """A `MachineError` if the lock is no longer this process's: whoever has it now must not be written over."""
-        if _read_lock(self.path / "lock") != _identity():
-            raise MachineError(f"{self.path / 'lock'} was taken over by another process; nothing more is written here")
+        assert self.lock is not None, "rank 0 alone writes"
+        self.lock.assert_mine()
 
+    def end(self, code: int, reason: str) -> None:
+        """Write how this attempt ended: `exit.json`, and its line in the ledger.
 
-def metrics_path(run: Path) -> Path:
-    """`metrics.jsonl` of a run folder."""
-    return run / "metrics.jsonl"
+        The line has the goodput of the run so far, if the end was a peaceful one. After another one those who wait for
+        this process may not wait until all metrics have been read.
+        """
+        if self.lock is None or not self.lock.is_mine():
+            return  # who has it now writes there
+        exit_state = {"attempt": self.attempt, "code": code, "reason": reason, "step": self.step}
+        store.put_json(self.path / "exit.json", exit_state)
+        if self.running is None:
+            return
+        more: dict[str, Any] = {}
+        if code in (EXIT_OK, EXIT_STOPPED):
+            with suppress(Exception):  # how the attempt ended must be told whatever the files hold
+                spent = goodput(self.path)
+                more = {"goodput": spent.to_json()} if spent else {}
+        self.running.end(code, reason, self.step, **more)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -60,7 +97,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         step = row.get("step")
         if isinstance(step, int):
             before = steps.get(step, {})
-            steps[step] = {**before, **row} if before.get("attempt") == row.get("attempt") else row
+            attempts = before.get("attempt", 0), row.get("attempt", 0)
+            if attempts[0] <= attempts[1]:  # else of a process that had lost the lock and had not noticed yet
+                steps[step] = {**before, **row} if attempts[0] == attempts[1] else row
     return [steps[step] for step in sorted(steps)]
 
 
@@ -87,14 +126,14 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         UserError: the folder is not writable, or another process trains in it.
     """
     make_writable(path)
-    lock = path / "lock"
-    _acquire(lock)
+    lock = Lock.take(path)
     try:
         for tmp in path.glob(f".*{store.TEMPORARY_SUFFIX}"):
             store.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
-        folder = RunFolder(path, _next_attempt(path))
-        exit_file = path / "exit.json"
-        exit_file.unlink(missing_ok=True)
+        settle(path)
+        folder = RunFolder(path, _next_attempt(path), lock=lock)
+        lock.note(folder.attempt)
+        (path / "exit.json").unlink(missing_ok=True)
         code, reason = EXIT_OK, "done"
         try:
             yield folder
@@ -103,11 +142,9 @@ def open_run(path: Path) -> Iterator[RunFolder]:
             raise
         finally:
             with suppress(OSError):  # a full disk, of which the exception speaks already
-                exit_state = {"attempt": folder.attempt, "code": code, "reason": reason, "step": folder.step}
-                store.put_json(exit_file, exit_state)
+                folder.end(code, reason)
     finally:
-        if _read_lock(lock) == _identity():
-            lock.unlink(missing_ok=True)
+        lock.release()
 
 
 def last_attempt(run: Path) -> int:
@@ -120,51 +157,7 @@ def last_attempt(run: Path) -> int:
 
 
 def _next_attempt(run: Path) -> int:
-    attempt = last_attempt(run) + 1
+    # The ledger counts, too: metrics of an attempt with a lower number than one before it would be passed over.
+    attempt = max(last_attempt(run), last_begun(run)) + 1
     store.put(run / "attempt", f"{attempt}\n".encode())
     return attempt
-
-
-def _identity() -> dict[str, Any]:
-    """What tells this process apart from every other one, also from a later one with the same pid."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())}
-
-
-def _acquire(lock: Path) -> None:
-    # Looking at a lock and replacing it must be one step: two processes may find the same stale one.
-    with lock.with_name("lock.guard").open("w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        holder = _holder(lock)
-        if holder is not None:
-            raise UserError(
-                f"run folder {lock.parent} is in use by process {holder['pid']} on {holder['host']}; "
-                f"wait for it, or, if you know that it is gone, remove {lock}"
-            )
-        store.put(lock, orjson.dumps(_identity()))
-
-
-def _read_lock(lock: Path) -> dict[str, Any] | None:
-    try:
-        holder = orjson.loads(lock.read_bytes())
-    except FileNotFoundError:
-        return None
-    except orjson.JSONDecodeError:
-        holder = None
-    if not isinstance(holder, dict) or holder.keys() != _identity().keys():
-        raise UserError(f"{lock} is damaged; if no process trains in {lock.parent}, remove it")
-    return holder
-
-
-def _holder(lock: Path) -> dict[str, Any] | None:
-    """Who holds the lock, or None if that process is known to be gone."""
-    holder = _read_lock(lock)
-    if holder and holder["host"] == socket.gethostname() and _start_time(holder["pid"]) != holder["started"]:
-        return None
-    return holder
-
-
-def _start_time(pid: int) -> int | None:
-    """Start time of a running process in clock ticks after boot, so that a reused pid is told apart."""
-    found = machine.process(pid)
-    # A dead one stays in the table until its parent has asked how it ended, which some never do (PID 1 of containers).
-    return None if found is None or found[0] in "ZX" else found[1]

@@ -1,9 +1,7 @@
-"""The lock, the attempt counter, and metrics of a run that was trained in several attempts."""
+"""The attempt counter, how an attempt ended, and metrics of a run that was trained in several attempts."""
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import orjson
@@ -21,34 +19,6 @@ def test_attempts_are_counted(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "lock").exists()
 
 
-def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
-    with open_run(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()}"), open_run(tmp_path):
-        pass
-
-
-def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
-    script = (
-        "import os, signal; from pathlib import Path; from pipeline.train.run_folder import open_run\n"
-        f"with open_run(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
-    assert (tmp_path / "lock").exists()
-    with open_run(tmp_path) as folder:
-        assert folder.attempt == 2
-
-
-def test_a_killed_process_that_nobody_has_waited_for_does_not_hold_the_lock(tmp_path: Path) -> None:
-    script = (
-        "import os, signal; from pathlib import Path; from pipeline.train.run_folder import open_run\n"
-        f"with open_run(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    with open_run(tmp_path) as folder:
-        assert folder.attempt == 2
-    assert child.wait() == -9
-
-
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     script = (
         "import os, signal; from pathlib import Path; from pipeline.data import store\n"
@@ -60,20 +30,6 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     mine.touch()
     with open_run(tmp_path):
         assert list(tmp_path.glob(".*.tmp")) == [mine], "a process that lives may be writing"
-
-
-def test_a_lock_from_another_host_is_respected(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_bytes(orjson.dumps({"host": "elsewhere", "pid": 1, "started": 1}))
-    with pytest.raises(UserError, match="process 1 on elsewhere"), open_run(tmp_path):
-        pass
-
-
-def test_a_pid_that_was_given_to_another_process_does_not_hold_the_lock(tmp_path: Path) -> None:
-    import socket
-
-    (tmp_path / "lock").write_bytes(orjson.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": 1}))
-    with open_run(tmp_path) as folder:
-        assert folder.attempt == 1
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -89,29 +45,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> Non
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=f"{name} is damaged"), open_run(tmp_path):
         pass
-
-
-def test_only_one_of_many_takes_over_a_stale_lock(tmp_path: Path) -> None:
-    """All start at once on the lock of a dead process; each that gets it says so, and keeps it for a while."""
-    script = f"""
-import sys, time
-from pathlib import Path
-from pipeline.train.run_folder import open_run
-while time.time() < float(sys.argv[1]):
-    pass
-with open_run(Path({str(tmp_path)!r})) as folder:
-    Path({str(tmp_path)!r}, f"held-{{folder.attempt}}").touch(exist_ok=False)
-    time.sleep(1)
-"""
-    import socket
-
-    (tmp_path / "lock").write_bytes(orjson.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": 1}))
-    start = str(time.time() + 3)
-    processes = [subprocess.Popen([sys.executable, "-c", script, start], stderr=subprocess.DEVNULL) for _ in range(4)]
-    codes = [process.wait() for process in processes]
-    assert codes.count(0) == len(list(tmp_path.glob("held-*"))) >= 1
-    # Whoever came while it was held was refused: had two held it at once, they would have counted one attempt.
-    assert not (tmp_path / "lock").exists()
 
 
 @pytest.mark.parametrize(
@@ -138,15 +71,6 @@ def test_how_it_ended_is_written_however_it_ended(tmp_path: Path, error: BaseExc
     assert (written["code"], written["step"], written["attempt"]) == (code, 7, 1)
 
 
-def test_a_lock_that_was_taken_over_is_noticed(tmp_path: Path) -> None:
-    with open_run(tmp_path) as folder:
-        folder.assert_mine()
-        (tmp_path / "lock").write_bytes(orjson.dumps({"host": "elsewhere", "pid": 1, "started": 1}))
-        with pytest.raises(MachineError, match="taken over"):
-            folder.assert_mine()
-    assert (tmp_path / "lock").exists()  # it is the other's
-
-
 def test_the_last_attempt_of_a_step_counts_and_cut_lines_are_passed_over(tmp_path: Path) -> None:
     lines = JsonLines(metrics_path(tmp_path))
     for step in (1, 2, 3):
@@ -161,3 +85,29 @@ def test_the_last_attempt_of_a_step_counts_and_cut_lines_are_passed_over(tmp_pat
     rows = read_metrics(tmp_path)
     assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [(1, 1, 1.0), (2, 2, 2.5), (3, 1, 3.0)]
     assert rows[2]["validation_loss"] == 9.0
+
+
+def test_what_a_process_writes_that_has_lost_the_lock_does_not_count(tmp_path: Path) -> None:
+    lines = JsonLines(metrics_path(tmp_path))
+    for step, attempt in ((1, 1), (2, 1), (2, 2), (3, 2), (2, 1), (3, 1), (4, 1)):
+        lines.write({"step": step, "attempt": attempt, "loss": attempt})
+    lines.close()
+    assert [(row["step"], row["attempt"]) for row in read_metrics(tmp_path)] == [(1, 1), (2, 2), (3, 2), (4, 1)]
+
+
+def test_a_lost_counter_of_attempts_does_not_give_a_number_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_run(tmp_path) as folder:
+            folder.begin(0, layout={"dp": 1}, config="")
+    (tmp_path / "attempt").unlink()
+    with open_run(tmp_path) as folder:
+        assert folder.attempt == 3
+
+
+def test_whatever_the_metrics_hold_it_is_told_how_an_attempt_ended(tmp_path: Path) -> None:
+    with pytest.raises(Stopped, match="SIGTERM at step 1"), open_run(tmp_path) as folder:
+        folder.begin(0, layout={"dp": 1}, config="")
+        metrics_path(tmp_path).write_text('{"step": 1, "attempt": 1, "step_seconds": "x", "time": []}\n')
+        raise Stopped("SIGTERM at step 1")
+    assert orjson.loads((tmp_path / "exit.json").read_bytes())["reason"] == "SIGTERM at step 1"
+    assert orjson.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[-1])["reason"] == "SIGTERM at step 1"
