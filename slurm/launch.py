@@ -42,9 +42,11 @@ from pipeline.errors import (
     UserError,
     exit_code,
 )
+from pipeline.train.attempts import correct
 from pipeline.train.parallel.compat import WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, ErrorRecord, read_error
 from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.watchdog import STACKS_SIGNAL
 from pipeline.train.run_folder import last_attempt
 
 RANK_COMMAND = (sys.executable, "-m", "pipeline", "train")
@@ -53,6 +55,8 @@ _FORWARDED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 _TAKEN_BY_TORCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AFTER_FAILURE = 5.0
 """Seconds that the other ranks have to end by themselves, time enough for rank 0 to note how far it came."""
+_AFTER_HANG = 10.0
+"""The same where it hung: time for the others to notice, too, and for a rank that was stopped to write its stacks."""
 _AFTER_CONSEQUENCE = 30.0
 """The same where the ones that ended name another that has failed, which is yet to say why."""
 _AFTER_STOP = 90.0
@@ -167,6 +171,7 @@ class _Ranks:
         """Signals that were handed on."""
         self._pids: dict[int, int] = {}
         self._running: set[int] = set()
+        self._asked = False
         self._kill_at: float | None = None
         self._killed_at: float | None = None
 
@@ -186,6 +191,8 @@ class _Ranks:
             self._running.remove(rank)
             if self._killed_at is None:
                 self.codes[rank], self.times[rank] = code, time.time()
+            if code == EXIT_HANG:
+                self._ask_for_stacks()
             if code != 0:
                 at = time.monotonic() + self._patience(rank, code)
                 self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
@@ -204,6 +211,8 @@ class _Ranks:
         """Seconds that the others have when this one has ended badly."""
         if code == EXIT_STOPPED:
             return _AFTER_STOP
+        if code == EXIT_HANG:
+            return _AFTER_HANG
         record = read_error(_error_file(self._logs, rank))
         return _AFTER_CONSEQUENCE if record is not None and record.consequence else _AFTER_FAILURE
 
@@ -211,6 +220,13 @@ class _Ranks:
         """Hand a signal on."""
         self.forwarded.add(number)
         self._send(number)
+
+    def _ask_for_stacks(self) -> None:
+        """Let those that still run write where they are, once. One that is stopped does so before it goes on."""
+        if not self._asked:
+            self._asked = True
+            for number in (STACKS_SIGNAL, signal.SIGCONT):
+                self._send(number)
 
     def _send(self, number: int) -> None:
         for rank in self._running:
@@ -418,5 +434,7 @@ def _correct(run: Path, end: BaseException, start: float) -> None:
         if exit_file.stat().st_mtime >= start:
             state = orjson.loads(exit_file.read_bytes())
     with suppress(OSError):  # a full disk, say
-        how = {"code": exit_code(end), "reason": str(end) or type(end).__name__}
+        code, reason = exit_code(end), str(end) or type(end).__name__
+        how = {"code": code, "reason": reason}
         store.put_json(exit_file, {"attempt": last_attempt(run), "step": None, **state, **how})
+        correct(run, start, code, reason)

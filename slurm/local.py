@@ -74,12 +74,12 @@ def train(config: Config, console: Console | None = None) -> int:
     from pipeline.train.parallel.layout import fixed_processes
 
     processes = config.launch.processes or fixed_processes(config.parallel)
-    with _ledger(config).stage("train"):
+    # From when the ranks are there, or the training here listens itself, a signal lets them save first.
+    with _ledger(config).stage("train"), _terminate_stops():
         if processes > 1:
-            with _terminate_stops():  # until the ranks are there, and are told to stop
-                from slurm.launch import launch_training
+            from slurm.launch import launch_training
 
-                return launch_training(config, processes, console)
+            return launch_training(config, processes, console)
         from pipeline.train.trainer import train as stage
 
         return stage(config, console)

@@ -45,6 +45,12 @@ def _say(home: Path, rank: int) -> None:
     temporary.rename(home / f"pid-{rank}")
 
 
+def _say_that_it_listens(home: Path, rank: int) -> None:
+    """The same, from when on signals are no longer what ends a process."""
+    (home / "listening").mkdir(exist_ok=True)
+    _say(home / "listening", rank)
+
+
 def case_good(config: Config, rank: int) -> int:
     from contextlib import nullcontext
 
@@ -130,10 +136,11 @@ def case_exits(config: Config, rank: int) -> None:
 def case_stop(config: Config, rank: int) -> None:
     """Ranks agree on a stop, and rank 0 has something to close after the others have left."""
     from pipeline.train.parallel.processes import gather, share
-    from pipeline.train.stop import StopRequest
+    from pipeline.train.stop import Requests
 
     try:
-        with StopRequest(config.run.dir / "stop", to_the_end=True) as stop:
+        with Requests(config.run.dir, to_the_end=True) as stop:
+            _say_that_it_listens(config.run.dir, rank)
             step = 0
             while True:
                 step += 1
@@ -151,19 +158,21 @@ def case_stop(config: Config, rank: int) -> None:
 
 def case_deaf(config: Config, rank: int) -> None:
     """Asked to stop, and never does."""
-    from pipeline.train.stop import StopRequest
+    from pipeline.train.stop import Requests
 
-    with StopRequest(config.run.dir / "stop"):
-        _say(config.run.dir / "listening", rank)
+    with Requests(config.run.dir):
+        _say_that_it_listens(config.run.dir, rank)
         while True:
             time.sleep(1)
 
 
 def case_hang(config: Config, rank: int) -> None:
-    from pipeline.train.parallel.processes import barrier
+    from pipeline.train.parallel.processes import barrier, of_environment
     from pipeline.train.parallel.watchdog import Watchdog
+    from pipeline.train.run_folder import RunFolder
 
-    with Watchdog(config.launch.time_limits) as watchdog:
+    folder, seconds = RunFolder(config.run.dir, 1), config.launch.heartbeat_seconds
+    with Watchdog(config.launch.time_limits) as watchdog, watchdog.heartbeats(folder, of_environment(), seconds):
         for step in range(3):
             watchdog.phase("step" if step else "first_step", step)
             if rank == 1 and step == 2:
@@ -172,10 +181,13 @@ def case_hang(config: Config, rank: int) -> None:
 
 
 def case_hang_alone(config: Config, rank: int) -> None:
+    from pipeline.train.parallel.processes import of_environment
     from pipeline.train.parallel.watchdog import Watchdog
+    from pipeline.train.run_folder import RunFolder
 
-    with Watchdog(config.launch.time_limits) as watchdog:
-        watchdog.phase("first_step")
+    folder, seconds = RunFolder(config.run.dir, 1), config.launch.heartbeat_seconds
+    with Watchdog(config.launch.time_limits) as watchdog, watchdog.heartbeats(folder, of_environment(), seconds):
+        watchdog.phase("first_step", 1)
         this_is_where_it_hangs()
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pipeline.errors import RankFailed, Stopped, UserError
+from pipeline.train.heartbeat import read_beats
 from pipeline.train.parallel.rank import record_error
 from slurm.launch import _judge, _quiet, _Ranks, check_devices
 from tests.tiny import write_run
@@ -121,7 +122,9 @@ def test_a_rank_that_raises_ends_all_and_is_told(start: Callable[..., Launched])
     assert all(gone(int((launched.run / f"pid-{rank}").read_text())) for rank in range(3))
 
 
-@pytest.mark.parametrize("case", ["mistake", "slow_mistake", "same_mistake"])
+@pytest.mark.parametrize(
+    "case", ["mistake", *(pytest.param(c, marks=pytest.mark.slow) for c in ("slow_mistake", "same_mistake"))]
+)
 def test_what_rank_0_has_said_is_not_said_again(start: Callable[..., Launched], case: str) -> None:
     launched = start(case)
     code, out, err = launched.result()
@@ -132,12 +135,14 @@ def test_what_rank_0_has_said_is_not_said_again(start: Callable[..., Launched], 
     assert launched.ledger() == [("start", None), ("end", 2)]
 
 
+@pytest.mark.slow
 def test_what_is_no_exception_is_told_too(start: Callable[..., Launched]) -> None:
     code, _, err = start("base_exception").result()
     assert code == 1
     assert "rank 1 of 3 failed: Odd: no Exception" in err
 
 
+@pytest.mark.slow
 def test_a_network_that_fails_is_told_with_a_traceback(start: Callable[..., Launched]) -> None:
     code, _, err = start("lost").result()
     assert code == 1
@@ -154,6 +159,7 @@ def test_a_killed_rank_ends_all(start: Callable[..., Launched]) -> None:
     assert "the last words" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_just_exits_is_told_with_the_end_of_its_log(start: Callable[..., Launched]) -> None:
     code, _, err = start("exits").result()
     assert code == 9
@@ -161,10 +167,13 @@ def test_a_rank_that_just_exits_is_told_with_the_end_of_its_log(start: Callable[
     assert "a library gave up" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR2, signal.SIGINT))],
+)
 def test_signals_stop_the_run_in_order(start: Callable[..., Launched], number: signal.Signals) -> None:
     launched = start("stop")
-    launched.pids()
+    launched.pids(folder="listening")
     launched.process.send_signal(number)
     code, _, err = launched.result()
     assert code == 75
@@ -176,7 +185,7 @@ def test_signals_stop_the_run_in_order(start: Callable[..., Launched], number: s
 
 def test_who_asks_twice_does_not_kill_ranks_that_leave(start: Callable[..., Launched]) -> None:
     launched = start("stop")
-    launched.pids()
+    launched.pids(folder="listening")
     launched.process.send_signal(signal.SIGUSR2)
     until((launched.run / "closing").exists)
     launched.process.send_signal(signal.SIGTERM)
@@ -207,8 +216,7 @@ def test_signal_before_the_ranks_listen(
     assert all(gone(pid) for pid in pids)
 
 
-def test_second_interrupt_ends_all_at_once(start: Callable[..., Launched], tmp_path: Path) -> None:
-    (tmp_path / "run" / "listening").mkdir(parents=True)
+def test_second_interrupt_ends_all_at_once(start: Callable[..., Launched]) -> None:
     launched = start("deaf")
     pids = launched.pids(folder="listening")
     launched.process.send_signal(signal.SIGINT)
@@ -223,15 +231,16 @@ def test_second_interrupt_ends_all_at_once(start: Callable[..., Launched], tmp_p
     assert all(gone(pid) for pid in pids)
 
 
-def test_no_rank_outlives_a_killed_launcher(start: Callable[..., Launched], tmp_path: Path) -> None:
-    (tmp_path / "run" / "listening").mkdir(parents=True)
+def test_no_rank_outlives_a_killed_launcher(start: Callable[..., Launched]) -> None:
     launched = start("deaf")
     pids = launched.pids(folder="listening")
     launched.process.kill()
     until(lambda: all(gone(pid) for pid in pids))
 
 
-def test_a_hang_ends_all_with_76_and_the_stacks(start: Callable[..., Launched]) -> None:
+def test_a_hang_ends_all_with_76_and_the_stacks(start: Callable[..., Launched], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "heartbeats").write_text("no heartbeat can be written")
     launched = start("hang", "launch.time_limits.step_seconds=2")
     code, _, err = launched.result()
     assert code == 76
@@ -252,6 +261,9 @@ def test_one_process_alone_is_watched_too(start: Callable[..., Launched]) -> Non
     assert code == 76
     assert "hang: " in err
     assert "this_is_where_it_hangs" in err
+    assert "The stacks of each rank" not in err, "there is but one"
+    beat = read_beats(launched.run)[0]
+    assert (beat.phase, beat.step) == ("hang", 1), "what the next attempt notes of this one"
 
 
 def test_under_torchrun(start: Callable[..., Launched]) -> None:
@@ -264,6 +276,7 @@ def test_under_torchrun(start: Callable[..., Launched]) -> None:
     assert not (launched.run / "logs").exists()
 
 
+@pytest.mark.slow
 def test_stop_under_torchrun(start: Callable[..., Launched]) -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     launched = start("stop", command=command)
@@ -275,6 +288,7 @@ def test_stop_under_torchrun(start: Callable[..., Launched]) -> None:
     assert (launched.run / "closed").exists(), "no rank leaves before rank 0 has closed"
 
 
+@pytest.mark.slow
 def test_started_by_another_launcher_with_another_number(start: Callable[..., Launched]) -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     code, _, err = start("good", "launch.processes=4", command=command).result()

@@ -18,7 +18,18 @@ import torch.distributed as dist
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.errors import MachineError, RankFailed, UserError
 from pipeline.train.parallel import processes
-from pipeline.train.parallel.processes import Processes, barrier, cpu_group, gather, join, of_environment, share
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.mesh import build_mesh
+from pipeline.train.parallel.processes import (
+    Processes,
+    background_group,
+    barrier,
+    cpu_group,
+    gather,
+    join,
+    of_environment,
+    share,
+)
 from pipeline.train.parallel.rank import is_consequence, read_error, record_error
 from tests.parallel import ranks
 
@@ -56,6 +67,22 @@ def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gather("a") == ["a"]
     barrier()
     assert not processes.joined()
+
+
+def timeouts(layout: Layout) -> dict[str, timedelta]:
+    """Of the collectives of each group that a run uses."""
+    join(of_environment(), CPU, TimeLimitsConfig())
+    mesh = build_mesh(layout, "cpu")
+    meshes = [mesh.devices, mesh.role("batch")]
+    groups = [dist.group.WORLD, background_group(), *(group for each in meshes for group in each.get_all_groups())]
+    return {group.group_name: group._get_backend(CPU).options._timeout for group in groups}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=2), Layout(pp=2, dp_replicate=2)])
+def test_the_watchdog_comes_before_any_timeout_also_of_a_run_that_was_suspended(layout: Layout) -> None:
+    for found in ranks.run(layout.world_size, timeouts, layout, connect=False):
+        assert len(found) >= 4
+        assert set(found.values()) == {timedelta(days=7)}
 
 
 def failing_share() -> tuple[str, int]:
@@ -242,3 +269,13 @@ def test_torch_errors_are_consequences() -> None:
     cause = MachineError("no connection")
     cause.__cause__ = dist.DistNetworkError("refused")
     assert not is_consequence(cause), "it has been understood"
+
+
+def test_a_group_that_was_made_anew_has_a_background_group_of_its_own() -> None:
+    alone = Processes(0, 1, 0, 1)
+    join(alone, CPU, TimeLimitsConfig())
+    first = background_group()
+    dist.destroy_process_group()
+    join(alone, CPU, TimeLimitsConfig())
+    assert background_group() is not first
+    assert share(lambda: 1, background_group()) == 1

@@ -172,21 +172,22 @@ def _play_lines(micro_batches: int, result: Play) -> Iterable[str]:
 
 
 def _memory_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage]) -> Iterable[str]:
-    parallel, compute = config.parallel, config.train.precision.compute
+    parallel, compute, averages = config.parallel, config.train.precision.compute, config.train.ema is not None
     rows: dict[Footprint, list[int]] = {}
     for rank in range(layout.pp):
         parts = [stage.part for stage in stages if stage.rank == rank]
-        rows.setdefault(footprint(spec, parts, parallel, layout, compute), []).append(rank)
+        rows.setdefault(footprint(spec, parts, parallel, layout, compute, averages=averages), []).append(rank)
     yield (
         "memory of a process, in GiB, without activations:"
         if layout.world_size > 1
         else "memory, in GiB, without activations:"
     )
+    average = ", moving average" if averages else ""
     for row, ranks in rows.items():
         where = f"pp rank {_spans(ranks)}: " if layout.pp > 1 else ""
         gradients = f" + {_gib(row.accumulated)} gradients before they are sharded" if row.accumulated else ""
         yield (
-            f"  {where}{row.parameters:,} parameters: {_gib(row.states)} weights, moments, gradients + "
+            f"  {where}{row.parameters:,} parameters: {_gib(row.states)} weights, moments, gradients{average} + "
             f"{_gib(row.compute)} copies in {compute}{gradients} = {_gib(row.total)}"
         )
 

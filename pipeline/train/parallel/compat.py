@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
+import pickle
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -14,12 +18,22 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+
+_CHUNK = 4 << 20
+"""Bytes that are written and hashed at once: the hash then finds them in the processor's cache."""
+_AHEAD = 32 << 20
+"""After so many bytes the kernel is told to begin with writing them to the disk, rather than at the end."""
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and wait for nothing
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 class _HashingStream(io.RawIOBase):
@@ -29,6 +43,7 @@ class _HashingStream(io.RawIOBase):
         self._file = path.open("wb")
         self._hash = xxhash.xxh3_64()
         self._size = 0
+        self._begun = 0
         self.failure: OSError | None = None
 
     def writable(self) -> bool:
@@ -36,14 +51,25 @@ class _HashingStream(io.RawIOBase):
 
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        try:
-            self._file.write(view)
-        except OSError as error:
-            self.failure = error
-            raise
-        self._hash.update(view)
-        self._size += len(view)
+        for start in range(0, len(view), _CHUNK):
+            chunk = view[start : start + _CHUNK]
+            try:
+                self._file.write(chunk)
+            except OSError as error:
+                self.failure = error
+                raise
+            self._hash.update(chunk)
+            self._size += len(chunk)
+            if self._size - self._begun >= _AHEAD:
+                self._begin()
         return len(view)
+
+    def _begin(self) -> None:
+        """Let the disk work while the rest is still being handed over."""
+        if _sync_file_range is not None:
+            # A hint, whose errors say nothing that the fsync at the end does not say.
+            _sync_file_range(self._file.fileno(), self._begun, self._size - self._begun, _WRITE)
+        self._begun = self._size
 
     def tell(self) -> int:
         return self._size
@@ -90,16 +116,34 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's file writer, one fsynced file a rank, that knows size and xxh3 of each file as it was written."""
+    """DCP's file writer, one fsynced file a rank, that knows size and xxh3 of each file as it was written.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Where to.
+        on_host: What will be written is in the memory of the host. torch would open a stream on the first GPU, for
+            every rank.
+    """
+
+    def __init__(self, folder: Path, *, on_host: bool = False) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        if on_host:
+            self.per_thread_copy_ahead = 0
         self.fs = _HashingFileSystem()
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
         """File name -> (bytes, xxh3) of what this rank wrote."""
         return cast(_HashingFileSystem, self.fs).files
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`tensor` with other numbers: `local` as it is, or as the local part of a DTensor of the same mesh and placements.
+
+    torch's public constructor would copy `local` to the device of the mesh. That of 2.11 and 2.13 takes it as it is.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
@@ -113,6 +157,16 @@ def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tens
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Several axes as one, outermost first; the same mesh each time. Every process calls this."""
     return mesh._flatten(name)
+
+
+def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """How long torch lets a collective over one axis of a mesh wait, on the groups that there are.
+
+    In 2.11 and 2.13 it makes them with a default of its own (10 minutes over NCCL, 30 over gloo), whatever the group of
+    all ranks was made with.
+    """
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
 
 
 def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
@@ -276,6 +330,56 @@ def strided_shard(placement: Placement) -> tuple[int, int] | None:
     if not isinstance(placement, _StridedShard):
         return None
     return placement.dim, int(placement.split_factor)
+
+
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+"""Where torch's own code is."""
+_DISTRIBUTED_FOLDER = os.path.dirname(dist.__file__) + os.sep
+_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
+_RECORDED = 1000
+"""Collectives that each process remembers, of all its groups together."""
+_FRAMES = 6
+"""Lines of our own code that are told of each, the innermost ones."""
+
+
+def record_collectives() -> None:
+    """Let torch's flight recorder remember the last collectives; comes before the first process group.
+
+    What that costs is lost in the noise of a collective of gloo (25 us). The size is read once, when the first group is
+    made; who has set it keeps it.
+    """
+    os.environ.setdefault(_RECORDER_SIZE, str(_RECORDED))
+
+
+def last_collectives() -> dict[str, list[dict[str, Any]]]:
+    """What the flight recorder remembers, by backend, oldest first; called from any thread.
+
+    "frames" is where our own code issued it, "retired" whether it has ended. gloo's point-to-point messages are not
+    recorded. The two functions are in 2.13, the one for gloo not in every older version.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for backend, name in (("gloo", "_dump_fr_trace"), ("nccl", "_dump_nccl_trace")):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            # Bytes that torch has made in this process just now, and no file.
+            entries = pickle.loads(dump(includeStackTraces=True)).get("entries", [])
+            found[backend] = [{**entry, "frames": _own_frames(entry.get("frames", []))} for entry in entries]
+    return found
+
+
+def _own_frames(frames: list[dict[str, Any]]) -> list[str]:
+    own = [frame for frame in frames if not frame["filename"].startswith(TORCH_FOLDER)]
+    return [f"{frame['filename']}:{frame['line']} ({frame['name']})" for frame in own[:_FRAMES]]
+
+
+def waits_for_ranks(frame: FrameType | None) -> bool:
+    """Whether a thread is in a collective, or the device has one to end, told from the thread's innermost frame.
+
+    With gloo the thread itself waits, in a function of torch.distributed. With NCCL it waits for the device.
+    """
+    if frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED_FOLDER):
+        return True
+    return any(not entry["retired"] for entry in last_collectives().get("nccl", []))
 
 
 class WatchedAgent(LocalElasticAgent):

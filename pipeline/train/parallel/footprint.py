@@ -13,8 +13,8 @@ from pipeline.train.model.flops import layer_parameters, norm_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.tested import Kind
 
-MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
-"""Of a parameter: the fp32 weight, two fp32 moments, the fp32 gradient."""
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 8, 4, 4
+"""Of a parameter: the fp32 weight, two fp32 moments, the fp32 gradient, the fp32 moving average if there is one."""
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of a parameter in the format of forward and backward."""
 
@@ -26,7 +26,7 @@ class Footprint:
     parameters: int
     """Parameters of its stages, after the cut by tp and before that by dp_shard."""
     states: int
-    """Bytes of master weights, moments and sharded gradients."""
+    """Bytes of master weights, moments, sharded gradients and the moving average."""
     compute: int
     """Bytes of the copies for forward and backward."""
     accumulated: int
@@ -44,6 +44,8 @@ def footprint(
     parallel: ParallelConfig,
     layout: Layout,
     compute: Literal["fp32", "bf16", "fp16"],
+    *,
+    averages: bool,
 ) -> Footprint:
     """What the parameters of one rank take: weights, gradients, optimizer states. Activations come on top.
 
@@ -56,11 +58,13 @@ def footprint(
         parallel: The `parallel:` section.
         layout: The degrees.
         compute: `train.precision.compute`.
+        averages: Whether there is a `train.ema`.
     """
     layers = [layer_parameters(spec.layers[index], layout.tp) for part in parts for index in part.layers]
     ends = sum(end_parameters(spec, part, layout.tp) for part in parts)
     parameters = ends + sum(layers)
-    states = (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES) * -(-parameters // layout.dp_shard)
+    state = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES + (AVERAGE_BYTES if averages else 0)
+    states = state * -(-parameters // layout.dp_shard)
     whole = ends + sum(sorted(layers)[-2:]) if Kind.of(parallel, layout).reshard else parameters
     accumulates = layout.pp > 1 and layout.dp_shard > 1
     return Footprint(

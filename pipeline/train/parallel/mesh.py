@@ -7,8 +7,9 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.train.parallel.compat import flatten_mesh
+from pipeline.train.parallel.compat import flatten_mesh, set_timeout
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.processes import COLLECTIVE_TIMEOUT
 
 Role = Literal["pp", "tp", "params", "batch"]
 
@@ -38,7 +39,7 @@ class Mesh:
         """
         axes = self._axes(role)
         mesh = self.devices[axes if len(axes) > 1 else axes[0]]
-        return flatten_mesh(mesh, role) if role == "batch" and len(axes) > 1 else mesh
+        return _flat(mesh, role) if role == "batch" and len(axes) > 1 else mesh
 
     def size(self, role: Role) -> int:
         """Number of processes on the role's mesh."""
@@ -49,7 +50,7 @@ class Mesh:
         if not self._axes(role):
             return 0
         mesh = self.role(role)
-        return mesh.get_local_rank() if mesh.ndim == 1 else flatten_mesh(mesh, role).get_local_rank()
+        return mesh.get_local_rank() if mesh.ndim == 1 else _flat(mesh, role).get_local_rank()
 
     def _axes(self, role: Role) -> tuple[str, ...]:
         names = self.devices.mesh_dim_names or ()
@@ -59,4 +60,13 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of a layout over all processes, whose group exists already. Every process calls this."""
     degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1 or axis == "dp_shard"}
-    return Mesh(init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)), layout)
+    devices = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    set_timeout(devices, COLLECTIVE_TIMEOUT)
+    return Mesh(devices, layout)
+
+
+def _flat(mesh: DeviceMesh, role: Role) -> DeviceMesh:
+    """The axes of a role as one."""
+    flat = flatten_mesh(mesh, role)
+    set_timeout(flat, COLLECTIVE_TIMEOUT)
+    return flat

@@ -27,10 +27,12 @@ from pipeline.errors import (
     UserError,
     exit_code,
 )
+from pipeline.train.parallel.compat import record_collectives
 from pipeline.train.parallel.rank import Processes, of_environment, record_error
 
 __all__ = [
     "Processes",
+    "background_group",
     "barrier",
     "cpu_group",
     "gather",
@@ -49,6 +51,9 @@ _AGREED = (EXIT_OK, EXIT_STOPPED, EXIT_NUMERICAL)
 """Ends that all ranks come to at the same step."""
 _LEAVING = timedelta(seconds=60)
 """How long those who leave wait for one another: for a rank that still closes its files or trackers."""
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""How long torch lets a collective wait. A hang is found by the watchdog, and one of what runs beside training where
+the loop waits for it. torch counts time in which a run is suspended, too, which may be long and is none."""
 
 
 class _Joined:
@@ -56,6 +61,7 @@ class _Joined:
 
     store: Any = None
     cpu_group: dist.ProcessGroup | None = None
+    background_group: dist.ProcessGroup | None = None
     waits = 0
     """Calls of `wait_for_all` so far."""
 
@@ -79,19 +85,20 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
     else:
         store = _meet(processes, limits.init_seconds)
     # Our own watchdog knows the phases. It comes first, so that a hang is told with the stacks of all ranks.
-    timeout = timedelta(seconds=max(limits.model_dump().values()) + 120)
-    store.set_timeout(timeout)
+    store.set_timeout(timedelta(seconds=max(limits.model_dump().values()) + 120))
+    record_collectives()
     try:
         dist.init_process_group(
-            backend, store=store, rank=processes.rank, world_size=processes.world_size, timeout=timeout
+            backend, store=store, rank=processes.rank, world_size=processes.world_size, timeout=COLLECTIVE_TIMEOUT
         )
     except RuntimeError as error:
         raise MachineError(
             f"rank {processes.rank} could not connect to the other ranks over {backend} ({_first_line(error)}); where "
             "the machine has several networks, name the right one in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         ) from error
+    _Joined.background_group = None  # one of an earlier group is gone with it
     _Joined.store = store
-    _Joined.cpu_group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else None
+    _Joined.cpu_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if device.type == "cuda" else None
 
 
 def _meet(processes: Processes, init_seconds: float) -> Any:
@@ -160,11 +167,22 @@ def cpu_group() -> dist.ProcessGroup:
     return group
 
 
-def share(make: Callable[[], T]) -> T:
+def background_group() -> dist.ProcessGroup:
+    """All ranks, connected by gloo, for one thread beside the one that trains. Every rank calls this.
+
+    Collectives must be issued in the same order on all ranks, which two threads that share a group cannot promise.
+    """
+    if _Joined.background_group is None:
+        _Joined.background_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return _Joined.background_group
+
+
+def share(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `make` on rank 0 and give its value to all; every rank calls this.
 
     Args:
         make: Returns what JSON can hold. Tuples come back as lists, also on rank 0.
+        group: Of all ranks, connected by gloo; by default the one of the thread that trains.
 
     Raises:
         RankFailed: on the other ranks, where it raised on rank 0; with the exit code of that error.
@@ -172,7 +190,7 @@ def share(make: Callable[[], T]) -> T:
     if _world() == 1:
         return make()
     if dist.get_rank() != 0:
-        code, text = _broadcast(None)
+        code, text = _broadcast(None, group)
         if code:
             raise RankFailed("rank 0 has failed; its message says why", code)
         return json.loads(text)  # type: ignore[no-any-return]
@@ -180,15 +198,15 @@ def share(make: Callable[[], T]) -> T:
         text = json.dumps(make())
     except BaseException as error:
         with suppress(RuntimeError):  # a rank that has gone cannot be told, and that is not what went wrong here
-            _broadcast((exit_code(error) or 1, ""))
+            _broadcast((exit_code(error) or 1, ""), group)
         raise
-    _broadcast((0, text))
+    _broadcast((0, text), group)
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def _broadcast(what: tuple[int, str] | None) -> tuple[int, str]:
+def _broadcast(what: tuple[int, str] | None, group: dist.ProcessGroup | None) -> tuple[int, str]:
     """A number and a text of rank 0, which the others pass None for."""
-    group = cpu_group()
+    group = group or cpu_group()
     data = bytearray(what[1].encode()) if what else bytearray()
     head = torch.tensor([what[0] if what else 0, len(data)])
     dist.broadcast(head, 0, group)
@@ -199,15 +217,16 @@ def _broadcast(what: tuple[int, str] | None) -> tuple[int, str]:
     return code, body.numpy().tobytes().decode()
 
 
-def gather(value: Any) -> list[Any] | None:
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
     """The values of all ranks by rank, on rank 0; None on the others. Every rank calls this.
 
     Args:
         value: What JSON can hold.
+        group: Of all ranks, connected by gloo; by default the one of the thread that trains.
     """
     if _world() == 1:
         return [value]
-    group, rank, world = cpu_group(), dist.get_rank(), _world()
+    group, rank, world = group or cpu_group(), dist.get_rank(), _world()
     data = bytearray(json.dumps(value).encode())  # never empty
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(data)]), group)

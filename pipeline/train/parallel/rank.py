@@ -151,6 +151,12 @@ def record_error(error: BaseException, trace: str | None = None) -> None:
         pass  # a full disk, say; the exit code and the log still tell
 
 
+def log_folder() -> Path | None:
+    """Where our own launcher puts the logs of the ranks; None where another one has started this process."""
+    file = os.environ.get(_ERROR_FILE)
+    return Path(file).parent if file and LAUNCHER in os.environ else None
+
+
 def read_error(file: Path) -> ErrorRecord | None:
     """The error file of a rank, or None where it left none."""
     try:

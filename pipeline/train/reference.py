@@ -1,15 +1,16 @@
-"""The tables of `docs/parallelism.md`, written from the rules, the schedules and the tested combinations."""
+"""Tables of the documentation, written from the rules, the schedules and the other data that they show."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipeline.data.store import put
 from pipeline.train.parallel.rules import RULES, WARNINGS, Rule
 from pipeline.train.parallel.schedules import SCHEDULES, play
 from pipeline.train.parallel.tested import TESTED, Combination
+from pipeline.train.resume import table as winners
 
 _END = "<!-- end -->"
 _P, _FEW, _MANY = 4, 8, 32
@@ -74,18 +75,34 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def page(text: str) -> str:
-    """`docs/parallelism.md` with its tables replaced."""
-    parts = {"rules": rules(RULES), "warnings": rules(WARNINGS), "schedules": schedules(), "tested": tested()}
-    for name, table in parts.items():
-        begin = f"<!-- {name}: written by `make docs` -->"
+def page(name: str, text: str) -> str:
+    """A page of `docs/` with its tables replaced.
+
+    Args:
+        name: Of its file.
+        text: As it is now.
+    """
+    for part, table in PAGES[name]().items():
+        begin = f"<!-- {part}: written by `make docs` -->"
         before, marker, rest = text.partition(begin)
         _, end, after = rest.partition(_END)
         assert marker and end, f"the page has no lines {begin} and {_END}"
-        text = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+        text = f"{before}{begin}\n\n{table.rstrip()}\n\n{end}{after}"
     return text
 
 
+PAGES: dict[str, Callable[[], dict[str, str]]] = {
+    "parallelism.md": lambda: {
+        "rules": rules(RULES),
+        "warnings": rules(WARNINGS),
+        "schedules": schedules(),
+        "tested": tested(),
+    },
+    "checkpoints.md": lambda: {"winners": winners()},
+}
+"""File name -> its tables by the name of their place."""
+
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    put(target, page(target.read_text(encoding="utf-8")).encode())
+    for target in map(Path, sys.argv[1:]):
+        put(target, page(target.name, target.read_text(encoding="utf-8")).encode())
