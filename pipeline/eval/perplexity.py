@@ -44,7 +44,7 @@ class EvalReport:
 
     step: int
     made_with: dict[str, Any]
-    """What the figures depend on: checkpoint, held-out data, windows, precision."""
+    """What the figures depend on: checkpoint, which of its weights, held-out data, windows, precision."""
     sources: dict[str, Score]
     blended: Score
     """All sources together, weighted by their tokens."""
@@ -126,8 +126,9 @@ def heldout_splits(config: Config) -> dict[str, HeldOut]:
 
 
 def report_path(config: Config, step: int) -> Path:
-    """Where the evaluation of a checkpoint is kept."""
-    return config.run.dir / "eval" / f"step-{step:08d}.json"
+    """Where the evaluation of a checkpoint is kept, or that of the average of its weights."""
+    of = "-ema" if config.eval.weights == "ema" else ""
+    return config.run.dir / "eval" / f"step-{step:08d}{of}.json"
 
 
 def read_report(config: Config, step: int) -> EvalReport | None:
@@ -151,6 +152,7 @@ def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
         "checkpoint": checkpoint.fingerprint,
         "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
         "split": config.eval.split,
+        "weights": config.eval.weights,
         "sequence_length": config.train.sequence_length,
         "compute": config.train.precision.compute,
     }
@@ -162,7 +164,8 @@ def _score_of(loss: HeldOutLoss, splits: list[HeldOut]) -> Score:
 
 
 def _table(report: EvalReport) -> Table:
-    table = Table("source", title=f"held-out loss at step {report.step}", title_justify="left")
+    of = " of the moving average" if report.made_with["weights"] == "ema" else ""
+    table = Table("source", title=f"held-out loss{of} at step {report.step}", title_justify="left")
     for column in ("documents", "tokens", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="right")
     rows = dict(report.sources)

@@ -49,6 +49,7 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
         "trained_tokens": rows[-1]["tokens"],
         "loss_first": rows[0]["loss"],
         "loss_last": rows[-1]["loss"],
+        "weights": config.eval.weights,
         "heldout_loss": report.blended.loss,
         "perplexity": report.blended.perplexity,
         "bits_per_byte": report.blended.bits_per_byte,
@@ -92,7 +93,8 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     table.add_row(
         "training loss", f"{number('loss_first', '.3f')} → {number('loss_last', '.3f')}", "first and last step"
     )
-    table.add_row("held-out loss", number("heldout_loss", ".4f"), "nats a token")
+    of = ", moving average of the weights" if summary["weights"] == "ema" else ""
+    table.add_row("held-out loss", number("heldout_loss", ".4f"), f"nats a token{of}")
     table.add_row("perplexity", number("perplexity", ",.2f"), "a token")
     table.add_row("bits per byte", number("bits_per_byte", ".3f"), "this model")
     table.add_row("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens")

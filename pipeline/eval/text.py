@@ -14,7 +14,8 @@ def continue_prompt(config: Config, step: int | None = None, console: Console | 
     """Print `generate.prompt` and its continuation as it is generated; returns the continuation."""
     console = console or Console()
     setup, model, _, checkpoint = load_for_inference(config, step)
-    say(console, f"{checkpoint.path.name}:")
+    of = ", moving average" if config.eval.weights == "ema" else ""
+    say(console, f"{checkpoint.path.name}{of}:")
     console.print(config.generate.prompt, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
     pieces = []
     for piece in generate(model.whole, setup.tokenizer, config.generate.prompt, config.generate):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class Gradients:
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         # Of equal copies on several processes one counts for the norm.
         elsewhere = None if self._tied is None else self._tied.counted_elsewhere
-        self._counted = [p for p in self._parameters if _owns(p) and p is not elsewhere]
+        self._counted = {name: p for name, p in model.named_parameters() if _owns(p) and p is not elsewhere}
 
     def share_tied(self) -> None:
         """Add up the gradients of a tied embedding, of which the first and the last stage have copies."""
@@ -81,17 +82,22 @@ class Gradients:
 
     def sum_of_squares(self) -> Tensor:
         """This process's share of the squared L2 norm of the whole gradient, fp64 scalar."""
-        counted = self._local(self._counted)
-        if not counted:
+        if not self._counted:
             return torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
-        norm = nn.utils.get_total_norm(counted, foreach=True)
-        return norm.double().square()
+        return _square(self._local(self._counted.values()))
+
+    def squares_by(self, group: Callable[[str], str]) -> dict[str, Tensor]:
+        """The same, by what `group` makes of the names of parameters; those of which nothing is here are missing."""
+        groups: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in self._counted.items():
+            groups[group(name)].append(parameter)
+        return {name: _square(self._local(parameters)) for name, parameters in groups.items()}
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a scalar on the device."""
         scale_tensors(self._local(self._parameters), factor)
 
-    def _local(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+    def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         local = []
         for parameter in parameters:
             gradient = parameter.grad
@@ -99,6 +105,11 @@ class Gradients:
             assert not any(isinstance(placement, Partial) for placement in gradient.placements)
             local.append(gradient.to_local())
         return local
+
+
+def _square(tensors: list[Tensor]) -> Tensor:
+    """The squared L2 norm of some tensors together, fp64 scalar."""
+    return nn.utils.get_total_norm(tensors, foreach=True).double().square()
 
 
 def _owns(parameter: nn.Parameter) -> bool:

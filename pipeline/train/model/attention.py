@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +39,21 @@ class KVCache:
         return keys, values
 
 
+class Watch(Protocol):
+    """Is shown what a forward pass computes in its layers, and changes nothing of it."""
+
+    def attention(self, mixer: Attention, q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None) -> None:
+        """Queries and keys as they are multiplied, and which keys a query sees, see `attention_mask`."""
+
+    def output(self, block: nn.Module, x_BSD: Tensor) -> None:
+        """The residual stream behind a block."""
+
+
 @dataclass
 class Context:
     """What the blocks of one forward pass are told besides their input.
 
-    The caller gives the first four; the decoder adds, once and not in every layer, what follows from them.
+    The caller gives the first five; the decoder adds, once and not in every layer, what follows from them.
 
     Attributes:
         bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
@@ -52,6 +63,7 @@ class Context:
         states: One cache a layer, for generation. Not together with bounds.
         length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
             only its share of the residual stream.
+        watch: Is shown what the layers compute.
         rope: cos and sin of the positions, if they are rotary.
         masks: By window, what `attention_mask` returns.
     """
@@ -60,6 +72,7 @@ class Context:
     positions_BS: Tensor | None = None
     states: Sequence[KVCache] | None = None
     length: int | None = None
+    watch: Watch | None = None
     rope: tuple[Tensor, Tensor] | None = None
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
@@ -118,6 +131,8 @@ class Attention(nn.Module):
         if state is not None:
             k_BTKE, v_BTKE = state.append(k_BTKE, v_BTKE)
         mask = context.masks[spec.window]
+        if context.watch is not None:
+            context.watch.attention(self, q_BSHE, k_BTKE, mask)
         out_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),
             k_BTKE.transpose(1, 2),

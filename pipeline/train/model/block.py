@@ -31,4 +31,6 @@ class Block(nn.Module):
         state = None if context.states is None else context.states[self.index]
         mixed_BSD: Tensor = x_BSD + self.mixer(self.mixer_norm(x_BSD), context, state)
         out_BSD: Tensor = mixed_BSD + self.mlp(self.mlp_norm(mixed_BSD))
+        if context.watch is not None:
+            context.watch.output(self, out_BSD)
         return out_BSD
