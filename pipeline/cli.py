@@ -15,6 +15,9 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from pipeline import __version__
+from pipeline.arguments import AsJson, Overrides, RunOrFolder, Step
+from pipeline.checkpoint_commands import checkpoint_app
+from pipeline.console import alarm
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, RankFailed, Stopped, UserError
 from pipeline.train.parallel.rank import begin_rank, is_consequence, is_rank, record_error
 
@@ -66,13 +69,9 @@ data_app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file, or one that ships: quickstart.yaml.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.", show_default=False),
-]
-Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the newest one.", min=0)]
 
 
 def _version(wanted: bool) -> None:
@@ -125,6 +124,21 @@ def train(
     from slurm.local import train as stage
 
     stage(config)
+
+
+@app.command()
+def fork(
+    run: RunOrFolder,
+    new: Annotated[Path, typer.Argument(metavar="NEW.yaml", help="The run file of the new run, with its own run.dir.")],
+    step: Annotated[int, typer.Option(help="Step of the parent's checkpoint.", min=0)],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would differ, write nothing.")] = False,
+) -> None:
+    """Begin a new run with the whole state of another one at a step: RUN's past, NEW.yaml's future."""
+    config = _load(new, overrides)
+    from pipeline.train.fork import fork as begin
+
+    begin(run, step, config, Console(), dry_run=dry_run)
 
 
 @app.command("eval")
@@ -222,9 +236,9 @@ def data_verify(
 
     found = verify(folder)
     for problem in found.problems:
-        _say("bad:", problem)
+        alarm("bad:", problem)
     for repair in found.repairs:
-        _say("to repair:", repair)
+        alarm("to repair:", repair)
     if found.problems:
         raise typer.Exit(EXIT_OTHER)
     print(f"{folder}: {found}: everything is as it was written")
@@ -274,9 +288,6 @@ def data_adopt(
     print(report)
 
 
-RunOrFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the run folder.")]
-
-
 @data_app.command("plan")
 def data_plan(
     run: RunOrFolder,
@@ -318,7 +329,6 @@ def data_plan(
 
 
 Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files where nothing else has them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
 @data_app.command("where")
@@ -401,7 +411,7 @@ def _report(error: BaseException) -> int:
     """Say what happened in one message and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
-        _say("interrupted:", "what was committed is kept; the same command goes on from there")
+        alarm("interrupted:", "what was committed is kept; the same command goes on from there")
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError) and error.filename is None:
         # The reader of our output has gone (`| head`). Nobody is left to tell, and the exit must not flush into it.
@@ -410,17 +420,17 @@ def _report(error: BaseException) -> int:
     if isinstance(error, OSError):
         path = f"{error.filename}: " if error.filename is not None else ""
         advice = f"; {_ADVICE[error.errno]}" if error.errno in _ADVICE else ""
-        _say("error:", f"{path}{error.strerror or error}{advice}")
+        alarm("error:", f"{path}{error.strerror or error}{advice}")
         return EXIT_OTHER
     if isinstance(error, Stopped):
-        _say("stopped:", str(error))
+        alarm("stopped:", str(error))
         return error.exit_code
     if isinstance(error, RankFailed):
         if not error.said:
-            _say("error:", str(error))
+            alarm("error:", str(error))
         return error.exit_code
     assert isinstance(error, UserError)
-    _say("error:", str(error))
+    alarm("error:", str(error))
     return error.exit_code
 
 
@@ -429,18 +439,12 @@ def _report_mistake(error: BaseException) -> int:
     if is_rank() and is_consequence(error):
         # The launcher tells of the rank that failed first; a traceback of this one would only be in the way.
         first = str(error).strip().split("\n", maxsplit=1)[0].partition(". ")[0]
-        _say("error:", f"rank {os.environ.get('RANK')} has lost another process of the run ({first[:200]})")
+        alarm("error:", f"rank {os.environ.get('RANK')} has lost another process of the run ({first[:200]})")
         return EXIT_OTHER
     traceback.print_exception(error)
-    _say(
+    alarm(
         "error:",
         f"{type(error).__name__}: this is a mistake in the program, not in your run; please report it with the "
         f"lines above, the output of `pipeline config show` and the version ({__version__})",
     )
     return EXIT_OTHER
-
-
-def _say(label: str, message: str) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(label, style="bold red", end=" ")
-    console.print(message, markup=False)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 def say(console: Console, text: str) -> None:
     """A line as it is: no markup, no colours for numbers, no breaks that would cut paths and messages apart."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    try:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    except OSError as error:
+        if error.errno not in _FULL:  # of a log file, which is no reason to end a run
+            raise
+
+
+def alarm(label: str, message: str) -> None:
+    """What is wrong, to the error output, with a word before it that stands out."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(label, style="bold red", end=" ")
+    console.print(message, markup=False)
 
 
 @contextmanager

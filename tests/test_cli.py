@@ -73,6 +73,7 @@ COMMANDS = [
     *("", "preprocess", "train", "eval", "run", "generate", "init"),
     *("config", "config show", "config schema", "data", "data inspect", "data verify"),
     *("data plan", "data where", "data when"),
+    *(f"checkpoint {name}".strip() for name in ("", "list", "show", "verify", "prune", "average", "export")),
 ]
 
 

@@ -1,80 +1,48 @@
-"""Checkpoint policy: what is committed, what is valid, which one a run goes on from, and which ones go.
+"""Checkpoints as files: what is committed, what is valid, which one a run goes on from, and which ones go.
 
 A checkpoint is a folder `step-00001000/` that got its name by one rename, after every file in it was flushed to disk.
-`COMMIT` inside has the size and xxh3 of each file. All folders beside `latest` are one line of descent: a run that
-goes back moves the later ones to `abandoned/`.
+`COMMIT` inside has the size and xxh3 of each file; `state.json` names the parent, the checkpoint that it descends from.
+All folders beside `latest` are one line of descent: a run that goes back moves the later ones to `abandoned/`.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.train import CheckpointConfig
 from pipeline.data import store
-from pipeline.data.hashing import file_hash
 from pipeline.errors import UserError
+from pipeline.train.checkpoint.committed import (
+    COMMIT,
+    STATE,
+    UNREADABLE,
+    Checkpoint,
+    Files,
+    Parent,
+    record_of,
+    wait_until_visible,
+)
+from pipeline.train.checkpoint.policy import doomed
 
-_COMMIT = "COMMIT"
-_STATE = "state.json"
+__all__ = ["Checkpoint", "Checkpoints", "Files", "Verify", "record_of"]
 
-Files = dict[str, tuple[int, str]]
-"""File name -> (bytes, xxh3 in hexadecimal)."""
+ABANDONED = "abandoned"
+_LATEST = "latest"
+_GOING_BACK = "going-back"
+_FOLLOWED = "resumed-from.json"
 
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A committed checkpoint."""
-
-    path: Path
-    step: int
-
-    def state(self) -> dict[str, Any]:
-        """Step, journal, fingerprints, config, versions, layout, parent and attempt."""
-        return dict(store.get_json(self.path / _STATE))
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of `COMMIT`, and so of everything in the checkpoint."""
-        return f"{file_hash(self.path / _COMMIT):016x}"
-
-    def _commit(self) -> Any:
-        return store.get_json(self.path / _COMMIT)
-
-    def problems(self, *, full: bool = True) -> list[str]:
-        """What is wrong with it, each with the file's name; empty if it can be trusted.
-
-        Args:
-            full: read every file and compare its hash; otherwise only existence and size.
-        """
-        try:
-            files = {name: (int(size), str(digest)) for name, (size, digest) in self._commit()["files"].items()}
-        except FileNotFoundError:
-            return [f"{self.path / _COMMIT} is missing"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return [f"{self.path / _COMMIT} is damaged: {error}"]
-        found = []
-        for name, (size, digest) in files.items():
-            path = self.path / name
-            if not path.is_file():
-                found.append(f"{path} is missing")
-            elif path.stat().st_size != size:
-                found.append(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}")
-            elif full and record_of(path) != (size, digest):
-                found.append(f"{path} has changed since it was written (xxh3 differs)")
-        return found
-
-
-def record_of(path: Path) -> tuple[int, str]:
-    """Size and hash of a file as it is on disk, for `Files`."""
-    return path.stat().st_size, f"{file_hash(path):016x}"
+Verify = Callable[[Checkpoint], list[str]]
+"""A checkpoint -> what is wrong with it, as `Checkpoint.problems` has it."""
 
 
 class Checkpoints:
-    """The checkpoints of a run folder."""
+    """The checkpoints of a run folder. One process at a time, the holder of the run's lock, may change them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,27 +64,33 @@ class Checkpoints:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        """The one `latest` names; without a readable `latest`, the newest committed one."""
-        everything = self.all()
-        pointer = self.folder / "latest"
-        name = pointer.read_text(errors="replace").strip() if pointer.exists() else ""
-        named = [checkpoint for checkpoint in everything if checkpoint.path.name == name]
-        return named[0] if named else (everything[-1] if everything else None)
+        """The one to go on from: what `latest` names, or what was committed after it and descends from it.
 
-    def at(self, step: int | None) -> Checkpoint:
+        A kill between a commit and the move of `latest` leaves such ones, and they are as good as any. Without a
+        readable `latest` it is the newest committed one.
+        """
+        everything = self.all()
+        by_name = {checkpoint.path.name: checkpoint for checkpoint in everything}
+        if back := by_name.get(self._read(_GOING_BACK)):
+            return back
+        current = by_name.get(self._read(_LATEST))
+        if current is None:
+            return everything[-1] if everything else None
+        for later in everything:
+            if later.step > current.step and _descends(later, current):
+                current = later
+        return current
+
+    def at(self, step: int | None, verify: Verify = Checkpoint.problems) -> Checkpoint:
         """The checkpoint of a step, or the latest one; verified.
 
         Raises:
             UserError: there is none, or it is damaged.
         """
-        everything = self.all()
-        found = self.latest() if step is None else next((c for c in everything if c.step == step), None)
+        found = self.latest() if step is None else self._there().get(step)
         if found is None:
-            have = ", ".join(str(c.step) for c in everything) or "none"
-            wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-            todo = "choose one of them" if everything else "train first"
-            raise UserError(f"{self.folder} does not have {wanted} (steps there: {have}); {todo}")
-        if problems := found.problems():
+            raise self.not_there(step)
+        if problems := verify(found):
             raise UserError(
                 f"checkpoint {found.path.name} is damaged:\n  "
                 + "\n  ".join(problems)
@@ -124,29 +98,60 @@ class Checkpoints:
             )
         return found
 
-    def committed(self, step: int) -> Checkpoint:
-        """The checkpoint of a step that another process has found; nothing is looked at."""
-        return Checkpoint(self._path(step), step)
-
-    def resumable(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """The latest checkpoint that can be trusted, or None in a folder that never had one.
-
-        Later ones, which are damaged or were never pointed to, are moved to `abandoned/` and reported.
+    def find(self, step: int | None) -> Checkpoint:
+        """The checkpoint of a step, or the latest one, good or bad.
 
         Raises:
-            UserError: there are checkpoints, but each is damaged.
+            UserError: there is none.
         """
-        latest = self.latest()
-        if latest is None:
+        found = self.latest() if step is None else self._there().get(step)
+        if found is None:
+            raise self.not_there(step)
+        return found
+
+    def not_there(self, step: int | None) -> UserError:
+        """What to say where there is no checkpoint of a step, or none at all."""
+        everything = self.all()
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        todo = "choose one of them" if everything else "train first"
+        message = f"{self.folder} does not have {wanted} (steps there: {_steps(everything)}); {todo}"
+        if any(checkpoint.step == step for checkpoint in self.abandoned()):
+            message += f"; {self._abandoned} has one that the run has gone back from"
+        return UserError(message)
+
+    def committed(self, step: int) -> Checkpoint:
+        """The checkpoint of a step that rank 0 has found, as soon as it is seen from here."""
+        found = Checkpoint(self._path(step), step)
+        wait_until_visible(found.path / COMMIT)
+        return found
+
+    def resumable(self, report: Callable[[str], None], verify: Verify = Checkpoint.problems) -> Checkpoint | None:
+        """The latest checkpoint that can be trusted, or None in a folder that never had one.
+
+        Of a damaged one the parents are tried. Later ones are moved to `abandoned/` and reported.
+
+        Args:
+            report: told what was abandoned or passed over.
+            verify: looks for damage.
+
+        Raises:
+            UserError: there are checkpoints, or were, but none can be trusted.
+        """
+        head = self._head(report)
+        if head is None:
+            if (self.folder / _LATEST).exists():
+                raise UserError(
+                    f"{self.folder / _LATEST} names {self._read(_LATEST) or 'nothing'}, but there is no checkpoint any "
+                    "more, and starting again from random weights would not be what you asked for; restore one, or "
+                    f"move {self.folder} away to train from the start"
+                )
             return None
-        candidates = [checkpoint for checkpoint in self.all() if checkpoint.step <= latest.step]
         damaged: list[str] = []
-        for checkpoint in reversed(candidates):
-            problems = checkpoint.problems()
-            if not problems:
+        for checkpoint in self._line(head, damaged.append):
+            if not (problems := verify(checkpoint)):
                 for line in damaged:
                     report(line)
-                self._abandon_after(checkpoint.step, report)
+                self._go_back_to(checkpoint, report)
                 return checkpoint
             damaged.append(f"checkpoint {checkpoint.path.name} is damaged: " + "; ".join(problems))
         raise UserError(
@@ -154,6 +159,72 @@ class Checkpoints:
             + "\n  ".join(damaged)
             + f"\nrestore the files, or move {self.folder} away to train from the start"
         )
+
+    def go_back(
+        self, before: int, report: Callable[[str], None], verify: Verify = Checkpoint.problems
+    ) -> Checkpoint | None:
+        """The newest checkpoint of at most `before` steps that can be trusted; all later ones are abandoned.
+
+        Args:
+            before: steps.
+            report: told what was abandoned or passed over.
+            verify: looks for damage.
+        """
+        head = self._head(report)
+        for checkpoint in self._line(head, report) if head else ():
+            if checkpoint.step > before:
+                continue
+            if not (problems := verify(checkpoint)):
+                self._go_back_to(checkpoint, report)
+                return checkpoint
+            report(f"checkpoint {checkpoint.path.name} is damaged: " + "; ".join(problems))
+        return None
+
+    def follow(self, step: int, report: Callable[[str], None], verify: Verify = Checkpoint.problems) -> Checkpoint:
+        """The checkpoint of a step that the user has named to go on from; all later ones are abandoned.
+
+        Asked for again, as a job does that is started again with the same run file, it stays where the run has come
+        since then: the latest one that can be trusted.
+
+        Raises:
+            UserError: it is not there, or damaged.
+        """
+        head = self._head(report)
+        found, followed = self._there().get(step), self._followed()
+        # Since it was followed it may be gone, by retention, or another one, after a rewind to before it.
+        again = isinstance(followed, dict) and followed.get("step") == step
+        if head is None or (found is None and not again):
+            raise self.not_there(step)
+        if found is None:
+            latest = self.resumable(report, verify)
+            assert latest is not None, "there was a head"
+            report(
+                f"resume.from={step} was followed before, and is not there any more: going on from step {latest.step}"
+            )
+            return latest
+        if again and head.step > step:
+            latest = self.resumable(report, verify)
+            assert latest is not None, "there was a head"
+            if latest.step > step:
+                report(
+                    f"resume.from={step} was followed before: going on from step {latest.step}; to go back to step "
+                    f"{step} once more, remove {self.folder / _FOLLOWED}"
+                )
+            return latest
+        if problems := verify(found):
+            raise UserError(
+                f"resume.from is {step}, but checkpoint {found.path.name} is damaged:\n  "
+                + "\n  ".join(problems)
+                + f"\nname another step ({_steps(self.all())}), or leave it out to go on from the newest one that can "
+                "be trusted"
+            )
+        self._go_back_to(found, report)
+        store.put_json(self.folder / _FOLLOWED, {"step": step})
+        return found
+
+    def follow_no_step(self) -> None:
+        """From now on a step that `follow` is asked for is followed, whatever was before."""
+        (self.folder / _FOLLOWED).unlink(missing_ok=True)
 
     def begin(self, step: int, attempt: int) -> Path:
         """The empty folder in which a checkpoint is written, under a name that no reader takes for one.
@@ -163,7 +234,9 @@ class Checkpoints:
             attempt: number of the attempt, part of the name.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        tmp = self.folder / f"step-{step:08d}.{attempt}.tmp"
+        tmp = self.folder / f"step-{step:08d}.{attempt}{store.TEMPORARY_SUFFIX}"
+        if tmp.exists():  # of this attempt's own, where a save failed and its files could not be removed
+            shutil.rmtree(tmp)
         tmp.mkdir()
         return tmp
 
@@ -179,52 +252,198 @@ class Checkpoints:
             state: goes to state.json, with the step and the parent.
             before: may refuse by raising; called when all is written and nothing is visible yet.
         """
-        parent = self.latest()
-        final = self._path(step)
-        full_state = {**state, "step": step, "parent": parent.path.name if parent else None}
-        store.put_json(tmp / _STATE, full_state)
-        store.put_json(tmp / _COMMIT, {"step": step, "files": {**files, _STATE: record_of(tmp / _STATE)}})
-        before()
-        store.commit(tmp, final)
-        store.put(self.folder / "latest", f"{final.name}\n".encode())
-        return Checkpoint(final, step)
+        final = Checkpoint(self._path(step), step)
+        if self._is_of(final, state.get("attempt")):
+            # Committed by an earlier try, of which only the flush of the folder after the rename has failed.
+            before()
+            shutil.rmtree(tmp, ignore_errors=True)
+        else:
+            parent = self.latest()
+            origin = Parent(parent.path.name, parent.step, _fingerprint(parent)).to_json() if parent else None
+            store.put_json(tmp / STATE, {**state, "step": step, "parent": origin})
+            everything = {**files, STATE: record_of(tmp / STATE)}
+            store.put_json(tmp / COMMIT, {"step": step, "time": time.time(), "files": everything})
+            before()
+            if final.path.exists():
+                os.replace(final.path, self._place_in_abandoned(final))
+            store.commit(tmp, final.path)
+        # It is committed, and found as a child of what `latest` names, where a full disk has no room for that one line.
+        with suppress(OSError):
+            self._point_to(final)
+        return final
 
-    def prune(self, keep: int) -> list[Checkpoint]:
-        """Remove all but the newest `keep`; never the one `latest` names."""
-        latest = self.latest()
-        gone = [checkpoint for checkpoint in self.all()[:-keep] if latest is None or checkpoint.step != latest.step]
-        for checkpoint in gone:
+    def prune(self, config: CheckpointConfig, *, full: bool = False, dry_run: bool = False) -> list[Checkpoint]:
+        """Remove what the policy does not keep; never the one to go on from, nor the last one that can be trusted.
+
+        Args:
+            config: the policy's numbers.
+            full: trust only what has been read and compared with its hashes. Otherwise sizes are enough.
+            dry_run: only tell what would go.
+        """
+        everything, latest = self.all(), self.latest()
+        last_good = self.last_good(full=full)
+        steps = doomed(
+            config,
+            [checkpoint.step for checkpoint in everything],
+            latest.step if latest else None,
+            [last_good.step] if last_good else [],
+        )
+        gone = [checkpoint for checkpoint in everything if checkpoint.step in steps]
+        return gone if dry_run else self.remove(gone)
+
+    def last_good(self, *, full: bool) -> Checkpoint | None:
+        """The newest one that can be trusted, by its hashes or by its sizes alone."""
+        return next((each for each in reversed(self.all()) if not each.problems(full=full)), None)
+
+    def remove(self, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+        """Remove checkpoints; returns those that are gone. What cannot be removed stays."""
+        gone = []
+        for checkpoint in checkpoints:
             # Under a name that no reader takes for a checkpoint, so that a kill in between leaves no half of one.
-            dying = checkpoint.path.with_name(f"{checkpoint.path.name}.pruned.tmp")
-            os.replace(checkpoint.path, dying)
+            dying = checkpoint.path.with_name(f"{checkpoint.path.name}.pruned{store.TEMPORARY_SUFFIX}")
+            shutil.rmtree(dying, ignore_errors=True)
+            with suppress(OSError):
+                os.replace(checkpoint.path, dying)
+                gone.append(checkpoint)
             shutil.rmtree(dying, ignore_errors=True)
         return gone
 
     def clean(self, report: Callable[[str], None]) -> None:
         """Remove what a killed attempt left under temporary names. Only the holder of the run's lock may call this."""
-        if not self.folder.is_dir():
-            return
-        for path in sorted(self.folder.glob(f"*{store.TEMPORARY_SUFFIX}")):
+        for path in self.unfinished():
             report(f"removing {path.name}, which an earlier attempt did not finish")
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            try:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            except OSError as error:  # it stays, under a name that nobody else uses
+                report(f"{path} could not be removed: {error.strerror}")
+
+    def unfinished(self) -> list[Path]:
+        """What is being written or removed, or was when an attempt was killed."""
+        return sorted(self.folder.glob(f"*{store.TEMPORARY_SUFFIX}"))
+
+    def abandoned(self) -> list[Checkpoint]:
+        """What a run has gone back from, by step."""
+        names = [(path, path.name.removeprefix("step-").partition(".")[0]) for path in self._abandoned.glob("step-*")]
+        found = [Checkpoint(path, int(number)) for path, number in names if number.isdigit()]
+        return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path.name))
+
+    @property
+    def _abandoned(self) -> Path:
+        return self.folder / ABANDONED
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _abandon_after(self, step: int, report: Callable[[str], None]) -> None:
-        for checkpoint in self.all():
-            if checkpoint.step > step:
-                folder = self.folder / "abandoned"
-                folder.mkdir(exist_ok=True)
-                target = folder / checkpoint.path.name
-                number = 1
-                while target.exists():
-                    number += 1
-                    target = folder / f"{checkpoint.path.name}.{number}"
-                report(f"going on from step {step}; {checkpoint.path.name} moves to {target}")
-                os.replace(checkpoint.path, target)
-        if any(self.folder.glob("step-*")):
-            store.put(self.folder / "latest", f"step-{step:08d}\n".encode())
+    def _read(self, name: str) -> str:
+        try:
+            return (self.folder / name).read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+    def _there(self) -> dict[int, Checkpoint]:
+        return {checkpoint.step: checkpoint for checkpoint in self.all()}
+
+    def _followed(self) -> Any:
+        try:
+            return store.get_json(self.folder / _FOLLOWED)
+        except (FileNotFoundError, UserError):
+            return None
+
+    def _head(self, report: Callable[[str], None]) -> Checkpoint | None:
+        """`latest`, after finishing what a killed attempt has begun."""
+        head = self.latest()
+        if self._read(_GOING_BACK):
+            if head is not None and head.path.name == self._read(_GOING_BACK):
+                self._go_back_to(head, report)
+            (self.folder / _GOING_BACK).unlink(missing_ok=True)
+        return head
+
+    def _line(self, head: Checkpoint, report: Callable[[str], None]) -> Iterator[Checkpoint]:
+        """A checkpoint and what it descends from, newest first.
+
+        Where the parent has been removed, or its name cannot be read, the next older one stands for it, since the
+        folder holds one line of descent.
+        """
+        current: Checkpoint | None = head
+        while current is not None:
+            yield current
+            limit, parent = current.step, None
+            with suppress(*UNREADABLE):  # then nothing is known of where it comes from
+                parent = current.parent()
+                if parent is None:
+                    return
+            older = [each for each in self.all() if each.step < limit]
+            if parent is not None and parent.step is not None:
+                older = [each for each in older if each.step <= parent.step]
+            below = older[-1] if older else None
+            if below is not None and parent is not None and below.path.name == parent.name:
+                now = _fingerprint(below)
+                if parent.fingerprint is not None and now is not None and now != parent.fingerprint:
+                    report(
+                        f"{below.path.name} is not the one that {current.path.name} descends from (fingerprint {now} "
+                        f"instead of {parent.fingerprint}); passed over"
+                    )
+                    below = older[-2] if len(older) > 1 else None
+            current = below
+
+    def _is_of(self, checkpoint: Checkpoint, attempt: Any) -> bool:
+        """Whether a checkpoint is there, whole, and was made by this attempt at the run."""
+        if attempt is None or not checkpoint.path.exists() or checkpoint.problems(full=False):
+            return False
+        return bool(checkpoint.state().get("attempt") == attempt)
+
+    def _point_to(self, checkpoint: Checkpoint) -> None:
+        store.put(self.folder / _LATEST, f"{checkpoint.path.name}\n".encode())
+
+    def _go_back_to(self, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
+        """Move `latest` to a checkpoint, and all later ones away.
+
+        A kill in between must not let them be taken for what was committed after `latest`: `going-back` says so.
+        """
+        later = [each for each in self.all() if each.step > checkpoint.step]
+        if later:
+            store.put(self.folder / _GOING_BACK, f"{checkpoint.path.name}\n".encode())
+        if self._read(_LATEST) != checkpoint.path.name:
+            self._point_to(checkpoint)
+        for each in reversed(later):
+            target = self._place_in_abandoned(each)
+            report(f"going on from step {checkpoint.step}; {each.path.name} moves to {target}")
+            os.replace(each.path, target)
+        if later:
+            store.sync(self.folder)
+            (self.folder / _GOING_BACK).unlink(missing_ok=True)
+
+    def _place_in_abandoned(self, checkpoint: Checkpoint) -> Path:
+        self._abandoned.mkdir(exist_ok=True)
+        target = self._abandoned / checkpoint.path.name
+        number = 1
+        while target.exists():
+            number += 1
+            target = self._abandoned / f"{checkpoint.path.name}.{number}"
+        return target
+
+
+def _descends(child: Checkpoint, parent: Checkpoint) -> bool:
+    """Whether a checkpoint is whole, by its sizes, and was committed as the child of another one."""
+    try:
+        origin = child.parent()
+    except UNREADABLE:
+        return False
+    if origin is None or origin.name != parent.path.name or child.problems(full=False):
+        return False
+    return origin.fingerprint in (None, _fingerprint(parent))
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str | None:
+    """Of a checkpoint that may be damaged."""
+    try:
+        return checkpoint.fingerprint
+    except OSError:
+        return None
+
+
+def _steps(checkpoints: Iterable[Checkpoint]) -> str:
+    return ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"

@@ -1,0 +1,174 @@
+"""One committed checkpoint: what it consists of, what is wrong with it, and what it descends from."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.data import store
+from pipeline.data.hashing import file_hash
+from pipeline.errors import MachineError
+
+COMMIT = "COMMIT"
+STATE = "state.json"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading the state or the list of files of a damaged checkpoint may raise."""
+
+PATIENCE_S = 60.0
+"""So long a rank waits for what another machine has written: network file systems cache which names there are."""
+
+Files = dict[str, tuple[int, str]]
+"""File name -> (bytes, xxh3 in hexadecimal)."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """What a checkpoint descends from, as it was known when that was committed."""
+
+    name: str
+    step: int | None = None
+    fingerprint: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For state.json."""
+        return {"step": self.step, "name": self.name, "fingerprint": self.fingerprint}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint."""
+
+    path: Path
+    step: int
+
+    def state(self) -> dict[str, Any]:
+        """Step, journal, fingerprints, config, versions, layout, parent and attempt."""
+        return dict(store.get_json(self.path / STATE))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of `COMMIT`, and so of everything in the checkpoint."""
+        return f"{file_hash(self.path / COMMIT):016x}"
+
+    def parent(self) -> Parent | None:
+        """What it descends from; None for the first one of a run.
+
+        Raises:
+            UNREADABLE: its state is damaged.
+        """
+        if record_of(self.path / STATE) != self.files()[STATE]:
+            raise ValueError(f"{self.path / STATE} has changed since it was written")
+        value = self.state()["parent"]
+        if value is None:
+            return None
+        if isinstance(value, str):  # as it was written before steps and fingerprints came with it
+            number = value.removeprefix("step-")
+            return Parent(value, int(number) if number.isdigit() else None)
+        return Parent(str(value["name"]), value["step"], value["fingerprint"])
+
+    def files(self) -> Files:
+        """What it consists of, besides `COMMIT` itself.
+
+        Raises:
+            UNREADABLE: `COMMIT` is damaged.
+        """
+        files = {name: (int(size), str(digest)) for name, (size, digest) in self._commit()["files"].items()}
+        if STATE not in files:
+            raise ValueError(f"it does not list {STATE}")
+        return files
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files but `COMMIT`.
+
+        Raises:
+            UNREADABLE: `COMMIT` is damaged.
+        """
+        return sum(size for size, _ in self.files().values())
+
+    @property
+    def time(self) -> float:
+        """When it was committed, in seconds since 1970."""
+        try:
+            return float(self._commit()["time"])
+        except UNREADABLE:
+            return self.path.stat().st_mtime
+
+    def _commit(self) -> Any:
+        return store.get_json(self.path / COMMIT)
+
+    def problems(self, *, full: bool = True, advance: Callable[[int], None] = lambda size: None) -> list[str]:
+        """What is wrong with it, each with the file's name; empty if it can be trusted.
+
+        Args:
+            full: read every file and compare its hash; otherwise only existence and size.
+            advance: told how many bytes have been read, piece by piece.
+        """
+        try:
+            step, files = self._commit()["step"], self.files()
+        except FileNotFoundError:
+            return [f"{self.path / COMMIT} is missing"]
+        except UNREADABLE as error:
+            return [f"{self.path / COMMIT} is damaged: {error}"]
+        if step != self.step:
+            return [f"{self.path / COMMIT} is of step {step}: the folder was renamed"]
+        found = []
+        for name, (size, digest) in files.items():
+            path = self.path / name
+            if not path.is_file():
+                found.append(f"{path} is missing")
+            elif path.stat().st_size != size:
+                found.append(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}")
+            elif full and (problem := changed(path, digest, advance)):
+                found.append(problem)
+        return found
+
+
+def changed(path: Path, digest: str, advance: Callable[[int], None] = lambda size: None) -> str | None:
+    """What is wrong with the content of a file, in words; None if its hash is `digest`.
+
+    Raises:
+        OSError: it cannot be read, and that need not be the disk's fault.
+    """
+    try:
+        now = f"{file_hash(path, advance):016x}"
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"{path} cannot be read: {error.strerror}"
+    return None if now == digest else f"{path} has changed since it was written (xxh3 differs)"
+
+
+def record_of(path: Path) -> tuple[int, str]:
+    """Size and hash of a file as it is on disk, for `Files`."""
+    return path.stat().st_size, f"{file_hash(path):016x}"
+
+
+def wait_until_visible(path: Path) -> None:
+    """Return as soon as a file or folder that another machine has made is seen from here.
+
+    Raises:
+        MachineError: it is not within `PATIENCE_S`.
+    """
+    until, pause = time.monotonic() + PATIENCE_S, 0.01
+    while True:
+        try:
+            os.listdir(path.parent)  # which makes NFS ask its server again
+            os.stat(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            if time.monotonic() > until:
+                raise MachineError(
+                    f"{path}, which rank 0 sees, is not visible from {socket.gethostname()} after {PATIENCE_S:.0f} s; "
+                    "run.dir must be the same folder on all machines, on a file system that they share"
+                ) from error
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)

@@ -1,0 +1,191 @@
+"""Weights of checkpoints as safetensors, consolidated: one checkpoint's, or the mean of several.
+
+The folder has the weights under the model's own parameter names, the tokenizer's files, `config.yaml` as resolved when
+the checkpoint was written, and `export.json`: where they come from, and the size and hash of each file of weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from pipeline.config.load import RUN_FILE, dump_values
+from pipeline.console import progress
+from pipeline.data import store
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.tensors import Stored, groups, read, stored
+from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
+from pipeline.train.fingerprint import differences
+
+ORIGIN_FILE = "export.json"
+
+Weights = Literal["model", "ema"]
+
+
+def export(
+    checkpoints: Checkpoints,
+    to: Path,
+    *,
+    step: int | None,
+    weights: Weights,
+    max_shard: int | None,
+    console: Console,
+) -> str:
+    """Write the weights of a checkpoint, verified; returns what was written, in words.
+
+    Args:
+        checkpoints: of a run.
+        to: the folder that is made.
+        step: of the checkpoint; by default the latest.
+        weights: those that were trained, or their moving average.
+        max_shard: bytes of tensors in a file at most.
+        console: for the progress bar.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged or has no such weights, or `to` is there already.
+    """
+    _is_free(to)
+    return _write([checkpoints.at(step)], to, "export", weights, max_shard, console)
+
+
+def average(
+    checkpoints: Checkpoints,
+    to: Path,
+    *,
+    steps: Sequence[int] | None,
+    last: int | None,
+    weights: Weights,
+    max_shard: int | None,
+    console: Console,
+) -> str:
+    """`export` of the mean of several checkpoints' weights, each counted once.
+
+    Args:
+        checkpoints: of a run.
+        to: as for `export`.
+        steps: of the checkpoints; or
+        last: the newest so many.
+        weights: as for `export`.
+        max_shard: as for `export`.
+        console: as for `export`.
+
+    Raises:
+        UserError: as for `export`; or they are of different models or tokenizers, or there are not so many.
+    """
+    _is_free(to)
+    if (steps is None) == (last is None):
+        raise UserError("name the checkpoints to average, with either --steps 1000,2000 or --last 5")
+    if last is not None:
+        there = checkpoints.all()
+        if last > len(there):
+            have = ", ".join(str(each.step) for each in there) or "none"
+            raise UserError(f"--last is {last}, but there are {len(there)} checkpoints (steps there: {have})")
+        steps = [each.step for each in there[-last:]]
+    assert steps is not None, "one of them is given"
+    if len(steps) < 2 or len(set(steps)) < len(steps):
+        raise UserError(f"an average needs at least two different checkpoints, got {', '.join(map(str, steps))}")
+    return _write([checkpoints.at(step) for step in sorted(steps)], to, "average", weights, max_shard, console)
+
+
+def _is_free(to: Path) -> None:
+    if to.is_file() or (to.is_dir() and any(to.iterdir())):
+        raise UserError(f"{to} is there already; name a folder that is new or empty")
+
+
+def _write(
+    checkpoints: Sequence[Checkpoint], to: Path, kind: str, weights: Weights, max_shard: int | None, console: Console
+) -> str:
+    newest = checkpoints[-1]
+    states = [checkpoint.state() for checkpoint in checkpoints]
+    tensors = _same_model(checkpoints, states, weights)
+    total = sum(each.bytes for each in tensors.values())
+    to.parent.mkdir(parents=True, exist_ok=True)
+    for old in to.parent.glob(f".{to.name}.*{store.TEMPORARY_SUFFIX}"):
+        if store.is_stale(old):
+            shutil.rmtree(old, ignore_errors=True)
+    tmp = store.temporary(to)
+    tmp.mkdir()
+    try:
+        shards = plan_shards(tensors, max_shard)
+        with progress(console, f"{kind} (bytes)", total) as advance:
+            files = write_shards(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
+        Tokenizer.open(newest.path).save(tmp)
+        store.put(tmp / RUN_FILE, dump_values(states[-1]["config"]).encode())
+        store.put_json(
+            tmp / ORIGIN_FILE,
+            {
+                "kind": kind,
+                "run": str(newest.path.parent.parent),
+                "checkpoints": [{"step": each.step, "fingerprint": each.fingerprint} for each in checkpoints],
+                "weights": weights,
+                "tokens": states[-1]["tokens"],
+                "fingerprints": {name: states[-1]["fingerprints"][name] for name in ("model", "tokenizer")},
+                "versions": states[-1]["versions"],
+                "files": files,
+            },
+        )
+        store.commit(tmp, to)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    steps = ", ".join(str(each.step) for each in checkpoints)
+    what = "the moving average of the weights" if weights == "ema" else "the weights"
+    mean = f"the mean of {what}" if len(checkpoints) > 1 else what
+    return (
+        f"{to}: {mean} of step{'s' if len(checkpoints) > 1 else ''} {steps}, {len(tensors)} tensors, "
+        f"{sum(each.numel for each in tensors.values()):,} parameters, {total:,} bytes in {len(shards)} "
+        f"file{'s' if len(shards) > 1 else ''}"
+    )
+
+
+def _same_model(
+    checkpoints: Sequence[Checkpoint], states: Sequence[dict[str, Any]], weights: Weights
+) -> dict[str, Stored]:
+    """The tensors that all of the checkpoints have."""
+    tensors: dict[str, Stored] = {}
+    for checkpoint, state in zip(checkpoints, states, strict=True):
+        found = stored(checkpoint).get(weights, {})
+        if not found:
+            raise UserError(
+                f"{checkpoint.path.name} has no moving average of the weights (train.ema was not set); use "
+                "--weights model"
+            )
+        for aspect in ("model", "tokenizer"):
+            first, other = states[0]["fingerprints"][aspect], state["fingerprints"][aspect]
+            if first != other:
+                name, old, new = differences(aspect, first, other)[0]
+                raise UserError(
+                    f"{checkpoints[0].path.name} and {checkpoint.path.name} cannot be averaged: {name} is {old!r} in "
+                    f"the one and {new!r} in the other"
+                )
+        if tensors and found != tensors:
+            raise UserError(
+                f"{checkpoints[0].path.name} and {checkpoint.path.name} cannot be averaged: their tensors differ"
+            )
+        tensors = found
+    return tensors
+
+
+def _mean(
+    checkpoints: Sequence[Checkpoint], weights: Weights, wanted: Mapping[str, Stored]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in order, averaged in fp64; a group of them at a time is in memory."""
+    if len(checkpoints) == 1:
+        for group in groups(wanted):
+            yield from read(checkpoints[0], weights, group).items()
+        return
+    for group in groups(wanted):
+        sums = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in group.items()}
+        for checkpoint in checkpoints:
+            for name, value in read(checkpoint, weights, group).items():
+                sums[name] += value
+        for name, each in group.items():
+            yield name, (sums[name] / len(checkpoints)).to(each.dtype)

@@ -1,0 +1,94 @@
+"""The tensors of a checkpoint, whole and by name, in one process and without a model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.committed import Checkpoint, changed
+
+_AT_ONCE_BYTES = 2**28
+"""Tensors are read in groups of about this size; one that is larger is read alone."""
+_METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return self.numel * self.dtype.itemsize
+
+
+def stored(checkpoint: Checkpoint) -> dict[str, dict[str, Stored]]:
+    """Section ("model", "optimizer", "ema") -> name -> what is stored; layers in the order of their numbers.
+
+    Raises:
+        UserError: the list of tensors is damaged.
+    """
+    # It is a pickle: read only as it was written.
+    problem = changed(checkpoint.path / _METADATA, checkpoint.files()[_METADATA][1])
+    if problem:
+        raise UserError(problem)
+    sections: dict[str, dict[str, Stored]] = {}
+    entries = FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    for key in sorted(entries, key=_natural):
+        entry, (section, _, name) = entries[key], key.partition(".")
+        if isinstance(entry, TensorStorageMetadata):
+            sections.setdefault(section, {})[name] = Stored(tuple(entry.size), entry.properties.dtype)
+    return sections
+
+
+def read(checkpoint: Checkpoint, section: str, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """Some tensors of a section, on the CPU."""
+    wanted: dict[str, Any] = {
+        f"{section}.{name}": torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items()
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load(wanted, storage_reader=FileSystemReader(checkpoint.path), no_dist=True)
+    except CheckpointException as failure:  # a BaseException that no `except Exception` sees
+        raise UserError(f"{checkpoint.path} cannot be read: {failure}") from failure
+    return {name: wanted[f"{section}.{name}"] for name in tensors}
+
+
+def groups(tensors: Mapping[str, Stored]) -> Iterator[dict[str, Stored]]:
+    """Tensors in groups that are small enough to be held in memory, in order."""
+    group: dict[str, Stored] = {}
+    size = 0
+    for name, each in tensors.items():
+        if group and size + each.bytes > _AT_ONCE_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = each
+        size += each.bytes
+    if group:
+        yield group
+
+
+def _natural(key: str) -> list[tuple[bool, int, str]]:
+    """Sorts `layers.10` behind `layers.9`."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[._]", key)]

@@ -1,0 +1,338 @@
+"""Checkpoints of a run at a glance, in detail, checked and thinned out: the `pipeline checkpoint` commands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from pipeline.config.train import CheckpointConfig
+from pipeline.console import progress
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.policy import is_permanent
+
+if TYPE_CHECKING:
+    from pipeline.train.checkpoint.tensors import Stored
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checkpoint, or what is left of one."""
+
+    step: int | None
+    name: str
+    state: str
+    """"ok" (by its sizes; `verify` reads everything), "damaged", "abandoned" or "temporary"."""
+    latest: bool = False
+    """Whether a run goes on from it."""
+    time: float | None = None
+    """When it was committed, in seconds since 1970."""
+    bytes: int | None = None
+    parent: int | None = None
+    """Step of the checkpoint that it descends from."""
+    attempt: int | None = None
+    layout: str | None = None
+    permanent: bool = False
+    """Whether `train.checkpoint.keep_every` keeps it for ever."""
+    problems: tuple[str, ...] = ()
+
+
+def rows(checkpoints: Checkpoints, config: CheckpointConfig) -> list[Row]:
+    """All that is there: checkpoints by step, then what was gone back from, then what is not finished."""
+    latest = checkpoints.latest()
+    seen = [(each, _row(each, config, latest=each == latest)) for each in checkpoints.all()]
+    seen += [(each, _row(each, config, abandoned=True)) for each in checkpoints.abandoned()]
+    # What a run that trains has removed meanwhile is not damaged.
+    found = [row for each, row in seen if row.state != "damaged" or each.path.exists()]
+    for path in checkpoints.unfinished():
+        with suppress(OSError):  # it is finished, or gone
+            if path.is_dir():
+                number = path.name.removeprefix("step-").partition(".")[0]
+                step = int(number) if number.isdigit() else None
+                size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+                found.append(Row(step, path.name, "temporary", bytes=size, time=path.stat().st_mtime))
+    return found
+
+
+def _row(checkpoint: Checkpoint, config: CheckpointConfig, *, latest: bool = False, abandoned: bool = False) -> Row:
+    problems = checkpoint.problems(full=False)
+    parent, state, size, committed = None, {}, None, None
+    with suppress(OSError):
+        committed = checkpoint.time
+    try:
+        size, state, parent = checkpoint.size, checkpoint.state(), checkpoint.parent()
+    except UNREADABLE:
+        problems = problems or [f"{checkpoint.path} cannot be read"]
+    return Row(
+        checkpoint.step,
+        checkpoint.path.name,
+        "damaged" if problems else "abandoned" if abandoned else "ok",
+        latest,
+        committed,
+        size,
+        parent.step if parent else None,
+        state.get("attempt"),
+        layout_text(state["layout"]) if isinstance(state.get("layout"), dict) else None,
+        not abandoned and is_permanent(config, checkpoint.step),
+        tuple(problems),
+    )
+
+
+def layout_text(layout: Mapping[str, Any]) -> str:
+    """`tp 2 x dp 2`; `1 process`."""
+    axes = [f"{name} {layout[name]}" for name in ("pp", "cp", "tp", "dp") if layout.get(name, 1) > 1]
+    return " x ".join(axes) or "1 process"
+
+
+def list_lines(found: Sequence[Row]) -> Iterator[str]:
+    """`rows` as a table."""
+    if not found:
+        yield "no checkpoints"
+        return
+    head = ("step", "committed", "size", "parent", "attempt", "layout", "state", "")
+    cells = [head] + [
+        (
+            "?" if row.step is None else f"{row.step:,}",
+            _when(row.time),
+            "?" if row.bytes is None else _size(row.bytes),
+            "-" if row.parent is None else f"{row.parent:,}",
+            "-" if row.attempt is None else str(row.attempt),
+            row.layout or "-",
+            row.state,
+            ", ".join(_notes(row)),
+        )
+        for row in found
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    for row in found:
+        yield from (f"  {problem}" for problem in row.problems)
+
+
+def _notes(row: Row) -> Iterator[str]:
+    if row.latest:
+        yield "latest"
+    if row.permanent:
+        yield "kept for ever"
+    if row.state in ("abandoned", "temporary"):
+        yield row.name
+
+
+def as_json(found: Iterable[Row]) -> list[dict[str, Any]]:
+    """`rows` for other programs."""
+    return [asdict(row) for row in found]
+
+
+@dataclass(frozen=True)
+class Details:
+    """What is in a checkpoint."""
+
+    checkpoint: Checkpoint
+    state: dict[str, Any]
+    sections: dict[str, dict[str, Stored]]
+    problems: list[str]
+
+
+def details(checkpoints: Checkpoints, step: int | None) -> Details:
+    """Look into a checkpoint, without reading its tensors.
+
+    Raises:
+        UserError: there is none, or its state or list of tensors is damaged.
+    """
+    from pipeline.train.checkpoint.tensors import stored
+
+    checkpoint = checkpoints.find(step)
+    problems = checkpoint.problems(full=False)
+    try:
+        return Details(checkpoint, checkpoint.state(), stored(checkpoint), problems)
+    except UserError:
+        raise
+    except UNREADABLE as error:
+        raise UserError(f"checkpoint {checkpoint.path.name} is damaged: {problems or error}") from error
+
+
+def details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
+    """`details` in words: where it comes from and what it holds, then its tensors."""
+    state, checkpoint = found.state, found.checkpoint
+    yield f"{checkpoint.path}"
+    yield f"  step        {checkpoint.step:,}" + (f", {state['tokens']:,} tokens" if "tokens" in state else "")
+    yield f"  committed   {_when(checkpoint.time)}, attempt {state.get('attempt', '?')}, {_size(checkpoint.size)}"
+    yield f"  fingerprint {checkpoint.fingerprint}"
+    parent = checkpoint.parent()
+    descends = "nothing: the first of its run" if parent is None else parent.name
+    yield f"  descends from {descends}"
+    if state.get("origin"):
+        yield f"  origin      {_words(state['origin'], leave_out=('journal',))}"
+    if "layout" in state:
+        yield f"  layout      {layout_text(state['layout'])} ({_words(state['layout'])})"
+    if "versions" in state:
+        yield f"  versions    {_words(state['versions'])}"
+    prints = state.get("fingerprints", {})
+    for name in ("tokenizer", "data", "objective"):
+        if name in prints:
+            value = prints[name]
+            yield f"  {name:<11} {_words(value) if isinstance(value, dict) else value}"
+    yield from _journal_lines(state.get("journal"))
+    for name, text in (("loss_scale", "loss scale"), ("spikes", "spikes"), ("faults", "faults")):
+        if state.get(name):
+            yield f"  {text:<11} {_words(state[name])}"
+    for problem in found.problems:
+        yield f"  damaged: {problem}"
+    for section, tensors in found.sections.items():
+        numel = sum(each.numel for each in tensors.values())
+        size = _size(sum(each.bytes for each in tensors.values()))
+        yield f"{section}: {len(tensors):,} tensors, {numel:,} numbers, {size}"
+        if section == "model" or all_tensors:
+            width = max(map(len, tensors))
+            for name, each in tensors.items():
+                yield f"  {name:<{width}}  {_shape(each)}  {str(each.dtype).removeprefix('torch.')}"
+
+
+def _journal_lines(journal: Any) -> Iterator[str]:
+    if not isinstance(journal, dict):
+        return
+    segments = journal.get("segments", [])
+    sources = sorted({name for segment in segments for name in segment.get("sources", {})})
+    count = f"{len(segments)} segment{'s' if len(segments) != 1 else ''}"
+    yield f"  journal     {count} of {', '.join(sources) or 'nothing'}"
+    others = {name: value for name, value in journal.items() if name != "segments" and value}
+    if others:
+        yield f"              {_words(others)}"
+
+
+def details_json(found: Details) -> dict[str, Any]:
+    """`details` for other programs, with the whole of state.json."""
+    return {
+        "path": str(found.checkpoint.path),
+        "fingerprint": found.checkpoint.fingerprint,
+        "time": found.checkpoint.time,
+        "bytes": found.checkpoint.size,
+        "problems": found.problems,
+        "state": found.state,
+        "tensors": {
+            section: {
+                name: {"shape": each.shape, "dtype": str(each.dtype).removeprefix("torch.")}
+                for name, each in tensors.items()
+            }
+            for section, tensors in found.sections.items()
+        },
+    }
+
+
+def verify(
+    checkpoints: Checkpoints, step: int | None, console: Console, report: Callable[[str], None]
+) -> dict[int, list[str]]:
+    """Read checkpoints and compare every hash; returns what is wrong by step.
+
+    One that a run which trains removes meanwhile is no damage.
+
+    Args:
+        checkpoints: of a run.
+        step: of one of them; by default all are read.
+        console: for the progress bar.
+        report: told of each checkpoint as soon as it is known.
+
+    Raises:
+        UserError: there is nothing to verify.
+    """
+    everything = [checkpoints.find(step)] if step is not None else checkpoints.all()
+    if not everything:
+        raise checkpoints.not_there(None)
+    found: dict[int, list[str]] = {}
+    with progress(console, "verify (bytes)", sum(map(_readable, everything))) as advance:
+        for checkpoint in everything:
+            try:
+                problems = checkpoint.problems(advance=advance)
+            except OSError as error:
+                if checkpoint.path.exists():
+                    raise
+                problems = [str(error)]
+            if problems and not checkpoint.path.exists():
+                if step is not None:
+                    raise checkpoints.not_there(step)
+                report(f"{checkpoint.path.name}: removed meanwhile")
+                continue
+            found[checkpoint.step] = problems
+            if not problems:
+                files = len(checkpoint.files())
+                report(f"{checkpoint.path.name}: good, {files} files, {_size(checkpoint.size)}")
+    return found
+
+
+def _readable(checkpoint: Checkpoint) -> int:
+    try:
+        return checkpoint.size
+    except UNREADABLE:
+        return 0
+
+
+def prune(
+    checkpoints: Checkpoints,
+    config: CheckpointConfig,
+    *,
+    steps: Sequence[int] | None,
+    abandoned: bool,
+    dry_run: bool,
+) -> list[Path]:
+    """Remove what the policy does not keep, or chosen checkpoints; returns the folders that are gone, or would be.
+
+    Args:
+        checkpoints: of a run.
+        config: the policy's numbers.
+        steps: remove these instead.
+        abandoned: remove what the run has gone back from, too.
+        dry_run: remove nothing.
+
+    Raises:
+        UserError: a step is not there, or must stay.
+    """
+    if steps is None:
+        gone = checkpoints.prune(config, full=True, dry_run=dry_run)
+    else:
+        chosen = [checkpoints.find(step) for step in sorted(set(steps))]
+        latest, good = checkpoints.latest(), checkpoints.last_good(full=True)
+        for each in chosen:
+            if each in (latest, good):
+                why = "is what the run goes on from" if each == latest else "is the last one that can be trusted"
+                raise UserError(f"step {each.step} {why}; it stays. Nothing was removed")
+        gone = chosen if dry_run else checkpoints.remove(chosen)
+    if abandoned:
+        old = checkpoints.abandoned()
+        gone = [*gone, *(old if dry_run else checkpoints.remove(old))]
+    return [each.path for each in gone]
+
+
+def _when(seconds: float | None) -> str:
+    return "?" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _size(size: int) -> str:
+    return f"{size / _MIB:,.1f} MiB"
+
+
+def _shape(each: Stored) -> str:
+    return " x ".join(map(str, each.shape)) or "scalar"
+
+
+def _words(values: Mapping[str, Any], leave_out: Sequence[str] = ()) -> str:
+    """`torch 2.13, python 3.11`; long lists by their length."""
+    return ", ".join(f"{name} {_brief(value)}" for name, value in values.items() if name not in leave_out)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"({_words(value)})"
+    if isinstance(value, list):
+        text = ", ".join(map(_brief, value))
+        return f"[{text}]" if len(value) <= 4 else f"{len(value)} entries"
+    return str(value)

@@ -1,0 +1,116 @@
+"""Safetensors files, written tensor by tensor, so that a model need not fit into memory.
+
+The format (huggingface/safetensors): the length of the header as u64, little-endian; the header, JSON, that has dtype,
+shape and place of each tensor; the tensors' bytes one after the other. Several files have an index beside them, as
+Hugging Face writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import xxhash
+from torch import Tensor
+
+from pipeline.data import store
+from pipeline.train.checkpoint.committed import Files, record_of
+from pipeline.train.checkpoint.tensors import Stored
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+def plan_shards(tensors: Mapping[str, Stored], max_bytes: int | None) -> dict[str, dict[str, Stored]]:
+    """File name -> tensors in it, in order. A tensor that is larger than a file may be has one of its own."""
+    shards: list[dict[str, Stored]] = [{}]
+    size = 0
+    for name, each in tensors.items():
+        if shards[-1] and max_bytes is not None and size + each.bytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = each
+        size += each.bytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def write_shards(
+    folder: Path,
+    shards: Mapping[str, Mapping[str, Stored]],
+    read: Callable[[Mapping[str, Stored]], Iterable[tuple[str, Tensor]]],
+    advance: Callable[[int], None],
+) -> Files:
+    """Write the files of a model; returns size and hash of each.
+
+    Args:
+        folder: where to.
+        shards: from `plan_shards`.
+        read: gives the tensors that it is asked for, in that order.
+        advance: told the bytes as they are written.
+    """
+    files: Files = {}
+    for name, tensors in shards.items():
+        # Large elements first, so that each tensor begins at a multiple of its element's size.
+        ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+        files[name] = _write(folder / name, ordered, read(ordered), advance)
+    if len(shards) > 1:
+        total = sum(each.bytes for tensors in shards.values() for each in tensors.values())
+        places = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+        store.put_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        files[INDEX] = record_of(folder / INDEX)
+    return files
+
+
+def _write(
+    path: Path,
+    tensors: Mapping[str, Stored],
+    values: Iterable[tuple[str, Tensor]],
+    advance: Callable[[int], None],
+) -> tuple[int, str]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, each in tensors.items():
+        header[name] = {
+            "dtype": _DTYPES[each.dtype],
+            "shape": each.shape,
+            "data_offsets": (place, place + each.bytes),
+        }
+        place += each.bytes
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % _ALIGNMENT)
+    digest, size = xxhash.xxh3_64(), 0
+    with path.open("wb") as file:
+        for data in (struct.pack("<Q", len(text)), text):
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+        for (name, value), wanted in zip(values, tensors, strict=True):
+            each = tensors[wanted]
+            assert name == wanted and tuple(value.shape) == each.shape and value.dtype == each.dtype, name
+            body = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            file.write(body)
+            digest.update(body)
+            size += len(body)
+            advance(len(body))
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()

@@ -1,0 +1,78 @@
+"""When to save and what to keep: closed forms, and what must hold whatever the numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.train import CheckpointConfig
+from pipeline.train.checkpoint.policy import doomed, due, is_permanent
+
+
+def test_saves_are_due_at_both_rhythms_and_at_the_end() -> None:
+    config = CheckpointConfig(every_steps=4, keep_every=6)
+    assert [step for step in range(1, 18) if due(config, step, 17)] == [4, 6, 8, 12, 16, 17]
+    assert [step for step in range(1, 18) if due(CheckpointConfig(every_steps=5), step, 17)] == [5, 10, 15, 17]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "steps", "latest", "good", "gone"),
+    [
+        (2, None, [10, 20, 30, 40], 40, [], [10, 20]),
+        (2, 20, [10, 20, 30, 40], 40, [], [10]),
+        (1, 20, [10, 20, 30, 40, 50], 50, [], [10, 30]),
+        (1, None, [10, 20, 30], 30, [20], [10]),
+        (5, None, [10, 20, 30], 30, [], []),
+        (1, None, [], None, [], []),
+        (1, None, [10, 20, 30], None, [], []),
+        # What is newer than the one the run goes on from takes nobody's place.
+        (1, None, [10, 20, 30], 20, [], [10]),
+        (1, None, [10, 20, 30], 10, [], []),
+    ],
+)
+def test_the_newest_and_the_permanent_ones_stay(
+    keep: int, keep_every: int | None, steps: list[int], latest: int | None, good: list[int], gone: list[int]
+) -> None:
+    assert doomed(CheckpointConfig(keep=keep, keep_every=keep_every), steps, latest, good) == gone
+
+
+configs = st.builds(
+    CheckpointConfig,
+    every_steps=st.integers(1, 9),
+    keep=st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 12),
+)
+
+
+@given(configs, st.sets(st.integers(1, 60)), st.data())
+def test_nothing_that_is_needed_is_ever_doomed(config: CheckpointConfig, steps: set[int], data: st.DataObject) -> None:
+    latest = data.draw(st.sampled_from(sorted(steps)) if steps else st.none())
+    good = data.draw(st.sets(st.sampled_from(sorted(steps)), max_size=2) if steps else st.just(set()))
+    gone = doomed(config, sorted(steps, reverse=True), latest, good)
+    assert gone == sorted(set(gone))
+    assert set(gone) <= steps - good - {latest}
+    assert all(latest is not None and step < latest for step in gone)
+    assert not any(is_permanent(config, step) for step in gone)
+    stay = sorted(steps - set(gone))
+    assert stay[-config.keep :] == sorted(steps)[-config.keep :]
+    assert not doomed(config, stay, latest, good)
+
+
+@given(configs, st.integers(1, 80), st.sets(st.integers(1, 80)))
+def test_a_run_never_holds_more_than_the_rolling_and_the_permanent_ones(
+    config: CheckpointConfig, total: int, asked: set[int]
+) -> None:
+    """Saves at the due steps and whenever somebody asks, each followed by a removal, as a run does it."""
+    there: list[int] = []
+    permanent = 0
+    for step in range(1, total + 1):
+        if not (due(config, step, total) or step in asked):
+            continue
+        there.append(step)
+        permanent += is_permanent(config, step)
+        gone = doomed(config, there, step)
+        assert step not in gone
+        there = [each for each in there if each not in gone]
+        assert len(there) <= config.keep + permanent
+    assert there[-1] == total
+    if config.keep_every:
+        assert set(range(config.keep_every, total + 1, config.keep_every)) <= set(there)
