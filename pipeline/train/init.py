@@ -47,7 +47,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         elif _NORM.fullmatch(name):
             local.fill_(1)
         else:
-            rows, columns = _local_range(parameter, 0), _local_range(parameter, 1)
+            rows, columns = local_range(parameter, 0), local_range(parameter, 1)
             _fill_normal(local, weight_std(name, spec, init), f"{seed}/{name}", rows, columns, parameter.shape[1])
 
 
@@ -80,7 +80,7 @@ def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     return 1.0
 
 
-def _local_range(parameter: Tensor, dim: int) -> range:
+def local_range(parameter: Tensor, dim: int) -> range:
     """Indices along `dim` of the whole parameter that this rank holds; nothing is communicated."""
     indices = range(parameter.shape[dim])
     if not isinstance(parameter, DTensor):

@@ -11,6 +11,7 @@ from pipeline.data.checks import check_datasets
 from pipeline.data.dataset import Dataset
 from pipeline.data.journal import Journal
 from pipeline.data.opening import open_datasets
+from pipeline.data.provenance import saved_journal
 from pipeline.data.sampler import Sampler
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import run_tokenizer
@@ -39,13 +40,16 @@ class RunPlan:
     """Where sources drop out of the blend, in words, by step, counted from 0."""
 
 
-def plan_run(config: Config, checkpoint: Checkpoint | None, *, check: bool = True) -> RunPlan:
+def plan_run(
+    config: Config, checkpoint: Checkpoint | None, *, check: bool = True, saved: Journal | None = None
+) -> RunPlan:
     """Plan a run, after comparing what a checkpoint depends on with what there is now.
 
     Args:
         config: resolved config.
         checkpoint: the one to go on from.
         check: look whether the files of the datasets are as they were written; one process does it for all.
+        saved: the plan that the checkpoint's run has had; by default what the checkpoint and the run folder have.
 
     Raises:
         UserError: the data are not as they were written or were made with another tokenizer, the blend cannot be had
@@ -56,12 +60,13 @@ def plan_run(config: Config, checkpoint: Checkpoint | None, *, check: bool = Tru
         check_datasets(datasets)
     tokenizer = run_tokenizer(config)
     check_tokenizer(datasets, tokenizer)
-    journal = Journal.plan(config, datasets)
+    state = checkpoint.state() if checkpoint is not None else {}
+    if checkpoint is not None and saved is None:
+        saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
+    journal = Journal.plan(config, datasets, saved)
     now = fingerprints(config, {name: d.fingerprint for name, d in datasets.items()}, tokenizer.fingerprint)
     warnings: list[str] = []
-    if checkpoint is not None:
-        state = checkpoint.state()
-        saved = Journal.from_json(state["journal"])
+    if checkpoint is not None and saved is not None:
         warnings += [
             f"allowed difference from the checkpoint: {line}"
             for line in compare(

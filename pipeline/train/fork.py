@@ -1,0 +1,148 @@
+"""`pipeline fork`: a new run that begins with the whole state of another one, and has a future of its own.
+
+The new run's first checkpoint is the other one's: the same files, by hard links where that can be, under a state.json
+that says where they are from. What the run has seen until then is frozen as the parent had it; what comes after is the
+new run file's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.config.load import RUN_FILE, dump, load_run
+from pipeline.console import say
+from pipeline.data import store
+from pipeline.data.progress import counted
+from pipeline.data.provenance import JOURNAL_FILE, saved_journal
+from pipeline.errors import MachineError, UserError
+from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, record_of
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.describe import describe_run
+from pipeline.train.lock import Lock
+from pipeline.train.plan import RunPlan, plan_run
+from pipeline.train.resume import changes
+from pipeline.train.run_folder import make_writable, metrics_path
+
+
+def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: bool = False) -> None:
+    """Give a run that has not begun the state of another one.
+
+    Args:
+        run: run file or folder of the parent.
+        step: of its checkpoint.
+        config: of the new run.
+        console: where it is said what differs.
+        dry_run: write nothing.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged; the new run has begun already; or it differs in what
+            the checkpoint depends on.
+    """
+    parent = run.absolute() if run.is_dir() else load_run(run).run.dir
+    child = config.run.dir
+    _check_new(parent, child)
+    checkpoint = Checkpoints.of_run(parent).at(step)
+    state = checkpoint.state()
+    past = saved_journal(parent, state["journal"], step)
+    _check_data(config, state)
+    plan = plan_run(config, checkpoint, saved=past.forked(step))
+    if plan.length.steps <= step:
+        raise UserError(
+            f"the new run would end with step {plan.length.steps:,} ({plan.length.reason}), and it begins with the "
+            f"{step:,} steps of {checkpoint.path}; raise train.duration, which counts from the start of the parent"
+        )
+    for line in _lines(checkpoint, config, plan, parent, child):
+        say(console, line)
+    if dry_run:
+        say(console, "fork: nothing was written (--dry-run)")
+        return
+    origin = {
+        "kind": "fork",
+        "run": str(parent),
+        "step": step,
+        "fingerprint": checkpoint.fingerprint,
+        "journal": past.fingerprint,
+        "time": time.time(),
+        "origin": state.get("origin") or None,
+    }
+    make_writable(child)
+    lock = Lock.take(child)
+    try:
+        _check_new(parent, child)  # another one may have come first
+        state |= {"journal": past.forked(step).to_json(), "attempt": 0, "origin": origin}
+        store.put_json(child / JOURNAL_FILE, plan.journal.to_json())
+        store.put(child / RUN_FILE, dump(config).encode())
+        linked, copied = _copy(checkpoint, state, Checkpoints.of_run(child), lock)
+    finally:
+        lock.release()
+    how = " and ".join(f"{counted(n, 'file')} {verb}" for n, verb in ((linked, "linked"), (copied, "copied")) if n)
+    say(console, f"fork: {child} has the checkpoint ({how}); `pipeline train` goes on from it")
+
+
+def _check_new(parent: Path, child: Path) -> None:
+    if child.resolve() == parent.resolve():
+        raise UserError(f"run.dir of the new run is that of its parent, {parent}; set run.dir to a folder of its own")
+    begun = [path for path in (child / "checkpoints", metrics_path(child)) if path.exists()]
+    if Checkpoints.of_run(child).all() or metrics_path(child).exists():
+        raise UserError(f"a run has begun in {child} ({begun[0].name} is there); set run.dir to a new folder")
+
+
+def _check_data(config: Config, state: dict[str, Any]) -> None:
+    """The data folder is by default in the run folder, and so the new run would have none."""
+    there = state["config"].get("data", {}).get("dir") or f"{state['config']['run']['dir']}/data"
+    if not config.data_dir.exists() and str(config.data_dir) != there:
+        raise UserError(
+            f"there is no data in {config.data_dir}; the parent has its data in {there}: set data.dir to that, or run "
+            "`pipeline preprocess` first if the new run has other data"
+        )
+
+
+def _lines(checkpoint: Checkpoint, config: Config, plan: RunPlan, parent: Path, child: Path) -> Iterator[str]:
+    step, total = checkpoint.step, plan.length.steps
+    yield f"fork: {child} from step {step:,} of {parent}"
+    for line in changes(checkpoint.state(), config, plan.fingerprints):
+        yield f"  {line}"
+    yield f"fork: then {describe_run(config, plan.journal, step, total)} ({plan.length.reason})"
+    for line in plan.warnings:
+        yield f"warning: {line}"
+    if config.train.init_from is not None:
+        yield "warning: train.init_from is not looked at, since the new run begins with the parent's checkpoint"
+
+
+def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: Lock) -> tuple[int, int]:
+    """Commit the checkpoint's files as the first checkpoint of the new run; how many were linked, and copied."""
+    to.clean(lambda line: None)  # of a fork that was killed
+    tmp = to.begin(checkpoint.step, 0)
+    linked = copied = 0
+    try:
+        files: Files = {name: record for name, record in checkpoint.files().items() if name != STATE}
+        for name, record in files.items():
+            if _link(checkpoint.path / name, tmp / name):
+                linked += 1
+                continue
+            shutil.copyfile(checkpoint.path / name, tmp / name)
+            if record_of(tmp / name) != record:
+                raise MachineError(f"{tmp / name} is not what was copied; check the disk and fork again")
+            copied += 1
+        to.commit(tmp, checkpoint.step, files, state, lock.assert_mine)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    return linked, copied
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Whether the file could get another name. Another file system, or one without links, wants a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True

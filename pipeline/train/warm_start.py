@@ -1,0 +1,254 @@
+"""Start a new run from the weights of another one: no moments, no steps, no place in the data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import Config
+from pipeline.config.train import InitFromConfig
+from pipeline.data import store
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
+from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, changed
+from pipeline.train.checkpoint.export import ORIGIN_FILE
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.checkpoint.resume_point import shares, source_point
+from pipeline.train.checkpoint.tensors import stored
+from pipeline.train.fingerprint import differences, model_fingerprint
+from pipeline.train.init import local_range
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.processes import gather, share
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of tensors by parameter name."""
+
+
+@dataclass
+class Origin:
+    """Where a run comes from, for its checkpoints: the weights it began with, or the run that it was forked from."""
+
+    value: dict[str, Any] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint; empty for a run that began with random weights."""
+        return self.value
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        self.value = state
+
+
+def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tuple[list[str], Origin]:
+    """Load weights alone into a model of any layout; every rank calls this.
+
+    Args:
+        config: with train.init_from.
+        tokenizer: of this run.
+        model: gets the weights.
+
+    Returns:
+        What was loaded, in words, and for the checkpoints.
+
+    Raises:
+        UserError: there are no such weights, they are damaged, they do not fit the model, or their tokenizer is
+            another one.
+    """
+    wanted = config.train.init_from
+    assert wanted is not None
+    checkpoint = _checkpoint(wanted)
+    # The hashes of everything that is read have been compared before it is.
+    if checkpoint is not None:
+        where, weights = checkpoint.path, wanted.weights
+        share(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
+        lines = share(lambda: _check_meaning(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer))
+        storage.read(where, model, weights=wanted.weights)
+        known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
+    else:
+        where = wanted.path
+        export = _verified_export(wanted)
+        files, weights = _exported(where), export["weights"]
+        share(lambda: _check_fit(_shapes_of(files), model.spec, where))
+        lines = share(lambda: _check_meaning(export["fingerprints"]["model"], where, config, tokenizer))
+        _read_exported(files, model)
+        known = {"run": export["run"], "checkpoints": export["checkpoints"]}
+    what = "the moving average of the weights" if weights == "ema" else "the weights"
+    first = (
+        f"warm start from {what} in {where}, and from nothing else of it: steps, the optimizer's moments, the "
+        "learning rate schedule and the order of the data begin anew"
+    )
+    origin = {"kind": "init_from", "path": str(where), "weights": weights, "time": time.time(), **known}
+    return [first, *lines], Origin(origin)
+
+
+def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
+    """The checkpoint that is meant, verified; None where the folder has weights that were exported."""
+    path = wanted.path
+    kind = share(lambda: _kind(wanted))
+    if kind == "exported":
+        return None
+    if kind == "checkpoint":
+        return source_point(Checkpoints(path.parent), int(path.name.removeprefix("step-")))
+    return source_point(Checkpoints.of_run(path), wanted.step)
+
+
+def _kind(wanted: InitFromConfig) -> str:
+    path = wanted.path
+    if not path.is_dir():
+        raise UserError(
+            f"train.init_from.path: there is no folder {path}; name a run folder, a checkpoint in it, or a folder with "
+            "exported weights"
+        )
+    if (path / "checkpoints").is_dir():
+        return "run"
+    number = path.name.removeprefix("step-")
+    is_checkpoint = (path / COMMIT).exists() and path.name.startswith("step-") and number.isdigit()
+    if not is_checkpoint and not (path / ORIGIN_FILE).is_file():
+        raise UserError(
+            f"train.init_from.path: {path} has no weights: no `checkpoints` as a run folder has, no {COMMIT} as "
+            f"checkpoints/step-... in it has, and no {ORIGIN_FILE} as an export has; name one of these"
+        )
+    if wanted.step is not None and (not is_checkpoint or wanted.step != int(number)):
+        raise UserError(
+            f"train.init_from.step: {wanted.step} goes with a run folder, and {path} is none; leave `step` out"
+        )
+    return "checkpoint" if is_checkpoint else "exported"
+
+
+def _check_fit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
+    """A `UserError` that names the first tensor that the model does not have as it is."""
+    with torch.device("meta"):
+        wanted = {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
+    advice = "set `model` to that of the run that the weights are from"
+    for name, shape in wanted.items():
+        if name not in found:
+            raise UserError(f"train.init_from: {where} has no {name}, which this model has; {advice}")
+        if tuple(found[name]) != shape:
+            raise UserError(
+                f"train.init_from: {name} is {_times(found[name])} in {where} and {_times(shape)} in this model; "
+                f"{advice}"
+            )
+    if more := [name for name in found if name not in wanted]:
+        raise UserError(f"train.init_from: {where} has {more[0]}, which this model does not have; {advice}")
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
+    found = stored(checkpoint).get(weights)
+    if not found:
+        raise UserError(
+            f"train.init_from.weights: {weights} is not in {checkpoint.path}, whose run had no train.ema then; use "
+            "weights: model, or another checkpoint"
+        )
+    return {name: tensor.shape for name, tensor in found.items()}
+
+
+def _check_meaning(saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer) -> list[str]:
+    """What the weights were trained as that this model is not, though they fit."""
+    lines = _check_tokenizer(Tokenizer.open(where), config, tokenizer, where)
+    saved, now = (_what_computes(values) for values in (saved, model_fingerprint(config)))
+    return lines + [
+        f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
+        for name, old, new in differences("model", saved, now)
+    ]
+
+
+def _what_computes(model: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `model` that decide what weights of the same shapes compute."""
+    keys = {key: value for key, value in model.items() if key not in ("init", "max_positions")}
+    # Of how the weights were drawn, the base width of muP alone matters later: it scales attention and logits.
+    return {**keys, "init": {"mup_base_dim": model["init"].get("mup_base_dim")}}
+
+
+def _check_tokenizer(there: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path) -> list[str]:
+    if there.fingerprint == tokenizer.fingerprint:
+        return []
+    difference = (
+        f"the weights in {where} were trained with another tokenizer ({there.vocab_size} entries, fingerprint "
+        f"{there.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint})"
+    )
+    if "tokenizer" not in config.resume.allow:
+        raise UserError(
+            f"train.init_from: {difference}: the same ids are other tokens. Set tokenizer.path to {where}, or accept "
+            "it with resume.allow=[tokenizer]"
+        )
+    return [f"warning: allowed: {difference}"]
+
+
+# Exported weights
+
+
+def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
+    """What a folder says of the weights that were exported to it. Each rank reads and hashes a share of the files."""
+
+    def said() -> dict[str, Any]:
+        keys = ("files", "weights", "fingerprints", "run", "checkpoints")
+        about: dict[str, Any] = store.get_json(wanted.path / ORIGIN_FILE, *keys)
+        if wanted.weights == "ema" and about["weights"] != "ema":
+            raise UserError(
+                f"train.init_from.weights: ema, but {wanted.path} has the weights that were trained; export the "
+                "average (`pipeline checkpoint export --weights ema`), or leave `weights` out"
+            )
+        return about
+
+    about = share(said)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    problems: list[str] = []
+    for name in shares(about["files"], ranks)[rank]:
+        try:
+            problem = changed(wanted.path / name, about["files"][name][1])
+        except OSError as error:
+            problem = f"{wanted.path / name} cannot be read: {error.strerror}"
+        problems += [problem] if problem else []
+    found = gather(problems)
+
+    def verdict() -> None:
+        assert found is not None, "this is rank 0"
+        if everything := [problem for those in found for problem in those]:
+            raise UserError("train.init_from: " + "; ".join(everything) + "; export them again")
+
+    share(verdict)
+    return about
+
+
+def _exported(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), path)
+    return files
+
+
+def _shapes_of(files: Mapping[str, Path]) -> Shapes:
+    shapes: Shapes = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+@torch.no_grad()
+def _read_exported(files: Mapping[str, Path], model: ParallelModel) -> None:
+    """Each rank reads the rows and columns that it has."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        cut = tuple(slice(r.start, r.stop) for r in (local_range(parameter, dim) for dim in range(parameter.ndim)))
+        local = parameter.to_local()
+        if local.numel():
+            with safe_open(files[name], framework="pt") as tensors:
+                local.copy_(tensors.get_slice(name)[cut])
