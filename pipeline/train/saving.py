@@ -1,33 +1,82 @@
-"""Saving a run: every rank writes what it has, rank 0 commits it, and all learn whether it worked."""
+"""Saving a run: a step waits for the copy, a thread writes it, rank 0 commits it, and all learn whether it worked."""
 
 from __future__ import annotations
 
-import platform
+import logging
 import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline import __version__
 from pipeline.config import Config
-from pipeline.errors import MachineError
+from pipeline.data.journal import Journal
+from pipeline.errors import EXIT_OTHER, MachineError, NumericalError, RankFailed, Stopped
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
+from pipeline.train.checkpoint.staging import Staging
+from pipeline.train.ema import Ema
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.footprint import MASTER_BYTES, MOMENTS_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.processes import gather, share
+from pipeline.train.parallel.processes import background_group, gather, share
 from pipeline.train.plan import RunPlan
 from pipeline.train.run_folder import RunFolder
+from pipeline.train.versions import versions
+
+_PAUSE = 0.5
+"""Seconds before a save that failed is tried again."""
+_GROWTH = 3.0
+"""Each further pause is so many times as long."""
+_LONGEST_PAUSE = 60.0
+_PATIENCE = 5.0
+"""Seconds that a rank which fails waits for the save in flight. The others may never come to its end."""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a save ended."""
+
+    step: int
+    seconds: float
+    """From the copy to the commit, or until it was given up."""
+    waited: float = 0.0
+    """Seconds that the loop waited for the save before this one."""
+    failure: MachineError | None = None
+    """Why there is no checkpoint of this step."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save: all that is written, as it was at the time of the copy."""
+
+    step: int
+    attempt: int
+    tensors: storage.State
+    state: dict[str, Any]
+    """Of rank 0, which alone writes it."""
+    last: bool
+    prune: bool
+    start: float
+    waited: float
 
 
 class Saver:
-    """Writes the checkpoints of a run, and removes old ones."""
+    """Writes the checkpoints of a run, and removes old ones. A context manager: nothing is in flight after it.
+
+    One save is in flight at most. A thread writes it, and alone uses the process group that it has; every rank calls
+    the methods in the same order.
+    """
 
     def __init__(
         self,
@@ -38,6 +87,7 @@ class Saver:
         layout: Layout,
         model: ParallelModel,
         optimizers: Optimizers,
+        ema: Ema | None,
     ) -> None:
         self._config = config
         self._plan = plan
@@ -46,64 +96,202 @@ class Saver:
         self._layout = layout
         self._model = model
         self._optimizers = optimizers
+        self._ema = ema
+        self._rank = dist.get_rank()
+        self._group = background_group()
+        self._device = next(parameter.device for _, parameter in model.named_parameters())
+        self._staging = Staging(pin=self._device.type == "cuda")
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._reports: deque[SaveReport] = deque()
 
-    def save(self, step: int, more: dict[str, Any]) -> None:
-        """Save after `step` steps; every rank calls this.
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+            return
+        # Ends that all ranks come to, and a process without others, can wait for what is being written.
+        together = dist.get_world_size() == 1 or isinstance(error, (Stopped, NumericalError))
+        if self._thread is not None and not isinstance(error, KeyboardInterrupt):
+            self._thread.join(None if together else _PATIENCE)
+        # What goes up is the error that ended the loop; nobody asks for these any more.
+        for line in [self._error, *(report.failure for report in self._reports)]:
+            if line is not None and line is not error:
+                logging.getLogger(__name__).warning("%s", line)
+
+    def save(
+        self,
+        step: int,
+        journal: Journal,
+        more: dict[str, Any],
+        *,
+        last: bool,
+        prune: bool,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Save after `step` steps: copy what there is now, and write it while training goes on.
+
+        Waits for the save before it. A save that fails is tried again, then reported and given up.
 
         Args:
             step: steps trained.
+            journal: the plan of the order as it is now.
             more: goes to state.json, besides what belongs to the run.
+            last: write before this returns, since nothing comes after it.
+            prune: remove what the policy does not keep, when this one is committed.
+            advance: called when the save before it is written.
 
         Raises:
-            MachineError: a disk is full or failed. Nothing half-written stays.
+            MachineError: the last save failed, or the run folder is no longer this run's. Nothing half-written stays.
         """
-        try:
-            tmp = Path(share(lambda: str(self._checkpoints.begin(step, self._folder.attempt))))
-            try:
-                written = gather(storage.write(tmp, self._model, self._optimizers))
-                share(lambda: self._commit(tmp, step, written, more))
-            except BaseException:
-                # Rank 0 alone: another one may fail while rank 0 commits, from under which it would take the files.
-                if dist.get_rank() == 0:
-                    shutil.rmtree(tmp, ignore_errors=True)
-                raise
-        except OSError as error:
-            free = shutil.disk_usage(self._folder.path).free
-            size = num_parameters(self._model.spec) * (MASTER_BYTES + MOMENTS_BYTES)
-            raise MachineError(
-                f"step {step} could not be saved in {self._checkpoints.folder}: {error.strerror or error}. "
-                f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free. "
-                f"{self.last_good()} is still good; make room and run the same command to go on"
-            ) from error
+        start = time.monotonic()
+        waits = self._thread is not None and self._thread.is_alive()
+        self.wait()
+        advance()
+        waited = time.monotonic() - start if waits else 0.0
+        tensors = storage.tensors(self._model, self._optimizers, self._ema)
+        in_background = self._config.train.checkpoint.async_save and not last
+        if in_background:
+            tensors = self._staging.copy(tensors)
+        state = {**self._state(step, journal), **more} if self._rank == 0 else {}
+        job = _Job(step, self._folder.attempt, tensors, state, last, prune, start + waited, waited)
+        if in_background:
+            self._thread = threading.Thread(target=self._work, args=(job,), name="saver", daemon=True)
+            self._thread.start()
+            return
+        failure = self._write(job)
+        if failure is not None and last:
+            raise failure if self._rank == 0 else RankFailed("rank 0 has failed; its message says why", EXIT_OTHER)
+        self._end(job, failure)
 
-    def prune(self) -> None:
-        """Remove what is older than `train.checkpoint.keep` says; every rank calls this."""
-        share(lambda: len(self._checkpoints.prune(self._config.train.checkpoint.keep)))
+    def wait(self) -> None:
+        """Until no save is being written; every rank calls this.
+
+        Raises:
+            MachineError: the run folder is no longer this run's.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def reports(self) -> list[SaveReport]:
+        """Saves that have ended since this was asked last, on rank 0; asks nobody and waits for nothing.
+
+        Raises:
+            MachineError: on rank 0, the run folder is no longer this run's.
+        """
+        # The other ranks come to know it from rank 0, whose message says what it is.
+        if self._error is not None and self._rank == 0:
+            raise self._error
+        reports = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        return reports
 
     def last_good(self) -> str:
         """What the run would go on from, for messages."""
         latest = self._checkpoints.latest()
         return latest.path.name if latest else "The start of the run (there is no checkpoint yet)"
 
-    def _commit(self, tmp: Path, step: int, written: list[Files] | None, more: dict[str, Any]) -> None:
+    def _work(self, job: _Job) -> None:
+        """What the thread does."""
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread has a device of its own, at first the first one
+            self._end(job, self._write(job))
+        except BaseException as error:
+            self._error = error
+
+    def _end(self, job: _Job, failure: MachineError | None) -> None:
+        """Tell how it went, and remove old ones if a new one is there."""
+        if self._rank == 0:
+            self._reports.append(SaveReport(job.step, time.monotonic() - job.start, job.waited, failure))
+        if failure is None and job.prune:
+            problem, _ = self._on_rank_0(lambda: len(self._checkpoints.prune(self._config.train.checkpoint)))
+            if problem is not None and self._rank == 0:
+                logging.getLogger(__name__).warning("old checkpoints could not be removed: %s", problem)
+
+    def _write(self, job: _Job) -> MachineError | None:
+        """Write and commit, again where it fails; the same on all ranks. Returns why it was given up."""
+        pause = _PAUSE
+        for left in reversed(range(self._config.train.checkpoint.retries + 1)):
+            problem = self._try(job)
+            if problem is None:
+                return None
+            if left:
+                time.sleep(pause)
+                pause = min(pause * _GROWTH, _LONGEST_PAUSE)
+        if self._rank > 0:  # which tells nobody
+            return MachineError(f"step {job.step} could not be saved: {problem}")
+        free, good = "an unknown number of", "What was committed before"
+        with suppress(OSError):  # a file system that says no more than that it fails
+            free = f"{shutil.disk_usage(self._folder.path).free / 2**20:,.1f}"
+            good = self.last_good()
+        bytes_each = MASTER_BYTES + MOMENTS_BYTES + (MASTER_BYTES if self._ema else 0)
+        size = num_parameters(self._model.spec) * bytes_each
+        todo = "make room and run the same command to go on" if job.last else "training goes on, and saves again later"
+        return MachineError(
+            f"step {job.step} could not be saved in {self._checkpoints.folder}: {problem}. "
+            f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free} MiB are free. {good} is still good; {todo}"
+        )
+
+    def _try(self, job: _Job) -> str | None:
+        """Write and commit once. Returns what went wrong with the files of any rank, to all ranks."""
+        tmp: Path | None = None
+        try:
+            problem, name = self._on_rank_0(lambda: str(self._checkpoints.begin(job.step, job.attempt)))
+            if problem is None:
+                tmp = Path(name)
+                try:
+                    written = gather(storage.write(tmp, job.tensors, self._group), self._group)
+                except OSError as error:  # the same one on all ranks
+                    problem = error.strerror or str(error)
+                else:
+                    problem, _ = self._on_rank_0(lambda: self._commit(Path(name), job, written))
+        except BaseException:
+            self._remove(tmp)
+            raise
+        if problem is not None:
+            self._remove(tmp)
+        return problem
+
+    def _on_rank_0(self, make: Callable[[], Any]) -> tuple[str | None, Any]:
+        """What went wrong with files there, which can be tried again, and what came of it otherwise; told to all."""
+
+        def attempt() -> tuple[str | None, Any]:
+            try:
+                return None, make()
+            except OSError as error:
+                return error.strerror or str(error), None
+
+        problem, value = share(attempt, self._group)
+        return problem, value
+
+    def _remove(self, tmp: Path | None) -> None:
+        # Rank 0 alone: another one may fail while rank 0 commits, from under which it would take the files.
+        if self._rank == 0 and tmp is not None:
+            shutil.rmtree(tmp, ignore_errors=True)
+
+    def _commit(self, tmp: Path, job: _Job, written: list[Files] | None) -> None:
         assert written is not None, "only rank 0 commits"
         files = {name: record for by_rank in written for name, record in by_rank.items()}
         self._plan.tokenizer.save(tmp)
         files |= {path.name: record_of(path) for path in tmp.iterdir() if path.name not in files}
-        self._checkpoints.commit(tmp, step, files, {**self._state(step), **more}, self._folder.assert_mine)
+        self._checkpoints.commit(tmp, job.step, files, job.state, self._folder.assert_mine)
 
-    def _state(self, step: int) -> dict[str, Any]:
+    def _state(self, step: int, journal: Journal) -> dict[str, Any]:
         return {
             "attempt": self._folder.attempt,
             "fingerprints": self._plan.fingerprints,
-            "journal": self._plan.journal.to_json(),
+            "journal": journal.to_json(),
             "config": self._config.model_dump(mode="json"),
-            "tokens": self._plan.journal.tokens(step),
+            "tokens": journal.tokens(step),
             "layout": {**self._layout.degrees, "dp": self._layout.dp, "world_size": self._layout.world_size},
-            "versions": {
-                "pipeline": __version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }

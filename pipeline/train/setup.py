@@ -81,10 +81,12 @@ def set_up(config: Config, tokenizer: Tokenizer, device: torch.device, layout: L
 def load_for_inference(config: Config, step: int | None) -> tuple[Setup, ParallelModel, Runner, Checkpoint]:
     """The model of a verified checkpoint, of `step` or the latest one, whole in this process, in evaluation mode.
 
-    The tokenizer is the checkpoint's own, so that text can be continued where the data is not.
+    Its weights are those that `eval.weights` names. The tokenizer is the checkpoint's own, so that text can be
+    continued where the data is not.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, or one of another model than the config's.
+        UserError: no such checkpoint, a damaged one, one of another model than the config's, or one without the
+            weights that are asked for.
     """
     checkpoint = Checkpoints.of_run(config.run.dir).at(step)
     compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
@@ -92,7 +94,7 @@ def load_for_inference(config: Config, step: int | None) -> tuple[Setup, Paralle
     setup = set_up(config, Tokenizer.open(checkpoint.path), join(config, alone), Layout())
     parallel, precision = ParallelConfig(), config.train.precision
     model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
-    storage.read(checkpoint.path, model)
+    storage.read(checkpoint.path, model, weights=config.eval.weights)
     model.train(False)
     runner = build_runner(model, setup.mesh, parallel, setup.device, COMPUTE_DTYPE[precision.compute])
     return setup, model, runner, checkpoint

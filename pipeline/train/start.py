@@ -13,42 +13,73 @@ from pipeline import __version__
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.data.checks import check_datasets
+from pipeline.data.hashing import value_hash
 from pipeline.data.heldout import HeldOut
 from pipeline.data.opening import open_datasets
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
+from pipeline.train.attempts import refuse_crash_loop
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.resume_point import resume_point
 from pipeline.train.fingerprint import differences
+from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.processes import Processes, share
+from pipeline.train.parallel.watchdog import Watchdog
 from pipeline.train.plan import RunPlan, plan_run
 from pipeline.train.run_folder import RunFolder, open_run
 from pipeline.train.setup import check_tokenizer
+from pipeline.train.versions import code_hash, versions
 
 
 def open_run_everywhere(
-    config: Config, ranks: Processes, stack: ExitStack, console: Console
+    config: Config, ranks: Processes, stack: ExitStack, watchdog: Watchdog, console: Console
 ) -> tuple[RunFolder, Checkpoint | None, RunPlan]:
     """Lock the run folder, find the checkpoint to go on from, and plan: rank 0 alone, then the others as it says."""
     checkpoints = Checkpoints.of_run(config.run.dir)
-    mine: list[tuple[RunFolder, Checkpoint | None, RunPlan]] = []
+    mine: list[RunFolder] = []
 
-    def begin() -> tuple[dict[str, Any], int, int | None]:
-        folder = stack.enter_context(open_run(config.run.dir))
+    def lock() -> tuple[dict[str, Any], int]:
+        mine.append(stack.enter_context(open_run(config.run.dir)))
         checkpoints.clean(lambda line: say(console, line))
-        checkpoint = checkpoints.resumable(lambda line: say(console, f"warning: {line}"))
-        mine.append((folder, checkpoint, plan_run(config, checkpoint)))
-        return _what_all_have(config), folder.attempt, checkpoint.step if checkpoint else None
+        return _what_all_have(config), mine[0].attempt
 
-    everywhere, attempt, step = share(begin)
-    if mine:
-        folder, checkpoint, plan = mine[0]
-    else:
+    everywhere, attempt = share(lock)
+    if not mine:
         _same_as_rank_0(everywhere, _what_all_have(config), ranks)
-        folder = RunFolder(config.run.dir, attempt)
-        checkpoint = None if step is None else checkpoints.committed(step)
-        plan = plan_run(config, checkpoint, check=False)
-    folder.step = step or 0
-    return folder, checkpoint, plan
+    folder = mine[0] if mine else RunFolder(config.run.dir, attempt)
+    stack.enter_context(watchdog.heartbeats(folder, ranks, config.launch.heartbeat_seconds))
+    checkpoint = resume_point(checkpoints, config.resume, lambda line: say(console, f"warning: {line}"))
+    plans: list[RunPlan] = []
+
+    def plan() -> None:
+        plans.append(plan_run(config, checkpoint))
+        _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
+
+    share(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong
+    plan_here = plans[0] if plans else plan_run(config, checkpoint, check=False)
+    folder.step = checkpoint.step if checkpoint else 0
+    return folder, checkpoint, plan_here
+
+
+def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, first_step: int) -> None:
+    """Note that the attempt begins, unless there is nothing to do or those before it show that it would only die."""
+    if first_step >= plan.length.steps:
+        return
+    tried = _what_is_tried(config)
+    passes_over = plan.journal.is_skipped
+    refuse_crash_loop(folder.path, config.launch.crash_loop, first_step, tried, passes_over)
+    layout = resolve(config.parallel, ranks.world_size)
+    degrees = {**layout.degrees, "dp": layout.dp, "world_size": layout.world_size}
+    folder.begin(first_step, layout=degrees, config=tried)
+
+
+def _what_is_tried(config: Config) -> str:
+    """Hash of all that may decide how an attempt ends, but for the machine: keys and code."""
+    no_matter = {"crash_loop", "max_minutes", "heartbeat_seconds", "stop_before_end_seconds"}
+    keys = config.model_dump(mode="json", exclude={"launch": no_matter})
+    # Not what git says: of a checkout with changes it knows no more than that there are some.
+    found = {name: version for name, version in versions().items() if name != "git"}
+    return value_hash({**keys, "versions": found, "code": code_hash()})
 
 
 def _what_all_have(config: Config) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,21 +13,26 @@ from torch import Tensor
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import Batch
+from pipeline.train.ema import Ema
 from pipeline.train.loss import token_loss
-from pipeline.train.model.attention import Context
+from pipeline.train.model.attention import Context, Watch
+from pipeline.train.observe import Observer
 from pipeline.train.optim import Gradients, Optimizers
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.runner import build_runner
 from pipeline.train.precision import LossScale
+from pipeline.train.spikes import SpikeGuard
+from pipeline.train.stop import Wish
 
 _HASH_WORDS = 4
 """A 64-bit hash travels as words of 16 bits, whose sums over ranks fp64 holds exactly."""
 
 
-def make_context(batch: Batch, document_attention: bool) -> Context:
+def make_context(batch: Batch, document_attention: bool, watch: Watch | None = None) -> Context:
     """What the blocks need besides the activations."""
-    return Context(bounds_BS=batch.bounds if document_attention else None, length=batch.tokens.shape[1])
+    bounds = batch.bounds if document_attention else None
+    return Context(bounds_BS=bounds, length=batch.tokens.shape[1], watch=watch)
 
 
 @dataclass(frozen=True)
@@ -36,21 +42,33 @@ class StepResult:
     grad_norm: Tensor
     """Global L2 norm before clipping."""
     finite: Tensor
-    """Bool scalar: loss and gradient were finite, so the weights were updated."""
+    """Bool scalar: loss and gradient were finite; if not, the update was withheld."""
     nats: Tensor
     """[sources] fp64, summed cross entropy."""
     targets: Tensor
     """[sources] fp64, number of valid targets."""
     hash_words: Tensor
     """[4] fp64, see `data_hash`."""
-    stops: Tensor
-    """fp64 scalar, how many ranks asked for a stop."""
+    spike: Tensor
+    """Bool scalar: the step was a spike, and its update was withheld."""
+    zscores: Tensor | None
+    """[2] fp64, see `spikes.Verdict`; None where spikes are not looked for."""
+    wishes: Tensor
+    """[2] fp64, how many ranks asked for a stop and for a save."""
+    work: Tensor
+    """[ranks] fp64, seconds that each rank had worked in the step before."""
+    observed: Callable[[], dict[str, Any]] | None
+    """What was seen by layer, if this step was observed; reads the device."""
     loss_scale: Tensor | None
     """fp32 scalar: the factor on the loss, with fp16."""
 
     def data_hash(self) -> int:
         """The sum of the hashes of all samples of the step, mod 2**64; reads the device."""
         return sum(int(word) << (16 * place) for place, word in enumerate(self.hash_words.tolist())) % 2**64
+
+    def wish(self) -> Wish:
+        """What any rank asked for; reads the device."""
+        return Wish(*(count > 0 for count in self.wishes.tolist()))
 
 
 class Stepper:
@@ -79,6 +97,9 @@ class Stepper:
         self._gradients = Gradients(model, mesh)
         self.runner = build_runner(model, mesh, parallel, device, COMPUTE_DTYPE[compute])
         self.loss_scale = LossScale(train.precision.loss_scale, device) if compute == "fp16" else None
+        self.spikes = SpikeGuard(train.faults, device) if train.faults.on_spike != "ignore" else None
+        self.ema = Ema(train.ema, model) if train.ema else None
+        self._observer = Observer(model, device, train.metrics.layers_every_steps)
 
     def step(
         self,
@@ -86,8 +107,10 @@ class Stepper:
         valid_targets: int,
         lr: float,
         *,
+        step: int = 0,
         data_hash: int = 0,
-        stop: Callable[[], bool] = lambda: False,
+        wish: Callable[[], Wish] = lambda: Wish(False, False),
+        work: float = 0.0,
     ) -> StepResult:
         """Train on a global batch.
 
@@ -95,27 +118,39 @@ class Stepper:
             micro_batches: this rank's share of it.
             valid_targets: of the global batch over all ranks; the loss is a token sum divided by it.
             lr: learning rate of this step.
+            step: its number, from 1; decides whether it is observed.
             data_hash: of this rank's samples.
-            stop: whether this rank was asked to stop, looked at when all is computed; all learn of it from the result.
+            wish: what this rank is asked for, looked at when all is computed; all learn of it from the result.
+            work: seconds that this rank worked in the step before.
         """
         batches = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
-        contexts = [make_context(batch, self._document_attention) for batch in batches]
+        self._observer.begin(step)
+        contexts = [make_context(batch, self._document_attention, self._observer.watch(batch)) for batch in batches]
         sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
         self.runner.train(batches, contexts, self._objective(valid_targets, sums))
         self._gradients.share_tied()
+        self._observer.gradients(self._gradients)
         # One sum over all ranks for everything that they have to agree on.
-        facts = self._facts(data_hash, stop())
-        everything = torch.cat([self._gradients.sum_of_squares()[None], facts, sums.flatten()])
+        parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]
+        everything = torch.cat(parts)
         dist.all_reduce(everything)
-        squares, stops, words = everything[0], everything[1], everything[2 : 2 + _HASH_WORDS]
-        nats, targets = everything[2 + _HASH_WORDS :].view_as(sums)
-        norm, scale = squares.sqrt(), self.loss_scale
+        squares, wishes, words, works, flat = torch.split(everything, [part.numel() for part in parts])
+        nats, targets = flat.view_as(sums)
+        norm, scale = squares[0].sqrt(), self.loss_scale
         if scale is not None:
             norm = norm / scale.scale
         finite = torch.isfinite(norm) & torch.isfinite(nats.sum())
+        spike, zscores = torch.zeros_like(finite), None
+        if self.spikes is not None:
+            spike, zscores = self.spikes.judge(nats.sum() / targets.sum().clamp(min=1), norm, finite)
+        updated = finite & ~spike
         self._gradients.scale(self._clip_factor(norm))
-        self._optimizers.step(lr, finite)
-        result = StepResult(norm, finite, nats, targets, words, stops, None if scale is None else scale.scale)
+        self._optimizers.step(lr, updated)
+        if self.ema is not None:
+            self.ema.update(updated)
+        factor = None if scale is None else scale.scale
+        observed = self._observer.finish(factor)
+        result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, factor)
         if scale is not None:
             scale.update(finite)
         return result
@@ -136,12 +171,16 @@ class Stepper:
 
         return objective
 
-    def _facts(self, data_hash: int, stop: bool) -> Tensor:
-        """What this rank tells the others: [stop flag, words of the hash of its samples], fp64."""
+    def _facts(self, data_hash: int, wish: Wish, work: float) -> list[Tensor]:
+        """What this rank tells the others, fp64: its wishes, words of the hash of its samples, its work by rank."""
         # Ranks with the same samples count once.
         counts = self._mesh.rank("tp") == 0 and self._mesh.rank("pp") == 0
         words = [(data_hash >> (16 * place)) & 0xFFFF if counts else 0 for place in range(_HASH_WORDS)]
-        return torch.tensor([float(stop), *words], dtype=torch.float64).to(self._device, non_blocking=True)
+        works = [0.0] * dist.get_world_size()
+        works[dist.get_rank()] = work
+        facts = torch.tensor([*map(float, wish), *words, *works], dtype=torch.float64)
+        facts = facts.to(self._device, non_blocking=True)
+        return list(torch.split(facts, [len(wish), len(words), len(works)]))
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """fp32 scalar that takes gradients to at most the configured norm, and the loss scale out of them."""
@@ -149,8 +188,8 @@ class Stepper:
         return (factor if self.loss_scale is None else factor / self.loss_scale.scale).float()
 
 
-def agree(stop: bool, device: torch.device) -> bool:
-    """Whether any rank was asked to stop. Every rank calls this; it reads the device."""
-    flag = torch.tensor([float(stop)], device=device)
-    dist.all_reduce(flag)
-    return bool(flag.item())
+def agree(wish: Wish, device: torch.device) -> Wish:
+    """What any rank is asked for. Every rank calls this; it reads the device."""
+    flags = torch.tensor([float(asked) for asked in wish], device=device)
+    dist.all_reduce(flags)
+    return Wish(*(count > 0 for count in flags.tolist()))

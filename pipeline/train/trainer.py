@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from pipeline.config import Config
@@ -19,32 +19,38 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.journal import Segment
 from pipeline.data.loader import Loader, open_loader
-from pipeline.data.progress import counted
 from pipeline.data.staging import staged
 from pipeline.errors import NumericalError, Stopped, UserError
+from pipeline.train.announce import nothing_held_out, start_lines, step_lines
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.describe import describe_change, describe_run
+from pipeline.train.checkpoint.policy import due
+from pipeline.train.checkpoint.resume_point import rewind_point
+from pipeline.train.faults import Faults, Rewind
+from pipeline.train.goodput import goodput
+from pipeline.train.heartbeat import host_of
 from pipeline.train.metrics import Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
-from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.model.flops import flops_per_token
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel import processes
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import Processes
+from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.rules import check_layout, layout_warnings
-from pipeline.train.parallel.watchdog import Watchdog
+from pipeline.train.parallel.watchdog import Phase, Watchdog
 from pipeline.train.plan import RunPlan
+from pipeline.train.resume import resume_lines
+from pipeline.train.rows import numbers, place, speed
 from pipeline.train.run_folder import RunFolder
 from pipeline.train.saving import Saver
 from pipeline.train.schedule import Schedule
 from pipeline.train.setup import Setup, be_deterministic, join, out_of_memory_means, set_up
+from pipeline.train.spikes import kind_of
 from pipeline.train.start import open_run_everywhere, open_validation
 from pipeline.train.step import Stepper, agree
-from pipeline.train.stop import StopRequest
-from pipeline.train.validation import HeldOutLoss, heldout_loss
-
-_MAX_NONFINITE = 3
-"""So many non-finite steps one after the other end the run: they are no longer an accident."""
+from pipeline.train.stop import Requests, Wish
+from pipeline.train.straggler import Stragglers, WorkClock
+from pipeline.train.validation import HeldOutLoss, validation_losses
+from pipeline.train.warm_start import Origin, warm_start
 
 
 def train(config: Config, console: Console | None = None) -> int:
@@ -58,6 +64,7 @@ def train(config: Config, console: Console | None = None) -> int:
         NumericalError: several steps in a row were not finite.
         Stopped: a signal or the `stop` file asked for it; a checkpoint was saved.
     """
+    started = time.monotonic()
     ranks = processes.of_environment()
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     layout = check_layout(config, ranks.world_size)
@@ -69,13 +76,16 @@ def train(config: Config, console: Console | None = None) -> int:
         device = join(config, ranks)
         # Rank 0 reads the whole checkpoint to verify it, and the others wait.
         watchdog.phase("save")
-        folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, console)
+        folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, watchdog, console)
         total, reason = plan.length.steps, plan.length.reason
         if total == 0:
             raise UserError(f"the run has no step ({reason}); give it at least one")
         if checkpoint is not None and checkpoint.step >= total:
             say(console, f"train: nothing to do, already at step {checkpoint.step} ({reason})")
             return checkpoint.step
+        if checkpoint is not None and ranks.rank == 0:
+            for line in resume_lines(checkpoint, config, plan.fingerprints, layout):
+                say(console, line)
         for line in [*layout_warnings(config, layout), *plan.warnings]:
             say(console, f"warning: {line}")
         heldout = open_validation(config, plan.tokenizer, check=ranks.rank == 0)
@@ -87,12 +97,20 @@ def train(config: Config, console: Console | None = None) -> int:
         watchdog.phase("init")
         setup = set_up(config, plan.tokenizer, device, layout)
         # The stop file is rank 0's to look at. A rank of several does nothing after training, unlike `pipeline run`.
-        with StopRequest(folder.stop_file if ranks.rank == 0 else None, to_the_end=ranks.world_size > 1) as stop:
+        with Requests(
+            config.run.dir if ranks.rank == 0 else None,
+            to_the_end=ranks.world_size > 1,
+            started=started,
+            max_minutes=config.launch.max_minutes,
+            before_end=config.launch.stop_before_end_seconds,
+            save_minutes=config.train.checkpoint.every_minutes,
+        ) as requests:
             with out_of_memory_means(lambda: _advice_on_weights(ranks)):
                 trainer = Trainer(config, plan, setup, datasets, heldout, folder, ranks, watchdog, console)
-                if checkpoint is not None:
-                    trainer.restore(checkpoint)
-            trainer.run(stop)
+                trainer.begin(checkpoint)
+            trainer.run(requests)
+            if ranks.rank == 0 and (spent := goodput(folder.path)):
+                say(console, f"train: {spent}")
             say(console, f"train: done, {total} steps ({reason}); checkpoints and metrics are in {folder.path}")
             return total
 
@@ -130,14 +148,8 @@ class Trainer:
         self._console = console
         train, mesh, spec = config.train, setup.mesh, setup.spec
         self._schedule = Schedule(train.schedule, train.duration, plan.length.steps, plan.journal.tokens)
-        self._loader: Loader = open_loader(
-            config,
-            datasets,
-            journal=plan.journal,
-            dp_rank=mesh.rank("batch"),
-            dp_size=mesh.size("batch"),
-            device=setup.device,
-        )
+        self._datasets = datasets
+        self._loader = self._open_loader()
         self._heldout = heldout
         self._model = build_model(
             config.model,
@@ -160,75 +172,205 @@ class Trainer:
             sources=len(self._loader.names),
             document_attention=config.model.document_attention,
         )
-        checkpoints = Checkpoints.of_run(folder.path)
-        self._saver = Saver(config, plan, folder, checkpoints, mesh.layout, self._model, self._optimizers)
+        self._checkpoints = Checkpoints.of_run(folder.path)
+        self._saver = Saver(
+            config, plan, folder, self._checkpoints, mesh.layout, self._model, self._optimizers, self._stepper.ema
+        )
+        self._faults = Faults(
+            train.faults,
+            folder,
+            ranks.rank,
+            self._describe,
+            self._saved_steps,
+            self._last_good,
+            console,
+        )
+        self._clock = WorkClock()
+        self._stragglers = Stragglers(lambda rank: host_of(folder.path, rank))
         peak = peak_flops(setup.device, train.precision.compute)
         self._peak = None if peak is None else peak * ranks.world_size
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"
-        self._nonfinite = 0
         self._since = time.monotonic()  # when the last step, validation or save ended
         self._pending: Callable[[], dict[str, Any]] | None = None
-        self._stop_agreed = False
+        self._agreed = Wish(False, False)
+        self._origin = Origin()
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Load the weights and moments of a checkpoint."""
+    def _open_loader(self) -> Loader:
+        mesh = self._setup.mesh
+        return open_loader(
+            self._config,
+            self._datasets,
+            journal=self._plan.journal,
+            dp_rank=mesh.rank("batch"),
+            dp_size=mesh.size("batch"),
+            device=self._setup.device,
+        )
+
+    def _describe(self, step: int) -> Any:
+        """The samples of a step, counted from 0, by the loader of now: a rewind replaces it."""
+        return self._loader.describe(step)
+
+    def _saved_steps(self) -> list[int]:
+        """Steps of the checkpoints that there are, also of one that was still being written; every rank calls this."""
+        self._last_save()
+        return share(lambda: [checkpoint.step for checkpoint in self._checkpoints.all()])
+
+    def _last_good(self) -> str:
+        """What the run would go on from, for messages; every rank calls this."""
+        self._last_save()
+        return self._saver.last_good()
+
+    def _last_save(self) -> None:
+        """Wait for the save that is being written, if there is one; every rank calls this."""
         self._watchdog.phase("save")
-        storage.read(checkpoint.path, self._model, self._optimizers)
-        scale, saved = self._stepper.loss_scale, checkpoint.state().get("loss_scale")
-        if scale is not None and saved is not None:
-            scale.load(saved)
-        say(self._console, f"train: going on from {checkpoint.path.name}")
+        self._saver.wait()
 
-    def run(self, stop: StopRequest) -> None:
+    def begin(self, checkpoint: Checkpoint | None) -> None:
+        """Load what the run starts with: a checkpoint of its own, the weights of another run, or nothing."""
+        self._watchdog.phase("save")
+        if checkpoint is not None:
+            self._restore(checkpoint)
+            say(self._console, f"train: going on from {checkpoint.path.name}")
+        elif self._config.train.init_from is not None:
+            lines, self._origin = warm_start(self._config, self._setup.tokenizer, self._model)
+            if self._stepper.ema is not None:
+                self._stepper.ema.reset()
+            for line in lines:
+                say(self._console, f"train: {line}")
+        self._faults.recall()
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Load the whole state of a checkpoint."""
+        storage.read(checkpoint.path, self._model, self._optimizers, self._stepper.ema)
+        state = checkpoint.state()
+        for name, part in self._parts().items():
+            if state.get(name):
+                part.load(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        """What else has a state that is saved, by its name in state.json; each has `state` and `load`."""
+        parts = {
+            "loss_scale": self._stepper.loss_scale,
+            "spikes": self._stepper.spikes,
+            "faults": self._faults,
+            "origin": self._origin,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def run(self, requests: Requests) -> None:
         """Train up to the end of the run."""
         first, total = self._folder.step, self._plan.length.steps
         if self._ranks.rank == 0:
             store.put(self._folder.path / "config.yaml", dump(self._config).encode())
-            store.put_json(self._folder.path / "journal.json", self._plan.journal.to_json())
-        self._announce(first)
-        self._watchdog.phase("first_step", first + 1)
-        with out_of_memory_means(self._advice), Metrics(self._sinks(first, total)) as metrics:
-            waiting = self._since = time.monotonic()
-            for data in self._loader.iterate(first, total):
+            self._write_journal()
+        sizes = [len(split) for split in self._heldout.values()]
+        for line in [
+            *start_lines(self._config, self._plan, self._setup, first, self._flops(first, causal=True)),
+            *nothing_held_out(self._config, sizes),
+        ]:
+            say(self._console, line)
+        with out_of_memory_means(self._advice), Metrics(self._sinks(first, total)) as metrics, self._saver:
+            while True:
+                try:
+                    self._steps(requests, metrics)
+                    break
+                except Rewind as rewind:
+                    self._rewind(rewind, metrics)
+                except NumericalError:
+                    self._watchdog.phase("save")  # the one in flight is waited for
+                    raise
+            # All is saved. What is left is to close the sinks, one of which may still have much to send.
+            self._watchdog.pause()
+
+    def _write_journal(self) -> None:
+        store.put_json(self._folder.path / "journal.json", self._plan.journal.to_json())
+
+    def _steps(self, requests: Requests, metrics: Metrics) -> None:
+        """The loop."""
+        first, total = self._folder.step, self._plan.length.steps
+        phase: Phase = "first_step"
+        self._watchdog.phase(phase, first + 1)
+        waiting = self._since = time.monotonic()
+        self._clock.take()  # building and loading were no step
+        with closing(self._loader.iterate(first, total)) as steps:
+            for data in steps:
                 waited = time.monotonic() - waiting
-                self._announce_step(data, first)
+                for line in step_lines(self._config, self._plan, data, first):
+                    say(self._console, line)
                 # The numbers of a step are read when the next one has been issued, so that a device never idles.
                 passes_over = data.skipped or not data.valid_targets
-                row = self._pass_over(data, stop) if passes_over else self._train(data, waited, stop)
+                row = self._pass_over(data, requests) if passes_over else self._train(data, waited, requests)
                 self._flush(metrics)
                 self._pending = row
                 if not self._runs_ahead:
                     self._flush(metrics)
                 self._folder.step = data.step + 1
-                self._between_steps(stop, metrics)
-                self._watchdog.phase("step", data.step + 2)
+                self._between_steps(requests, metrics)
+                if not passes_over:  # until then nothing has been compiled
+                    phase = "step"
+                self._watchdog.phase(phase, data.step + 2)
                 waiting = time.monotonic()
-            # All is saved. What is left is to close the sinks, one of which may still have much to send.
-            self._watchdog.pause()
 
-    def _between_steps(self, stop: StopRequest, metrics: Metrics) -> None:
+    def _between_steps(self, requests: Requests, metrics: Metrics) -> None:
         """Validate and save where it is time to, and look for a stop request."""
         step, total = self._folder.step, self._plan.length.steps
-        checkpoint, validation = self._config.train.checkpoint, self._config.train.validation
-        stops = self._stop_agreed
+        validation = self._config.train.validation
+        self._report_saves(metrics)
+        stops, saves = self._agreed
         if stops:
             # Before a validation, which may take longer than there is until the processes are killed.
             self._flush(metrics)
-            self._save(step, last=True)
+            self._save(step, requests, metrics, last=True)
         if step % validation.every_steps == 0 or step == total:
             self._flush(metrics)
             self._validate(step, metrics)
-        if (step % checkpoint.every_steps == 0 or step == total) and not stops:
+        if (saves or due(self._config.train.checkpoint, step, total)) and not stops:
             self._flush(metrics)
-            self._save(step, last=step == total)
+            self._save(step, requests, metrics, last=step == total)
         if stops or step == total:
-            reason = stop.reason() or "a stop request"  # of another rank
+            reason = requests.reason() or "a stop request"  # of another rank
             # Also a stop file that came during the last step: a longer run would stop at once.
-            stop.consume()
+            requests.consume()
             if step < total:
                 self._watchdog.pause()
                 raise Stopped(f"{reason} at step {step} of {total}; saved. Run the same command to go on.")
+
+    def _rewind(self, rewind: Rewind, metrics: Metrics) -> None:
+        """Go back to a checkpoint, and pass over the steps around a fault when the run comes to them again."""
+        self._pending, self._agreed = None, Wish(False, False)
+        self._last_save()
+        self._report_saves(metrics)
+        checkpoint = rewind_point(
+            self._checkpoints, self._config.resume, rewind.before, lambda line: say(self._console, f"warning: {line}")
+        )
+        if checkpoint is None:
+            raise NumericalError(
+                f"{rewind.reason}, and there is no checkpoint of step {rewind.before} or before to go back to; lower "
+                "train.faults.rewind_steps, or save more often (train.checkpoint.every_steps, keep, keep_every)"
+            )
+        step = checkpoint.step
+        journal = self._plan.journal.passing_over(rewind.skip, step)
+        self._plan = replace(self._plan, journal=journal)
+        self._folder.step = step
+
+        def write_down() -> None:
+            self._folder.next_attempt(write=True)
+            self._write_journal()
+
+        share(write_down)
+        if self._ranks.rank > 0:
+            self._folder.next_attempt(write=False)
+        self._loader = self._open_loader()
+        if self._stepper.spikes is not None:
+            self._stepper.spikes.load({})  # of a checkpoint that has none
+        self._restore(checkpoint)
+        metrics.rewind(step)
+        say(
+            self._console,
+            f"warning: {rewind.reason}; went back to step {step}, steps {rewind.skip[0] + 1} to {rewind.skip[1]} will "
+            "be passed over",
+        )
 
     def _advice(self) -> str:
         now = self._loader.micro_batch_size(self._folder.step)
@@ -237,45 +379,6 @@ class Trainer:
             f"{where}step {self._folder.step + 1}: lower train.micro_batch_size, or that of the phase ({now} now); "
             "the result is the same"
         )
-
-    def _where(self) -> str:
-        """Devices, layout and threads: `cpu, 2 threads`, `4 x cpu (pp 2 x tp 2), 1 thread each`."""
-        device, threads = self._setup.device.type, counted(torch.get_num_threads(), "thread")
-        if self._ranks.world_size == 1:
-            return f"{device}, {threads}"
-        return f"{self._ranks.world_size:,} x {device} ({self._setup.mesh.layout}), {threads} each"
-
-    def _announce(self, first: int) -> None:
-        train, spec, length = self._config.train, self._setup.spec, self._plan.length
-        say(
-            self._console,
-            f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {train.precision.compute} on {self._where()}, "
-            f"{self._flops(first, causal=True) / 1e6:,.4g} MFLOP a token",
-        )
-        say(
-            self._console,
-            f"train: {describe_run(self._config, self._plan.journal, first, length.steps)} ({length.reason})",
-        )
-        if train.validation.samples and not any(len(split) for split in self._heldout.values()):
-            share = self._config.data.splits.get(train.validation.split)
-            where = f"data.splits.{train.validation.split}: {share}"
-            say(self._console, f"warning: nothing is held out ({where}), so there is no validation")
-
-    def _announce_step(self, data: StepData, first: int) -> None:
-        """Say what changes with this step, if anything does."""
-        journal, step = self._plan.journal, data.step
-        number = journal.segment_number(step)
-        if step and step == journal.segments[number].first_step:
-            say(self._console, f"step {step + 1}: {describe_change(self._config, journal, number)}")
-        for line in self._plan.exhaustions.get(step, ()):
-            say(self._console, f"step {step + 1}: {line}")
-        if data.skipped and (step == first or not journal.is_skipped(step - 1)):
-            total = self._plan.length.steps
-            end = next((s for s in range(step + 1, total) if not journal.is_skipped(s)), total)
-            what = f"step {step + 1} is" if end == step + 1 else f"steps {step + 1} to {end} are"
-            say(self._console, f"{what} passed over (blend.skip)")
-        elif not data.skipped and not data.valid_targets:
-            say(self._console, f"step {step + 1} is passed over: all of its targets are masked (blend.skip)")
 
     def _sinks(self, first: int, total: int) -> list[Sink]:
         if self._ranks.rank > 0:
@@ -296,149 +399,114 @@ class Trainer:
         """FLOPs of a token at a step, counted from 0."""
         return flops_per_token(self._setup.spec, self._segment(step).sequence_length, causal=causal)
 
-    def _pass_over(self, data: StepData, stop: StopRequest) -> Callable[[], dict[str, Any]]:
+    def _pass_over(self, data: StepData, requests: Requests) -> Callable[[], dict[str, Any]]:
         """The metrics of a step of which nothing is trained on: nothing is computed and nothing changes."""
 
         def row() -> dict[str, Any]:
-            self._stop_agreed |= agree(stop.reason() is not None, self._setup.device)
+            self._agreed = agree(requests.wish(), self._setup.device)
             self._since = time.monotonic()
-            return {**self._place(data), "passed_over": True}
+            return {**self._head(data.step + 1), **place(self._loader, data), "passed_over": True}
 
         return row
 
-    def _train(self, data: StepData, waited: float, stop: StopRequest) -> Callable[[], dict[str, Any]]:
+    def _train(self, data: StepData, waited: float, requests: Requests) -> Callable[[], dict[str, Any]]:
         """Issue a step; its metrics come as a function that reads the device and is called a step later."""
         lr = self._config.train.optimizer.lr * self._schedule.factor(self._plan.journal.tokens(data.step + 1))
+        if self._stepper.spikes is not None:
+            self._stepper.spikes.compare_within(kind_of(self._segment(data.step)))
         result = self._stepper.step(
-            data.micro_batches, data.valid_targets, lr, data_hash=data.data_hash, stop=lambda: stop.reason() is not None
+            data.micro_batches,
+            data.valid_targets,
+            lr,
+            step=data.step + 1,
+            data_hash=data.data_hash,
+            wish=requests.wish,
+            work=self._clock.take() + waited,
         )
         tokens = sum(data.tokens_by_source.values())
 
         def row() -> dict[str, Any]:
-            nats, targets = result.nats.tolist(), result.targets.tolist()
-            self._stop_agreed |= result.stops.item() > 0
+            with self._clock.pause():  # it waits for the device, and that for the other ranks
+                values = numbers(result, self._loader.names)
+            self._agreed = result.wish()
             # The device has done the step by now: a step lasts from the end of the one before to its own.
             now = time.monotonic()
-            rate, self._since = tokens / (now - self._since), now
-            flops = self._flops(data.step, causal=False)
-            values = {
-                **self._place(data),
-                "loss": sum(nats) / max(1.0, sum(targets)),
-                "loss_by_source": {
-                    name: nats[k] / targets[k] for k, name in enumerate(self._loader.names) if targets[k]
-                },
-                "grad_norm": result.grad_norm.item(),
+            seconds, self._since = now - self._since, now
+            if "work" in values and (told := self._stragglers.see(data.step + 1, values["work"], seconds)):
+                say(self._console, f"warning: {told}")
+            flops, causal_flops = (self._flops(data.step, causal=causal) for causal in (False, True))
+            return {
+                **self._head(data.step + 1),
+                **place(self._loader, data),
+                **values,
                 "lr": lr,
-                "skipped": not result.finite.item(),
-                "tokens_per_second": rate,
                 "data_wait": waited,
-                "model_flops_per_second": rate * flops,
-                "data_hash": f"{result.data_hash():016x}",
+                **speed(tokens, seconds, flops, causal_flops, self._peak),
             }
-            if result.loss_scale is not None:
-                values["loss_scale"] = result.loss_scale.item()
-            if self._peak is not None:
-                values["mfu"] = rate * flops / self._peak
-                values["mfu_causal"] = rate * self._flops(data.step, causal=True) / self._peak
-            return values
 
         return row
 
-    def _place(self, data: StepData) -> dict[str, Any]:
-        """What the metrics of every step have: where it is in the run and its data."""
-        step = data.step + 1
-        return {
-            "step": step,
-            "attempt": self._folder.attempt,
-            "time": time.time(),
-            "tokens": self._loader.tokens(step),
-            "tokens_by_source": self._loader.tokens_by_source(step),
-            "epochs_by_source": self._loader.epochs_by_source(step),
-            "order_hash": f"{data.order_hash:016x}",
-        }
+    def _head(self, step: int) -> dict[str, Any]:
+        """What every row of metrics has; `step` from 1."""
+        return {"step": step, "attempt": self._folder.attempt, "time": time.time()}
 
     def _flush(self, metrics: Metrics) -> None:
         if self._pending is not None:
             row, self._pending = self._pending(), None
             metrics.write(row)
             if "passed_over" not in row:
-                # An overflow of fp16 that a smaller scale prevents next time is part of the method.
-                finite = not row["skipped"] or row.get("loss_scale", 1.0) > 1.0
-                self._check_finite(row["step"], finite=finite)
-
-    def _check_finite(self, step: int, *, finite: bool) -> None:
-        """Record a step whose update was withheld; end the run after several in a row."""
-        if finite:
-            self._nonfinite = 0
-            return
-        self._nonfinite += 1
-        if self._ranks.rank == 0:
-            self._record_nonfinite(step)
-        if self._nonfinite >= _MAX_NONFINITE:
-            raise NumericalError(
-                f"{self._nonfinite} steps in a row up to step {step} were not finite. {self._saver.last_good()} is "
-                "from before them. Lower train.optimizer.lr, lengthen train.schedule.warmup or look at the samples in "
-                f"{self._folder.path / 'nonfinite.jsonl'}; to go further back, move newer checkpoints away"
-            )
-
-    def _record_nonfinite(self, step: int) -> None:
-        record = {"step": step, "attempt": self._folder.attempt, "samples": self._loader.describe(step - 1)}
-        lines = store.JsonLines(self._folder.path / "nonfinite.jsonl")
-        lines.write(record)
-        lines.close()
-        say(
-            self._console,
-            f"warning: step {step}: loss or gradient is not finite; the weights were not updated "
-            f"(its samples are in {self._folder.path / 'nonfinite.jsonl'})",
-        )
+                self._faults.after(row)
 
     def _validate(self, step: int, metrics: Metrics) -> None:
-        samples = self._config.train.validation.samples
-        splits = {name: split for name, split in self._heldout.items() if len(split)}
-        if not samples or not splits:
-            return
-        losses: dict[str, HeldOutLoss] = {}
         # As many tokens at once as in a micro-batch of the step, whose windows may be shorter or longer.
         tokens = self._loader.micro_batch_size(step - 1) * self._segment(step - 1).sequence_length
-        batch_size = max(1, tokens // self._config.train.sequence_length)
-        everything = sum(len(split) for split in splits.values())
-        for name, split in splits.items():
-            # Each source has its share of the sample, and at least one window.
-            windows = split.spread(max(1, samples * len(split) // everything))
-            losses[name] = heldout_loss(
-                self._model,
-                self._stepper.runner,
-                self._setup.mesh,
-                split,
-                windows,
-                batch_size=batch_size,
-                document_attention=self._config.model.document_attention,
-                device=self._setup.device,
-                advance=lambda windows: self._watchdog.beat(),
-            )
+        losses = validation_losses(
+            self._config,
+            self._heldout,
+            self._model,
+            self._stepper.runner,
+            self._setup.mesh,
+            self._setup.device,
+            batch_size=max(1, tokens // self._config.train.sequence_length),
+            advance=self._watchdog.beat,
+        )
+        if not losses:
+            return
         blended = sum(losses.values(), HeldOutLoss(0.0, 0))
+        start, self._since = self._since, time.monotonic()
         metrics.write(
             {
-                "step": step,
-                "attempt": self._folder.attempt,
-                "time": time.time(),
+                **self._head(step),
+                "validation_seconds": self._since - start,
                 "validation_loss": blended.mean,
                 "validation_loss_by_source": {name: loss.mean for name, loss in losses.items()},
             }
         )
         say(self._console, f"step {step}: validation loss {blended.mean:.4f}")
-        self._since = time.monotonic()
 
-    def _save(self, step: int, *, last: bool) -> None:
+    def _save(self, step: int, requests: Requests, metrics: Metrics, *, last: bool) -> None:
         """Save, and remove what is too old.
 
-        While steps are not finite nothing is removed, and nothing saved but at the end.
+        While steps go wrong nothing is removed, and nothing saved but at the end.
         """
-        if self._nonfinite and not last:
+        if self._faults.troubled and not last:
             return
-        scale = self._stepper.loss_scale
+        start = time.monotonic()
         self._watchdog.phase("save", step)
-        self._saver.save(step, {} if scale is None else {"loss_scale": scale.state()})
-        if not self._nonfinite:
-            self._saver.prune()
+        more = {name: part.state() for name, part in self._parts().items()}
+        # Each of the two saves that this may wait for has the whole limit.
+        advance, prune = self._watchdog.beat, not self._faults.troubled
+        self._saver.save(step, self._plan.journal, more, last=last, prune=prune, advance=advance)
+        requests.saved()
+        self._agreed = self._agreed._replace(save=False)
+        self._report_saves(metrics)
         self._since = time.monotonic()
+        metrics.write({**self._head(step), "save_blocked": self._since - start})
+
+    def _report_saves(self, metrics: Metrics) -> None:
+        for report in self._saver.reports():
+            if report.failure is None:
+                waited = {"save_waited": report.waited} if report.waited else {}
+                metrics.write({**self._head(report.step), "save_seconds": report.seconds, **waited})
+            else:
+                say(self._console, f"warning: {report.failure}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.data.heldout import HeldOut
 from pipeline.train.loss import token_loss
@@ -32,6 +33,49 @@ class HeldOutLoss:
 
     def __add__(self, other: HeldOutLoss) -> HeldOutLoss:
         return HeldOutLoss(self.nats + other.nats, self.targets + other.targets)
+
+
+def validation_losses(
+    config: Config,
+    heldout: Mapping[str, HeldOut],
+    model: ParallelModel,
+    runner: Runner,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    batch_size: int,
+    advance: Callable[[], None],
+) -> dict[str, HeldOutLoss]:
+    """Loss by source on the sample of `train.validation`; empty where there is none. Every rank calls this.
+
+    Args:
+        config: resolved config.
+        heldout: windows by source.
+        model: what is validated.
+        runner: of the model.
+        mesh: of the model.
+        device: where it computes.
+        batch_size: windows at once.
+        advance: called after each batch.
+    """
+    samples = config.train.validation.samples
+    splits = {name: split for name, split in heldout.items() if samples and len(split)}
+    everything = sum(len(split) for split in splits.values())
+    return {
+        name: heldout_loss(
+            model,
+            runner,
+            mesh,
+            split,
+            # Each source has its share of the sample, and at least one window.
+            split.spread(max(1, samples * len(split) // everything)),
+            batch_size=batch_size,
+            document_attention=config.model.document_attention,
+            device=device,
+            advance=lambda windows: advance(),
+        )
+        for name, split in splits.items()
+    }
 
 
 @torch.no_grad()

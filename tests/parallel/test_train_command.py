@@ -132,7 +132,8 @@ def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> Non
 def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank: int) -> None:
     name = f"killed-{rank}"
     process = start(root, name)
-    wait_for(lambda: steps(root / name) >= 12, process)
+    saved = root / name / "checkpoints" / "latest"  # it is written while training goes on
+    wait_for(lambda: steps(root / name) >= 12 and saved.exists(), process)
     os.kill(ranks_of(root / name)[rank], signal.SIGKILL)
     _out, err = process.communicate(timeout=100)
     assert process.returncode == 1
@@ -140,18 +141,6 @@ def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank:
     assert orjson.loads((root / name / "exit.json").read_bytes())["code"] == 1
     assert ranks_of(root / name) == {}
     goes_on(root, name, whole)
-
-
-def test_a_rank_that_hangs_ends_the_run(root: Path) -> None:
-    process = start(root, "hung", "train.duration=4000 steps", "launch.time_limits.step_seconds=3")
-    wait_for(lambda: steps(root / "hung") >= 3, process)
-    os.kill(ranks_of(root / "hung")[1], signal.SIGSTOP)
-    _out, err = process.communicate(timeout=100)
-    assert process.returncode == 76, err
-    assert "launch.time_limits.step_seconds" in err
-    assert ranks_of(root / "hung") == {}
-    ended = orjson.loads((root / "hung" / "exit.json").read_bytes())
-    assert ended["code"] == 76 and "launch.time_limits.step_seconds" in ended["reason"]
 
 
 def test_a_folder_in_use_is_told_once(root: Path) -> None:

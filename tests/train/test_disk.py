@@ -1,18 +1,26 @@
 """Disks that are full or read-only, for real: small tmpfs mounts (needs root; skipped elsewhere)."""
 
 import errno
+import io
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pipeline.config.load import load
+from pipeline.train import metrics, trainer
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.parallel.compat import HashingWriter
+from pipeline.train.run_folder import read_metrics
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
@@ -33,29 +41,75 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=False)
 
 
-def test_a_full_disk_during_a_save_is_one_message_and_the_last_checkpoint_stays(
-    tmp_path: Path, small_disk: Path
-) -> None:
-    file = tiny.write_run(
-        tmp_path, {"run.dir": str(small_disk / "run"), "model.dim": 96, "train.checkpoint.keep": 9, "model.layers": 1}
-    )
+def file_of_a_run_on(tmp_path: Path, small_disk: Path, keep: int) -> Path:
+    keys = {"run.dir": str(small_disk / "run"), "model.dim": 96, "model.layers": 1, "train.checkpoint.keep": keep}
+    more = {"train.checkpoint.every_steps": 1, "train.checkpoint.retries": 0, "train.duration": "8 steps"}
+    file = tiny.write_run(tmp_path, {**keys, **more})
     assert tiny.pipeline("preprocess", file).returncode == 0
-    done = tiny.pipeline("train", file, "train.checkpoint.every_steps=1", "train.duration=8 steps")
+    return file
+
+
+def test_on_a_full_disk_training_goes_on_and_only_the_last_save_ends_the_run(tmp_path: Path, small_disk: Path) -> None:
+    file = file_of_a_run_on(tmp_path, small_disk, keep=9)
+    done = tiny.pipeline("train", file)
     assert done.returncode == 1, done.stdout + done.stderr
     message = done.stderr.replace("\n", " ")
     assert "Traceback" not in message
-    assert "could not be saved" in message and "is still good" in message, message
-    checkpoints = Checkpoints(small_disk / "run" / "checkpoints")
+    assert "step 8 could not be saved" in message and "is still good; make room" in message, message
+    run = small_disk / "run"
+    checkpoints = Checkpoints.of_run(run)
     last = checkpoints.latest()
-    assert last is not None
+    assert last is not None and last.step < 7
     assert last.problems() == []
     assert not list(checkpoints.folder.glob("*.tmp"))
+    # That of step 7 is known only when the last one has failed, too.
+    lines = (done.stdout + done.stderr).splitlines()
+    given_up = [line for line in lines if f"{last.path.name} is still good; training goes on" in line]
+    assert len(given_up) == 8 - last.step - 1
 
     # With room again, the same command goes on.
     subprocess.run(["mount", "-o", "remount,size=60m", small_disk], check=True)
-    done = tiny.pipeline("train", file, "train.checkpoint.every_steps=1", "train.duration=8 steps")
+    done = tiny.pipeline("train", file)
     assert done.returncode == 0, done.stderr
     assert f"going on from {last.path.name}" in done.stdout
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, 9))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_disk_that_has_room_again_gets_checkpoints_and_metrics_again(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Full to the last byte after step 3, so that metrics have no room either; freed after step 6."""
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    monkeypatch.setattr(metrics, "_PAUSE", 0.0)
+    file = file_of_a_run_on(tmp_path, small_disk, keep=1)
+    filler, original = small_disk / "filler", trainer.Trainer._between_steps
+
+    def between(self: trainer.Trainer, *args: Any) -> None:
+        step = self._folder.step
+        if step == 3:
+            self._saver.wait()
+            with filler.open("wb", buffering=0) as out, suppress(OSError):
+                while True:
+                    out.write(bytes(512))
+        if step == 6:
+            self._saver.wait()
+            filler.unlink()
+        original(self, *args)
+
+    monkeypatch.setattr(trainer.Trainer, "_between_steps", between)
+    out = io.StringIO()
+    trainer.train(load(file, ["train.metrics.tensorboard=true"]), Console(file=out, width=500))
+    run = small_disk / "run"
+    assert "step 4 could not be saved" in out.getvalue() and "step 6 could not be saved" not in out.getvalue()
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, 9))
+    assert len((run / "metrics.jsonl").read_bytes().splitlines()) >= 8
+    assert [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()] == [8]
+    jsonl = [text for text in caplog.messages if text.startswith("JsonLines")]
+    assert len(jsonl) == 2 and "No space left" in jsonl[0] and "written again; 0 rows were lost" in jsonl[1]
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")][-1] == 8
 
 
 @pytest.mark.parametrize("kibibytes", [100, 200, 300, 400, 500])

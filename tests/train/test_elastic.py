@@ -95,7 +95,8 @@ def _train(
 ) -> tuple[int | None, str]:
     """The command line in a process of its own: its exit code, and what it has printed."""
     words = ["pipeline", "train", str(file), f"run.dir={run}", f"train.micro_batch_size={micro_batch}"]
-    words += ["train.checkpoint.every_steps=1", *overrides]
+    # What is done while a step is being saved is done in this step.
+    words += ["train.checkpoint.every_steps=1", "train.checkpoint.async_save=false", *overrides]
     out = run.with_suffix(".out")
     # Processes are forked from one that has done nothing but the imports, which take longer than such a run.
     context = multiprocessing.get_context("forkserver")

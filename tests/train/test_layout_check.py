@@ -153,13 +153,14 @@ def test_footprint_by_hand() -> None:
     layer, ends = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 64, 2 * 3200 + 32
     everything = 4 * layer + ends
 
-    def of(layout: Layout, parts: list[Part], **keys: Any) -> tuple[int, int, int, int]:
+    def of(layout: Layout, parts: list[Part], *, averages: bool = False, **keys: Any) -> tuple[int, int, int, int]:
         parallel = ParallelConfig.model_validate({**layout.degrees, **keys})
-        row = footprint(spec, parts, parallel, layout, "bf16")
+        row = footprint(spec, parts, parallel, layout, "bf16", averages=averages)
         return row.parameters, row.states, row.compute, row.accumulated
 
     whole = [Part.whole(spec)]
     assert of(Layout(), whole) == (everything, 16 * everything, 2 * everything, 0)
+    assert of(Layout(), whole, averages=True) == (everything, 20 * everything, 2 * everything, 0)
     assert of(Layout(dp_replicate=8), whole) == (everything, 16 * everything, 2 * everything, 0)
     assert of(Layout(dp_shard=4), whole) == (everything, 4 * everything, 2 * (2 * layer + ends), 0)
     kept = of(Layout(dp_shard=4), whole, reshard_after_forward=False)

@@ -1,14 +1,20 @@
 """What reaches the sinks, read back by the programs that people use."""
 
+import errno
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.config.load import load
 from pipeline.data.preprocess import preprocess
-from pipeline.train.metrics import TensorBoard, flat, peak_flops
+from pipeline.data.store import JsonLines, read_json_lines
+from pipeline.train import metrics as metrics_module
+from pipeline.train.metrics import Metrics, TensorBoard, Terminal, flat, peak_flops
 from pipeline.train.run_folder import read_metrics
 from pipeline.train.trainer import train
 from tests import tiny
@@ -40,6 +46,119 @@ def test_tensorboard_shows_the_last_attempt_of_a_step(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def test_tensorboard_goes_back_with_a_run_that_does(tmp_path: Path) -> None:
+    with Metrics([TensorBoard(tmp_path, 0)]) as metrics:
+        for step in range(1, 5):
+            metrics.write({"step": step, "loss": 1.0})
+        metrics.rewind(2)
+        for step in range(3, 6):
+            metrics.write({"step": step, "loss": 2.0})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert scalars == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+def test_tensorboard_goes_back_though_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were not written yet, and are made again, are shown once."""
+    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
+    sink = TensorBoard(tmp_path, 0)
+    with Metrics([sink]) as metrics:
+        for step in (1, 2, 3):
+            metrics.write({"step": step, "loss": 1.0})
+        sink._drop()  # as after a write that failed; nothing was flushed for sure
+        metrics.rewind(1)
+        for step in (2, 3):
+            metrics.write({"step": step, "loss": 2.0})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    values = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert [value for value in values if value[0] > 1] == [(2, 2.0), (3, 2.0)]
+
+
+def test_a_bar_goes_back_with_a_run_that_does() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    bar = Terminal(console, 0, 8, 1)
+    row = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0}
+    with Metrics([bar]) as metrics:
+        metrics.write({"step": 6, **row})
+        metrics.rewind(2)
+        assert bar._progress is not None and bar._progress.tasks[0].completed == 2
+
+
+class Moody:
+    """A sink whose disk is full at some writes."""
+
+    def __init__(self, full: list[bool]) -> None:
+        self.full = full
+        self.rows: list[int] = []
+
+    def write(self, row: dict[str, Any]) -> None:
+        if self.full and self.full.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.rows.append(row["step"])
+
+    def close(self) -> None:
+        pass
+
+
+def test_rows_that_meet_a_full_disk_are_written_later_in_order(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
+    moody, sound = Moody([False, True, True, False, True]), Moody([])
+    with Metrics([moody, sound]) as metrics:
+        for step in range(1, 6):
+            metrics.write({"step": step})
+            assert sound.rows[-1] == step
+    assert moody.rows == sound.rows == [1, 2, 3, 4, 5]
+    assert [text.partition(": ")[2] for text in caplog.messages] == [
+        "[Errno 28] No space left on device; training goes on, and metrics are written when it can be done again",
+        "written again; 0 rows were lost",
+    ]
+
+
+def test_only_so_many_rows_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(metrics_module, "_KEPT", 3)
+    moody = Moody([True] * 5)
+    with Metrics([moody]) as metrics:
+        for step in range(1, 7):
+            metrics.write({"step": step})
+    assert moody.rows == [4, 5, 6]
+    assert "3 rows were lost" in caplog.messages[-1]
+
+
+def test_a_line_that_a_full_disk_cut_short_does_not_spoil_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = JsonLines(file)
+    lines.write({"step": 1})
+
+    class Full:
+        def __init__(self) -> None:
+            self.left = 5
+
+        def write(self, data: bytes) -> int:
+            if not self.left:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = original.write(data[: self.left])
+            self.left -= written
+            return int(written)
+
+    original = lines._file
+    lines._file = Full()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left"):
+        lines.write({"step": 2})
+    lines._file = original
+    lines.write({"step": 2})
+    lines.write({"step": 3})
+    lines.close()
+    assert file.read_bytes() == b'{"step":1}\n{"ste\n{"step":2}\n{"step":3}\n'
+    assert [row["step"] for row in read_json_lines(file)] == [1, 2, 3]
 
 
 def test_nested_numbers_are_joined_and_texts_left_out() -> None:

@@ -45,7 +45,7 @@ def test_an_fp16_run_goes_as_fp32_does_and_its_scale_settles(root: Path) -> None
     scales, skipped = column(fp16, "loss_scale"), column(fp16, "skipped")
     assert skipped[0] and not skipped[-1]
     assert [scale for scale, withheld in zip(scales, skipped, strict=True) if not withheld][-1] < scales[0]
-    assert not (fp16 / "nonfinite.jsonl").exists(), "an overflow is part of the method"
+    assert not (fp16 / "faults.jsonl").exists(), "an overflow is part of the method"
     small = train(root, "fp16-small", FP16, "train.precision.loss_scale.initial=256")
     for ours, theirs in zip(column(small, "loss"), column(fp32, "loss"), strict=True):
         assert ours == pytest.approx(theirs, rel=5e-3)

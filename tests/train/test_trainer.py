@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,8 @@ main()
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     code, out = start(root, run.name)
     assert code == 0, out
-    # latest names step 3 until the last but one rename; from then on step 6.
-    moved = (when, target) in (("after", "latest"), ("after", "step-00000003.pruned.tmp"))
-    assert f"going on from step-0000000{6 if moved else 3}" in out
+    # From the rename on the run goes on from step 6, whether `latest` has been moved or not.
+    assert f"going on from step-0000000{6 if when == 'after' else 3}" in out
     assert exact(run) == straight
     assert weights_hash(run) == weights_hash(root / "straight")
     assert not list((run / "checkpoints").glob("*.tmp"))
@@ -252,8 +252,9 @@ def test_three_non_finite_steps_end_the_run_and_are_recorded(root: Path) -> None
     assert "3 steps in a row" in out and "The start of the run (there is no checkpoint yet) is from before them" in out
     assert Checkpoints(run / "checkpoints").all() == []
     assert [row["skipped"] for row in read_metrics(run)][-3:] == [True, True, True]
-    records = [orjson.loads(line) for line in (run / "nonfinite.jsonl").read_bytes().splitlines()]
-    assert len(records) == 3
+    records = [orjson.loads(line) for line in (run / "faults.jsonl").read_bytes().splitlines()]
+    assert [record["action"] for record in records] == ["skip", "skip", "stop"]
+    assert {record["kind"] for record in records} == {"nonfinite"}
     assert len(records[0]["samples"]) == 4
     assert all("spans" in sample for sample in records[0]["samples"])
     assert orjson.loads((run / "exit.json").read_bytes())["code"] == 77
@@ -294,10 +295,10 @@ def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(
 ) -> None:
     original = trainer.Trainer._save
 
-    def save(self: trainer.Trainer, step: int, *, last: bool) -> None:
-        original(self, step, last=last)
+    def save(self: trainer.Trainer, step: int, *arguments: Any, last: bool) -> None:
+        original(self, step, *arguments, last=last)
         if step == 8:
-            self._folder.stop_file.touch()
+            (self._folder.path / "stop").touch()
 
     monkeypatch.setattr(trainer.Trainer, "_save", save)
     run = train(root, "stopped-late")
@@ -319,13 +320,13 @@ def test_a_stop_is_saved_before_a_validation(root: Path, monkeypatch: pytest.Mon
 
     for name in ("_save", "_validate"):
         monkeypatch.setattr(trainer.Trainer, name, noting(name))
-    monkeypatch.setattr(trainer.StopRequest, "reason", lambda self: "SIGUSR2" if (root / "now/stop").exists() else None)
+    monkeypatch.setattr(trainer.Requests, "reason", lambda self: "SIGUSR2" if (root / "now/stop").exists() else None)
     original = trainer.Trainer._between_steps
 
     def between_steps(self: trainer.Trainer, stop: Any, metrics: Any) -> None:
         original(self, stop, metrics)
         if self._folder.step == 3:
-            self._folder.stop_file.touch()
+            (self._folder.path / "stop").touch()
 
     monkeypatch.setattr(trainer.Trainer, "_between_steps", between_steps)
     with pytest.raises(Stopped, match="SIGUSR2 at step 4 of 8"):
@@ -353,15 +354,40 @@ def test_what_is_waited_for_has_its_own_time_limit(root: Path, monkeypatch: pyte
 
     original = Checkpoints.resumable
 
-    def resumable(self: Checkpoints, report: Any) -> Any:
+    def resumable(self: Checkpoints, *arguments: Any) -> Any:
         seen.append(dogs[-1]._phase)
-        return original(self, report)
+        return original(self, *arguments)
 
     monkeypatch.setattr(trainer, "Watchdog", Watched)
     monkeypatch.setattr(trainer.Trainer, "_sinks", lambda self, first, total: [Slow()])
     monkeypatch.setattr(Checkpoints, "resumable", resumable)
     train(root, "limits")
     assert seen == ["save", None]
+
+
+def test_the_limits_of_the_watchdog(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step is the first one that is trained, and each save that is waited for has the whole limit."""
+    seen: list[str] = []
+
+    def noting(owner: Any, name: str, says: Callable[..., str]) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            seen.append(says(*arguments))
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noting(trainer.Watchdog, "phase", lambda dog, phase, step=None: f"{phase} {step}")
+    noting(trainer.Watchdog, "beat", lambda dog: "beat")
+    noting(trainer.Saver, "wait", lambda saver: "wait")
+    changes = ("blend.skip=[{steps: 1-2}]", "train.duration=4 steps", "train.validation.samples=0")
+    train(root, "watched", *changes)
+    assert seen[seen.index("first_step 1") :] == [
+        *("first_step 1", "first_step 2", "first_step 3"),
+        *("save 3", "wait", "beat", "step 4"),
+        *("save 4", "wait", "beat", "step 5", "wait"),
+    ]
 
 
 def test_deterministic_does_not_fill_new_memory() -> None:

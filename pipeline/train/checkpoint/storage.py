@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -16,35 +20,91 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.manager import Files
+from pipeline.train.ema import Ema
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.compat import HashingWriter
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import cpu_group
 
+Section = Literal["model", "ema"]
+"""Where weights are: those that were trained, or their moving average."""
+State = dict[str, dict[str, Any]]
+"""Section ("model", "optimizer", "ema") -> name -> tensor or number."""
+
 # One key a parameter and state ("state.layers.0.mixer.wq.weight.exp_avg"), whatever groups and ranks there are.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def write(folder: Path, model: ParallelModel, optimizers: Optimizers) -> Files:
-    """Write what this rank has of model and optimizer into `folder`; every rank calls this.
+def tensors(model: ParallelModel, optimizers: Optimizers | None, ema: Ema | None = None) -> State:
+    """What this rank has to save, by name: the very tensors that training changes. Every rank calls this."""
+    state = _state(model, optimizers)
+    if ema is not None:
+        state["ema"] = dict(ema.averages)
+    return state
+
+
+def write(folder: Path, state: State, group: dist.ProcessGroup | None = None) -> Files:
+    """Write what this rank has into `folder`; every rank calls this.
+
+    Args:
+        folder: that all ranks write to.
+        state: from `tensors`, or a copy of it.
+        group: of all ranks, connected by gloo; no other thread may use it meanwhile.
 
     Returns:
         Size and hash of each file that this rank wrote, of the bytes as they were written and flushed to disk.
+
+    Raises:
+        OSError: on all ranks, where a file of one could not be written. Nobody writes any more then.
     """
-    writer = HashingWriter(folder)
+    values = [value for section in state.values() for value in section.values()]
+    writer = HashingWriter(folder, on_host=all(value.is_cpu for value in values if isinstance(value, Tensor)))
     try:
-        save(_state(model, optimizers), storage_writer=writer, process_group=cpu_group())
+        with _without_crc32():
+            save(state, storage_writer=writer, process_group=group or cpu_group())
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
         raise _cause(failure) from failure
     return dict(writer.files)
 
 
-def read(folder: Path, model: ParallelModel, optimizers: Optimizers | None = None) -> None:
-    """Load what `write` wrote into a model, and its optimizers if given, of any layout; every rank calls this."""
+def read(
+    folder: Path,
+    model: ParallelModel,
+    optimizers: Optimizers | None = None,
+    ema: Ema | None = None,
+    *,
+    weights: Section = "model",
+) -> None:
+    """Load what `write` wrote into a model of any layout, and its optimizers and average if given.
+
+    Every rank calls this.
+
+    Args:
+        folder: of the checkpoint.
+        model: gets the weights.
+        optimizers: get the moments.
+        ema: gets the average; if the checkpoint has none, it starts from the weights.
+        weights: which ones the model gets, those that were trained or their average.
+
+    Raises:
+        UserError: the checkpoint is not of this model, or has no average though that is asked for.
+    """
     state = _state(model, optimizers)
+    has_average = any(name.startswith("ema.") for name in FileSystemReader(folder).read_metadata().state_dict_metadata)
+    if weights == "ema":
+        assert ema is None, "training goes on from the weights"
+        if not has_average:
+            raise UserError(
+                f"checkpoint {folder} has no moving average of the weights (its run had no train.ema then); "
+                "use the weights themselves, or another checkpoint"
+            )
+        state["ema"] = state.pop("model")
+    elif ema is not None and has_average:
+        state["ema"] = dict(ema.averages)
     try:
         load(state, storage_reader=FileSystemReader(folder), process_group=cpu_group())
     except CheckpointException as failure:
@@ -52,7 +112,7 @@ def read(folder: Path, model: ParallelModel, optimizers: Optimizers | None = Non
     given: set[str] = set()
     for index, part in model.parts.items():
         names = get_model_state_dict(part)
-        set_model_state_dict(part, {name: state["model"][name] for name in names})
+        set_model_state_dict(part, {name: state[weights][name] for name in names})
         if optimizers is not None:
             optimizer = optimizers.by_stage[index]
             # The checkpoint knows the moments; the hyper-parameters are the config's.
@@ -65,11 +125,13 @@ def read(folder: Path, model: ParallelModel, optimizers: Optimizers | None = Non
             set_optimizer_state_dict(part, optimizer, moments, options=_FLAT)
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
+    if ema is not None and not has_average:
+        ema.reset()
 
 
-def _state(model: ParallelModel, optimizers: Optimizers | None) -> dict[str, dict[str, Any]]:
+def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
     """What this rank has, by name. A tied embedding that two stages have copies of is one entry."""
-    state: dict[str, dict[str, Any]] = {"model": {}}
+    state: State = {"model": {}}
     if optimizers is not None:
         state["optimizer"] = {}
     for index, part in model.parts.items():
@@ -84,6 +146,17 @@ def _state(model: ParallelModel, optimizers: Optimizers | None) -> dict[str, dic
                 for values in optimizer.state.values():
                     values["step"].zero_()
     return state
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """No checksum by torch of each tensor: it takes as long as the disk, and the whole file has a better one."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _cause(failure: CheckpointException) -> BaseException:

@@ -1,0 +1,245 @@
+"""Saves that are written while training goes on: what is in them, and what happens when they fail."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.serialization import get_crc32_options
+
+from pipeline.errors import NumericalError
+from pipeline.train import faults, saving
+from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.checkpoint.staging import Staging
+from pipeline.train.run_folder import read_metrics
+from tests.train.runs import exact, start, train, weights_hash
+
+Write = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_PAUSE", 0.01)
+
+
+@pytest.fixture(scope="module")
+def straight(root: Path) -> Path:
+    """A run whose saves are written before they return."""
+    return train(root, "straight", "train.checkpoint.async_save=false", "train.checkpoint.keep=9")
+
+
+def steps_saved(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.005)
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None]) -> None:
+    """Every write beside the loop begins with this."""
+    original = storage.write
+
+    def write(*args: Any, **keys: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            before()
+        return original(*args, **keys)
+
+    monkeypatch.setattr(storage, "write", write)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, failures: Iterator[bool]) -> None:
+    """Writes that meet a disk that is full, where an item is true."""
+    original = storage.write
+
+    def write(*args: Any, **keys: Any) -> Any:
+        if next(failures, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args, **keys)
+
+    monkeypatch.setattr(storage, "write", write)
+
+
+def test_a_save_has_the_weights_of_its_step_though_training_goes_on_while_it_is_written(
+    root: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = root / "meanwhile"
+    # The save of step 3 is written after step 5, the one of step 6 after step 7.
+    slow(monkeypatch, lambda: until(lambda: len(read_metrics(run)) >= 5 + 2 * bool(steps_saved(run))))
+    train(root, run.name, "train.checkpoint.keep=9")
+    assert exact(run) == exact(straight)
+    for step in (3, 6, 8):
+        assert weights_hash(run, step) == weights_hash(straight, step)
+        assert (
+            Checkpoints.of_run(run).at(step).state()["journal"]
+            == Checkpoints.of_run(straight).at(step).state()["journal"]
+        )
+
+
+def test_one_save_is_in_flight_and_the_next_one_waits_for_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, busy = root / "one-in-flight", []
+
+    def before() -> None:
+        busy.append(threading.active_count())
+        until(lambda: len(read_metrics(run)) >= 2)
+        time.sleep(0.2)  # the loop comes to the next save meanwhile
+
+    slow(monkeypatch, before)
+    train(root, run.name, "train.checkpoint.every_steps=1", "train.duration=4 steps", "train.checkpoint.keep=9")
+    assert steps_saved(run) == [1, 2, 3, 4]
+    assert len(set(busy)) == 1, "two saves were written at the same time"
+    parents = [checkpoint.state()["parent"]["step"] for checkpoint in Checkpoints.of_run(run).all()[1:]]
+    assert parents == [1, 2, 3]
+
+
+def test_a_write_that_fails_is_tried_again(root: Path, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, iter([True, True, False, True, False]))
+    run = root / "retried"
+    code, out = start(root, run.name, "train.checkpoint.keep=9")
+    assert (code, "warning" in out) == (0, False), out
+    assert steps_saved(run) == [3, 6, 8]
+    assert weights_hash(run, 3) == weights_hash(straight, 3)
+
+
+@pytest.mark.parametrize("mode", ["true", "false"])
+def test_a_save_that_is_given_up_is_reported_and_the_next_one_tries_again(
+    root: Path, straight: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, iter([False, True, True]))
+    run = root / f"given-up-{mode}"
+    code, out = start(
+        root, run.name, f"train.checkpoint.async_save={mode}", "train.checkpoint.retries=1", "train.checkpoint.keep=9"
+    )
+    assert code == 0, out
+    (line,) = [line for line in out.splitlines() if "could not be saved" in line]
+    assert "step 6 could not be saved" in line and "No space left on device" in line, line
+    assert "step-00000003 is still good" in line and "training goes on" in line and "MiB are free" in line, line
+    assert steps_saved(run) == [3, 8]
+    assert Checkpoints.of_run(run).at(8).state()["parent"]["step"] == 3
+    assert not list((run / "checkpoints").glob("*.tmp"))
+    assert exact(run) == exact(straight)
+
+
+def test_a_file_system_that_answers_nothing_for_a_while_ends_no_run(
+    root: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the message about the save can look at it."""
+
+    def gone(*arguments: Any) -> Any:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    failing(monkeypatch, iter([False, True]))
+    monkeypatch.setattr(saving.shutil, "disk_usage", gone)
+    monkeypatch.setattr(saving.Saver, "last_good", gone)
+    run = root / "no-answer"
+    code, out = start(root, run.name, "train.checkpoint.retries=0", "train.checkpoint.keep=9")
+    assert code == 0, out
+    assert "step 6 could not be saved" in out and "What was committed before is still good" in out
+    assert steps_saved(run) == [3, 8]
+    assert exact(run) == exact(straight)
+
+
+def test_a_last_save_that_fails_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, iter([False, True]))
+    code, out = start(root, "last", "train.duration=4 steps", "train.checkpoint.retries=0")
+    assert code == 1
+    assert "step 4 could not be saved" in out and "step-00000003 is still good; make room" in out
+    assert steps_saved(root / "last") == [3]
+    monkeypatch.undo()
+    code, out = start(root, "last", "train.duration=4 steps")
+    assert code == 0 and "going on from step-00000003" in out
+
+
+def test_a_save_whose_run_folder_was_taken_over_is_not_committed_and_ends_the_run(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = root / "taken"
+
+    def take() -> None:
+        until(lambda: len(read_metrics(run)) >= 4)
+        lock = run / "lock"
+        lock.write_bytes(lock.read_bytes().replace(b'"pid":', b'"pid":1'))
+
+    slow(monkeypatch, take)
+    code, out = start(root, run.name, "train.duration=100000 steps", "train.schedule.type=constant")
+    assert code == 1, out
+    assert "taken over" in out
+    assert steps_saved(run) == []
+    assert not list((run / "checkpoints").glob("*.tmp"))
+
+
+def test_a_numerical_end_waits_for_the_save_in_flight(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, ended = root / "numerical", threading.Event()
+
+    def after(self: faults.Faults, row: dict[str, Any]) -> None:
+        if row["step"] == 5:
+            ended.set()
+            raise NumericalError("step 5 is not finite")
+
+    monkeypatch.setattr(faults.Faults, "after", after)
+    slow(monkeypatch, lambda: time.sleep(0.2) if ended.wait(60) else None)
+    code, _ = start(root, run.name)
+    assert code == 77
+    assert steps_saved(run) == [3]
+
+
+def test_another_error_does_not_wait_long_for_a_save_that_hangs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With others about, whose part of the save may never come."""
+    monkeypatch.setattr(saving, "_PATIENCE", 0.05)
+    monkeypatch.setattr(saving.dist, "get_world_size", lambda group=None: 2 if group is None else 1)
+    saver, hung = saving.Saver.__new__(saving.Saver), threading.Event()
+    saver._error, saver._reports = None, saving.deque()
+    saver._thread = threading.Thread(target=hung.wait, daemon=True)
+    saver._thread.start()
+    with pytest.raises(ZeroDivisionError), saver:
+        raise ZeroDivisionError
+    assert saver._thread.is_alive()
+    hung.set()
+
+
+def test_buffers_are_used_again_and_hold_what_was_there_at_the_copy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "matrix": torch.randn(7, 5, generator=generator),
+        "columns": torch.randn(4, 3, generator=generator).t(),
+        "half": torch.randn(9, generator=generator).bfloat16(),
+        "step": torch.tensor(3.0),
+        "flag": torch.tensor(True),
+        "nothing": torch.empty(0, 5),
+        "number": 7,
+    }
+    staging = Staging(pin=False)
+    first = staging.copy({"model": weights})["model"]
+    places = {name: value.data_ptr() for name, value in first.items() if name != "number"}
+    before = {name: value.clone() for name, value in first.items() if name != "number"}
+    for name, value in before.items():
+        assert torch.equal(value, weights[name])
+        # torch would write all of a storage that tensors share.
+        assert first[name].untyped_storage().nbytes() == value.numel() * value.element_size()
+        weights[name].zero_()
+        assert torch.equal(first[name], value)
+    second = staging.copy({"model": weights})["model"]
+    assert second["number"] == 7
+    assert {name: value.data_ptr() for name, value in second.items() if name != "number"} == places
+    assert all(not second[name].any() for name in before)
+    larger = staging.copy({"model": weights, "ema": {"matrix": torch.ones(7, 5)}})
+    assert torch.equal(larger["ema"]["matrix"], torch.ones(7, 5))
+
+
+def test_torch_reads_what_is_written_without_its_own_checksums(straight: Path, tmp_path: Path) -> None:
+    assert get_crc32_options(), "the switch is back where it was"
+    dcp_to_torch_save(straight / "checkpoints" / "step-00000008", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert {"model", "optimizer"} <= whole.keys()
+    assert all(torch.isfinite(value).all() for value in whole["model"].values())
