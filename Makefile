@@ -13,7 +13,7 @@ help:
 	@echo "make test-parallel  every combination of parallelism against one process, and runs that are killed"
 	@echo "make test-all     with the slow tests"
 	@echo "make lint         ruff and mypy"
-	@echo "make docs         write the tables of docs/config.md and docs/parallelism.md anew"
+	@echo "make docs         write the tables of docs/config.md, parallelism.md and checkpoints.md anew"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
 
 quickstart: install
@@ -24,7 +24,7 @@ test: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not slurm and not gpu"
 
 test-parallel: install-dev
-	@$(BIN)/python -m pytest -m "parallel and slow" tests/parallel
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "parallel and slow" tests/parallel
 
 test-all: install-dev
 	@$(BIN)/python -m pytest -m "not slurm"
@@ -36,7 +36,7 @@ lint: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
-	@$(BIN)/python -m pipeline.train.parallel.reference docs/parallelism.md
+	@$(BIN)/python -m pipeline.train.reference docs/parallelism.md docs/checkpoints.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -40,11 +40,11 @@ def _train(file: Path, run: str, *values: str) -> None:
 def _rank_1_fails_while_rank_0_commits(file: Path) -> None:
     calls = 0
 
-    def share(make: Callable[[], Any]) -> Any:
+    def share(make: Callable[[], Any], group: dist.ProcessGroup) -> Any:
         nonlocal calls
         calls += 1
         if calls == 1:  # the folder that is written to
-            return processes.share(make)
+            return processes.share(make, group)
         if dist.get_rank() == 1:
             raise RuntimeError("a connection is lost")
         time.sleep(1)
@@ -103,7 +103,7 @@ def test_what_rank_0_says_is_not_lost_with_those_it_cannot_tell(monkeypatch: pyt
     def refuse() -> None:
         raise UserError("train.x is wrong")
 
-    def broadcast(what: object) -> None:
+    def broadcast(what: object, group: object) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
 
     monkeypatch.setattr(processes, "_world", lambda: 2)

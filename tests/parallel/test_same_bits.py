@@ -35,7 +35,7 @@ def _train(file: Path, values: Sequence[str]) -> None:
     trainer.train(load(file, values))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
 def test_same_layout_same_bits_twice_and_resumed(root: Path, schedule: str) -> None:
     values = [f"{key}={value}" for key, value in EIGHT.items()]
     values += [f"parallel.pipeline.schedule={schedule}", "model.layers=4", "train.micro_batch_size=2"]
@@ -50,6 +50,7 @@ def test_same_layout_same_bits_twice_and_resumed(root: Path, schedule: str) -> N
         assert weights_hash(other) == weights_hash(once)
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_its_layout_at_every_resume(root: Path) -> None:
     common = [
         "train.schedule.type=constant",

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.init import _local_range, init_weights
+from pipeline.train.init import init_weights, local_range
 from pipeline.train.loss import VocabShard, token_loss
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Context, Decoder, Part
@@ -85,7 +85,7 @@ def _vary(model: torch.nn.Module) -> None:
         if parameter.ndim == 1:
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
             noise = 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            rows = _local_range(parameter, 0)
+            rows = local_range(parameter, 0)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             with torch.no_grad():
                 local += noise[rows.start : rows.stop]
