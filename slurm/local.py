@@ -95,7 +95,9 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
         )
     from pipeline.train.trainer import train as stage
 
-    with nullcontext() if own or ranks.rank else _ledger(config).stage("train"):
+    ledger = nullcontext() if own or ranks.rank else _ledger(config).stage("train")
+    # Our launcher itself knows of a signal that comes before the training listens.
+    with ledger, nullcontext() if own else _terminate_stops():
         return stage(config, console)
 
 

@@ -113,6 +113,10 @@ def _lines(checkpoint: Checkpoint, config: Config, plan: RunPlan, parent: Path, 
     yield f"fork: then {describe_run(config, plan.journal, step, total)} ({plan.length.reason})"
     for line in plan.warnings:
         yield f"warning: {line}"
+    for skip in plan.journal.skips:
+        if skip.fault and skip.steps is not None and skip.steps[1] > step:
+            first, last = max(step, skip.steps[0]) + 1, skip.steps[1]
+            yield f"warning: steps {first} to {last} will be passed over, as in the parent (fault at step {last})"
     if config.train.init_from is not None:
         yield "warning: train.init_from is not looked at, since the new run begins with the parent's checkpoint"
 

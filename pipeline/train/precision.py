@@ -21,12 +21,13 @@ class LossScale:
 
     def update(self, finite: torch.Tensor) -> None:
         """Adapt to a step whose gradients were `finite` (bool scalar), or were not."""
-        self._good = torch.where(finite, self._good + 1, 0)
+        # No numbers where a tensor is wanted: each would be copied to the device, which waits for it.
+        self._good = (self._good + 1).masked_fill(~finite, 0)
         grows = self._good >= self._growth_steps
         # Powers of two only change the exponent, so that scaling alone never rounds; below 1 it would not help.
-        factor = torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)
+        factor = torch.ones_like(self.scale).masked_fill(grows, 2.0).masked_fill(~finite, 0.5)
         self.scale = (self.scale * factor).clamp(min=1.0)
-        self._good = torch.where(grows, 0, self._good)
+        self._good = self._good.masked_fill(grows, 0)
 
     def state(self) -> dict[str, float]:
         """For the checkpoint."""

@@ -48,11 +48,20 @@ def open_run_everywhere(
         _same_as_rank_0(everywhere, _what_all_have(config), ranks)
     folder = mine[0] if mine else RunFolder(config.run.dir, attempt)
     stack.enter_context(watchdog.heartbeats(folder, ranks, config.launch.heartbeat_seconds))
-    checkpoint = resume_point(checkpoints, config.resume, lambda line: say(console, f"warning: {line}"))
+
+    def report(line: str) -> None:
+        say(console, f"warning: {line}")
+
+    checkpoint = resume_point(checkpoints, config.resume, report)
     plans: list[RunPlan] = []
 
     def plan() -> None:
         plans.append(plan_run(config, checkpoint))
+        # Only now: a run that is refused has gone back nowhere.
+        if checkpoint is not None:
+            checkpoints.settle(
+                checkpoint, config.resume.from_ if isinstance(config.resume.from_, int) else None, report
+            )
         _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
     share(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong

@@ -277,6 +277,17 @@ def test_under_torchrun(start: Callable[..., Launched]) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_to_a_rank_of_torchrun_before_it_listens_is_a_stop(start: Callable[..., Launched]) -> None:
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launched = start("early", command=command)
+    for pid in launched.pids(2):
+        os.kill(pid, signal.SIGTERM)
+    _, _, err = launched.result()
+    assert err.count("stopped: SIGTERM came") >= 1, err
+    assert launched.ledger() == [("start", None), ("end", 75)]
+
+
+@pytest.mark.slow
 def test_stop_under_torchrun(start: Callable[..., Launched]) -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     launched = start("stop", command=command)

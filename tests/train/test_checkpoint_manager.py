@@ -15,7 +15,7 @@ from pipeline.config.train import CheckpointConfig
 from pipeline.data import store
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.committed import Parent
-from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Files, record_of
 
 
 def write(folder: Path) -> Files:
@@ -36,6 +36,21 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 def silent(line: str) -> None:
     pass
+
+
+def resume(checkpoints: Checkpoints, report: Callable[[str], None]) -> Checkpoint | None:
+    """As a start does that goes on from the latest one."""
+    found = checkpoints.resumable(report)
+    if found is not None:
+        checkpoints.settle(found, None, report)
+    return found
+
+
+def follow(checkpoints: Checkpoints, step: int, report: Callable[[str], None]) -> Checkpoint:
+    """As a start does that is told to go on from a step."""
+    found = checkpoints.follow(step, report)
+    checkpoints.settle(found, step, report)
+    return found
 
 
 def test_save_commits_and_points_latest_to_it(checkpoints: Checkpoints) -> None:
@@ -79,7 +94,7 @@ def test_damage_is_named_and_passed_over(checkpoints: Checkpoints, damage: objec
     with pytest.raises(UserError, match=message):
         checkpoints.at(20)
     said: list[str] = []
-    found = checkpoints.resumable(said.append)
+    found = resume(checkpoints, said.append)
     assert found is not None
     assert found.step == 10
     assert message in said[0]
@@ -103,7 +118,7 @@ def test_all_damaged_is_an_error_and_never_a_start_from_random_weights(checkpoin
     for checkpoint in checkpoints.all():
         (checkpoint.path / "weights").unlink()
     with pytest.raises(UserError, match="random weights"):
-        checkpoints.resumable(silent)
+        resume(checkpoints, silent)
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [10, 20]
 
 
@@ -116,7 +131,7 @@ def test_a_commit_that_latest_did_not_reach_counts_if_it_descends_from_there(che
     save(checkpoints, 10, 20, 30)
     point_to(checkpoints, 20)
     assert checkpoints.at(None).step == 30
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     assert found.step == 30
     assert (checkpoints.folder / "latest").read_text() == "step-00000030\n"
@@ -129,7 +144,7 @@ def test_a_newer_one_of_another_line_is_set_aside(checkpoints: Checkpoints, tmp_
     save(checkpoints, 10)
     shutil.copytree(other.folder / "step-00000020", checkpoints.folder / "step-00000020")
     said: list[str] = []
-    found = checkpoints.resumable(said.append)
+    found = resume(checkpoints, said.append)
     assert found is not None
     assert found.step == 10
     assert "step-00000020 moves to" in said[0]
@@ -144,7 +159,7 @@ def test_a_parent_that_is_not_the_one_it_was_is_passed_over(checkpoints: Checkpo
     shutil.copytree(other.folder / "step-00000020", checkpoints.folder / "step-00000020")
     (checkpoints.folder / "step-00000030" / "weights").unlink()
     said: list[str] = []
-    found = checkpoints.resumable(said.append)
+    found = resume(checkpoints, said.append)
     assert found is not None
     assert found.step == 10
     assert "step-00000020 is not the one that step-00000030 descends from" in said[1]
@@ -158,14 +173,14 @@ def test_older_ones_that_it_does_not_descend_from_are_no_way_out(checkpoints: Ch
     shutil.copytree(other.folder / "step-00000005", checkpoints.folder / "step-00000005")
     (checkpoints.folder / "step-00000010" / "weights").unlink()
     with pytest.raises(UserError, match="random weights"):
-        checkpoints.resumable(silent)
+        resume(checkpoints, silent)
 
 
 def test_where_the_parent_was_removed_the_one_before_it_counts(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10, 20, 30)
     shutil.rmtree(checkpoints.folder / "step-00000020")
     (checkpoints.folder / "step-00000030" / "weights").unlink()
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     assert found.step == 10
 
@@ -177,11 +192,11 @@ def test_the_parents_of_earlier_versions_are_names(checkpoints: Checkpoints) -> 
     store.put_json(tmp / "state.json", {"step": 20, "parent": "step-00000010"})
     store.put_json(tmp / "COMMIT", {"step": 20, "files": {**files, "state.json": record_of(tmp / "state.json")}})
     store.commit(tmp, checkpoints.folder / "step-00000020")
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     assert found.step == 20
     (found.path / "weights").unlink()
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     assert found.step == 10
 
@@ -194,7 +209,7 @@ def test_a_latest_without_checkpoints_is_an_error_and_never_a_start_from_random_
     shutil.rmtree(checkpoints.folder / "step-00000010")
     (checkpoints.folder / "latest").write_bytes(latest)
     with pytest.raises(UserError, match="random weights"):
-        checkpoints.resumable(silent)
+        resume(checkpoints, silent)
 
 
 def test_a_renamed_checkpoint_is_not_what_its_name_says(checkpoints: Checkpoints) -> None:
@@ -243,7 +258,7 @@ def test_a_kill_while_going_back_is_finished_by_the_next_start(checkpoints: Chec
     process.join()
     assert process.exitcode == (-signal.SIGKILL if instant < 5 else 0)
     checkpoints.clean(silent)
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     # Before the first rename nothing was decided.
     assert found.step == (40 if instant == 0 else 10)
@@ -283,7 +298,7 @@ def test_a_kill_at_any_rename_of_a_save_leaves_the_old_or_the_new_one(checkpoint
     process.join()
     assert process.exitcode == (-signal.SIGKILL if instant < 7 else 0)
     checkpoints.clean(silent)
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     assert found.step == (30 if instant < 3 else 40)
     there = [10, 20, 30][max(0, instant - 4) :] + ([40] if instant >= 3 else [])
@@ -347,64 +362,64 @@ def test_a_try_to_save_begins_with_an_empty_folder(checkpoints: Checkpoints) -> 
 def test_a_step_that_is_asked_for_is_followed_once(checkpoints: Checkpoints) -> None:
     """A job that is started again with the same run file must not go back each time."""
     save(checkpoints, 10, 20, 30)
-    assert checkpoints.follow(10, silent).step == 10
+    assert follow(checkpoints, 10, silent).step == 10
     assert [c.step for c in checkpoints.abandoned()] == [20, 30]
-    assert checkpoints.follow(10, silent).step == 10
+    assert follow(checkpoints, 10, silent).step == 10
     save(checkpoints, 15, 25)
     said: list[str] = []
-    assert checkpoints.follow(10, said.append).step == 25
+    assert follow(checkpoints, 10, said.append).step == 25
     assert "resume.from=10 was followed before: going on from step 25" in said[0]
     damage(checkpoints, 25)
-    assert checkpoints.follow(10, silent).step == 15
-    checkpoints.follow_no_step()
-    assert checkpoints.follow(10, silent).step == 10
+    assert follow(checkpoints, 10, silent).step == 15
+    resume(checkpoints, silent)
+    assert follow(checkpoints, 10, silent).step == 10
 
 
 def test_a_step_that_was_followed_may_be_gone_later(checkpoints: Checkpoints) -> None:
     """Retention removes it while the run goes on, and a rewind goes back to before it."""
     save(checkpoints, 10, 20)
-    assert checkpoints.follow(10, silent).step == 10
+    assert follow(checkpoints, 10, silent).step == 10
     save(checkpoints, 15, 25)
     checkpoints.remove([checkpoints.at(10)])
     said: list[str] = []
-    assert checkpoints.follow(10, said.append).step == 25
+    assert follow(checkpoints, 10, said.append).step == 25
     assert "resume.from=10 was followed before, and is not there any more: going on from step 25" in said[0]
-    assert checkpoints.follow(25, silent).step == 25
+    assert follow(checkpoints, 25, silent).step == 25
     checkpoints.go_back(15, silent)
-    assert checkpoints.follow(25, silent).step == 15
+    assert follow(checkpoints, 25, silent).step == 15
     with pytest.raises(UserError, match="step 10 .*steps there: 15"):
-        checkpoints.follow(10, silent)
+        follow(checkpoints, 10, silent)
 
 
 def test_a_run_that_has_made_the_followed_step_anew_stays_where_it_is(checkpoints: Checkpoints) -> None:
     """A fault led it back to before that step, and it has come by since."""
     save(checkpoints, 10, 20, 30)
-    checkpoints.follow(20, silent)
+    follow(checkpoints, 20, silent)
     checkpoints.go_back(15, silent)
     for step in (20, 30):
         tmp = checkpoints.begin(step, 2)
         checkpoints.commit(tmp, step, write(tmp), {"attempt": 2})
-    assert checkpoints.follow(20, silent).step == 30
+    assert follow(checkpoints, 20, silent).step == 30
     assert [c.step for c in checkpoints.all()] == [10, 20, 30]
 
 
 def test_a_step_that_is_asked_for_and_damaged_or_gone_is_an_error(checkpoints: Checkpoints) -> None:
     with pytest.raises(UserError, match="step 10 .*steps there: none"):
-        checkpoints.follow(10, silent)
+        follow(checkpoints, 10, silent)
     save(checkpoints, 10, 20, 30)
     checkpoints.go_back(20, silent)
     with pytest.raises(UserError, match="steps there: 10, 20.*abandoned has one"):
-        checkpoints.follow(30, silent)
+        follow(checkpoints, 30, silent)
     damage(checkpoints, 10)
     with pytest.raises(UserError, match="resume.from is 10, but .*\n.*has changed"):
-        checkpoints.follow(10, silent)
+        follow(checkpoints, 10, silent)
     assert [c.step for c in checkpoints.all()] == [10, 20]
 
 
 def test_without_latest_the_newest_commit_counts(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10, 20)
     (checkpoints.folder / "latest").unlink()
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     assert found.step == 20
 
@@ -412,7 +427,7 @@ def test_without_latest_the_newest_commit_counts(checkpoints: Checkpoints) -> No
 def test_a_latest_that_is_no_text_is_passed_over(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10, 20)
     (checkpoints.folder / "latest").write_bytes(b"\xff\xfe")
-    found = checkpoints.resumable(silent)
+    found = resume(checkpoints, silent)
     assert found is not None
     assert found.step == 20
 

@@ -132,9 +132,10 @@ def test_steps_that_the_parent_passes_over_because_of_a_fault_are_passed_over(ro
     settings = ("train.duration=12 steps", *WSD)
     path.write_bytes(orjson.dumps(journal.to_json()))
     try:
-        forked(root, "fault", 6, *settings)
+        said = forked(root, "fault", 6, *settings)
     finally:
         path.write_bytes(before)
+    assert "steps 8 to 9 will be passed over, as in the parent (fault at step 9)" in said
     code, out = start(root, "fault", *settings)
     assert code == 0 and "steps 8 to 9 are passed over (fault at step 9)" in out
     assert [row["step"] for row in read_metrics(root / "fault") if row.get("passed_over")] == [8, 9]

@@ -188,6 +188,13 @@ def test_a_named_step_is_gone_on_from(begin: Callable[..., tuple[int, str, Path]
     assert state["config"]["resume"]["from"] == 3
 
 
+def test_a_run_that_is_refused_has_gone_back_nowhere(begin: Callable[..., tuple[int, str, Path]]) -> None:
+    code, _, run = begin("resume.from=3", "model.dim=16")
+    assert code == 2
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-00000004"
+    assert not (run / "checkpoints" / "abandoned").exists()
+
+
 def test_nothing_to_go_on_from_is_an_error_where_it_was_asked_for(root: Path) -> None:
     for wanted in ("latest", "3"):
         code, out = start(root, f"nothing-{wanted}", f"resume.from={wanted}")

@@ -128,10 +128,10 @@ class Checkpoints:
     def resumable(self, report: Callable[[str], None], verify: Verify = Checkpoint.problems) -> Checkpoint | None:
         """The latest checkpoint that can be trusted, or None in a folder that never had one.
 
-        Of a damaged one the parents are tried. Later ones are moved to `abandoned/` and reported.
+        Of a damaged one the parents are tried. `settle` is what comes next, when nothing else speaks against it.
 
         Args:
-            report: told what was abandoned or passed over.
+            report: told what was passed over.
             verify: looks for damage.
 
         Raises:
@@ -151,7 +151,6 @@ class Checkpoints:
             if not (problems := verify(checkpoint)):
                 for line in damaged:
                     report(line)
-                self._go_back_to(checkpoint, report)
                 return checkpoint
             damaged.append(f"checkpoint {checkpoint.path.name} is damaged: " + "; ".join(problems))
         raise UserError(
@@ -181,7 +180,7 @@ class Checkpoints:
         return None
 
     def follow(self, step: int, report: Callable[[str], None], verify: Verify = Checkpoint.problems) -> Checkpoint:
-        """The checkpoint of a step that the user has named to go on from; all later ones are abandoned.
+        """The checkpoint of a step that the user has named to go on from; `settle` is what comes next.
 
         Asked for again, as a job does that is started again with the same run file, it stays where the run has come
         since then: the latest one that can be trusted.
@@ -218,13 +217,21 @@ class Checkpoints:
                 + f"\nname another step ({_steps(self.all())}), or leave it out to go on from the newest one that can "
                 "be trusted"
             )
-        self._go_back_to(found, report)
-        store.put_json(self.folder / _FOLLOWED, {"step": step})
         return found
 
-    def follow_no_step(self) -> None:
-        """From now on a step that `follow` is asked for is followed, whatever was before."""
-        (self.folder / _FOLLOWED).unlink(missing_ok=True)
+    def settle(self, checkpoint: Checkpoint, followed: int | None, report: Callable[[str], None]) -> None:
+        """The run goes on from a checkpoint: later ones move to `abandoned/`.
+
+        Args:
+            checkpoint: from `resumable` or `follow`.
+            followed: the step that `follow` was asked for; None if none was, and any is followed the next time.
+            report: told what was abandoned.
+        """
+        self._go_back_to(checkpoint, report)
+        if followed is None:
+            (self.folder / _FOLLOWED).unlink(missing_ok=True)
+        elif self._followed() != {"step": followed}:
+            store.put_json(self.folder / _FOLLOWED, {"step": followed})
 
     def begin(self, step: int, attempt: int) -> Path:
         """The empty folder in which a checkpoint is written, under a name that no reader takes for one.

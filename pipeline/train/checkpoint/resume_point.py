@@ -24,6 +24,8 @@ Report = Callable[[str], None]
 def resume_point(checkpoints: Checkpoints, config: ResumeConfig, report: Report) -> Checkpoint | None:
     """The checkpoint to go on from, None for a run that has none yet; every rank calls this.
 
+    Nothing is moved: `Checkpoints.settle` does that, when the run has agreed to what it finds there.
+
     Args:
         checkpoints: of the run.
         config: which one is asked for, and how it is verified.
@@ -37,7 +39,6 @@ def resume_point(checkpoints: Checkpoints, config: ResumeConfig, report: Report)
     def choose(verify: Verify) -> Checkpoint | None:
         if isinstance(config.from_, int):
             return checkpoints.follow(config.from_, report, verify)
-        checkpoints.follow_no_step()
         found = checkpoints.resumable(report, verify)
         if found is None and config.from_ == "latest":
             checkpoints.at(None)  # which says that there is none
