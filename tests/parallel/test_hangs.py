@@ -159,6 +159,7 @@ def test_time_in_which_all_is_suspended_is_no_hang(root: Path) -> None:
     assert process.returncode == 75, err
 
 
+@pytest.mark.slow
 def test_heartbeats_tell_where_each_rank_is_and_stacks_come_on_request(root: Path) -> None:
     run = root / "beats"
     (run / "heartbeats").mkdir(parents=True)

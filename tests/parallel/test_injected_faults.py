@@ -247,7 +247,9 @@ def wait_for_a_step(start: Start) -> None:
 # A disk that is full.
 
 
-@pytest.mark.parametrize("where", FAILING)
+@pytest.mark.parametrize(
+    "where", [pytest.param(name, marks=pytest.mark.slow if number > 2 else ()) for number, name in enumerate(FAILING)]
+)
 def test_a_write_that_fails_once_is_tried_again(root: Path, whole: Path, where: str) -> None:
     rank, at = FAILING[where]
     run = root / where.replace(" ", "-")

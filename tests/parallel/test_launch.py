@@ -183,6 +183,7 @@ def test_signals_stop_the_run_in_order(start: Callable[..., Launched], number: s
     assert launched.ledger() == [("start", None), ("end", 75)]
 
 
+@pytest.mark.slow
 def test_who_asks_twice_does_not_kill_ranks_that_leave(start: Callable[..., Launched]) -> None:
     launched = start("stop")
     launched.pids(folder="listening")

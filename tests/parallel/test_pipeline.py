@@ -281,11 +281,13 @@ def test_two_ranks() -> None:
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_four_ranks() -> None:
     check([Case(s, EIGHT if several(s) else FOUR, tied) for s in SCHEDULES for tied in (False, True)], 4)
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_shards_and_replicas() -> None:
     cases = []
     for s in SCHEDULES:

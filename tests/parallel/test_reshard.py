@@ -55,7 +55,6 @@ QUICK = (
     ("interleaved", "zbv"),
     ("zbv", "one"),
     ("zbv", "zbv"),
-    ("pp2-dp2", "pp2-dp2"),
 )
 """Each layout of at most four processes once on either side, and the same one on both."""
 

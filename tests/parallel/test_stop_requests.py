@@ -48,7 +48,7 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 def committed(run: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in (run / "checkpoints").glob("step-*/COMMIT"))
+    return sorted(int(path.parent.name[5:]) for path in (run / "checkpoints").glob("step-????????/COMMIT"))
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(root: Path) -> None:

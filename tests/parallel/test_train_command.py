@@ -111,7 +111,7 @@ def test_it_trains_as_one_process_does(root: Path, whole: Path) -> None:
     assert not (whole / "lock").exists()
 
 
-@pytest.mark.parametrize("who", ["launcher", "rank 1"])
+@pytest.mark.parametrize("who", ["launcher", pytest.param("rank 1", marks=pytest.mark.slow)])
 def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> None:
     name = f"stopped-{who[-1]}"
     process = start(root, name)
@@ -128,7 +128,7 @@ def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> Non
     goes_on(root, name, whole)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank: int) -> None:
     name = f"killed-{rank}"
     process = start(root, name)
@@ -143,6 +143,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank:
     goes_on(root, name, whole)
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_told_once(root: Path) -> None:
     process = start(root, "used", "train.duration=4000 steps", "train.checkpoint.every_steps=1000")
     wait_for(lambda: steps(root / "used") >= 1, process)
