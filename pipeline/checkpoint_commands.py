@@ -96,17 +96,15 @@ def checkpoint_prune(
     config, checkpoints = _open(run, overrides)
     from pipeline.train.checkpoint import tools
 
-    gone = tools.prune(
+    tools.prune(
         checkpoints,
-        config.train.checkpoint if keep is None else config.train.checkpoint.model_copy(update={"keep": keep}),
+        config.train.checkpoint,
+        print,
+        keep=keep,
         steps=None if steps is None else _steps(steps),
         abandoned=abandoned,
         dry_run=dry_run,
     )
-    for path in gone:
-        print(f"{'would remove' if dry_run else 'removed'} {path}")
-    if not gone:
-        print("nothing to remove")
 
 
 @checkpoint_app.command("export")

@@ -40,14 +40,12 @@ from pipeline.errors import (
     RankFailed,
     Stopped,
     UserError,
-    exit_code,
 )
-from pipeline.train.attempts import correct
 from pipeline.train.parallel.compat import WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, ErrorRecord, read_error
 from pipeline.train.parallel.rules import check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
-from pipeline.train.run_folder import last_attempt
+from pipeline.train.run_folder import note_end
 
 RANK_COMMAND = (sys.executable, "-m", "pipeline", "train")
 """What a rank runs, before the run file."""
@@ -91,7 +89,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     except BaseException as end:  # a second Ctrl-C, too
         # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.
         if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
-            _correct(config.run.dir, end, start)
+            note_end(config.run.dir, end, start)
         raise
     return int(orjson.loads(exit_file.read_bytes())["step"])
 
@@ -424,17 +422,3 @@ def _log_folder(parent: Path) -> Path:
             folder.mkdir(parents=True)
             return folder
     raise MachineError(f"{parent} has too many folders of {name}; run the same command again")
-
-
-def _correct(run: Path, end: BaseException, start: float) -> None:
-    """Note why the run ended: rank 0 may only know that it lost the others, or had no time to note anything."""
-    exit_file = run / "exit.json"
-    state: dict[str, object] = {}
-    with suppress(OSError, ValueError):
-        if exit_file.stat().st_mtime >= start:
-            state = orjson.loads(exit_file.read_bytes())
-    with suppress(OSError):  # a full disk, say
-        code, reason = exit_code(end), str(end) or type(end).__name__
-        how = {"code": code, "reason": reason}
-        store.put_json(exit_file, {"attempt": last_attempt(run), "step": None, **state, **how})
-        correct(run, start, code, reason)

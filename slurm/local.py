@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import Stopped, UserError
+from pipeline.errors import MachineError, Stopped, UserError
 from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -80,9 +81,24 @@ def train(config: Config, console: Console | None = None) -> int:
             from slurm.launch import launch_training
 
             return launch_training(config, processes, console)
+        return _train_here(config, console)
+
+
+def _train_here(config: Config, console: Console | None) -> int:
+    """On this process alone."""
+    start = time.time()
+    try:
         from pipeline.train.trainer import train as stage
 
         return stage(config, console)
+    except (Stopped, KeyboardInterrupt) as end:
+        from pipeline.train.lock import is_held
+        from pipeline.train.run_folder import note_end
+
+        # It may have come before the run folder was this process's, which then has noted nothing.
+        if not is_held(config.run.dir):
+            note_end(config.run.dir, end, start)
+        raise
 
 
 def _train_as(ranks: Processes, config: Config, console: Console | None, *, own: bool) -> int:
@@ -109,10 +125,14 @@ def check_layout(config: Config) -> None:
 
 
 def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport:
-    """A model to numbers; see `pipeline.eval.perplexity`."""
+    """A model to numbers; see `pipeline.eval.perplexity`. In a folder that cannot be written to, nothing is kept."""
     from pipeline.eval.perplexity import evaluate as stage
 
-    with _ledger(config).stage("eval"):
+    try:
+        ledger = _ledger(config).stage("eval")
+    except MachineError:
+        return stage(config, step, console, keep=False)
+    with ledger:
         return stage(config, step, console)
 
 

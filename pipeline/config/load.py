@@ -90,10 +90,17 @@ def load_run(run: Path, overrides: Sequence[str] = ()) -> Config:
         UserError: As for `load`, or the folder has no run file.
     """
     if not run.is_dir():
-        return load(run, overrides)
+        return load(find(run, "run file or run folder"), overrides)
     if not (run / RUN_FILE).is_file():
-        raise UserError(f"{run} is no run folder: it has no {RUN_FILE}, which training writes; name the run file")
+        raise no_run_folder(run)
     return load(run / RUN_FILE, overrides, {"run.dir": os.path.abspath(run)})
+
+
+def no_run_folder(path: Path) -> UserError:
+    """What to say of a folder that is not one of a run, though it may be inside one."""
+    above = [folder for folder in Path(os.path.abspath(path)).parents[:2] if (folder / RUN_FILE).is_file()]
+    todo = f"name the run folder, {above[0]}" if above else "name the run file"
+    return UserError(f"{path} is no run folder: it has no {RUN_FILE}, which training writes; {todo}")
 
 
 def dump(config: Config) -> str:
@@ -106,8 +113,12 @@ def dump_values(values: dict[str, Any]) -> str:
     return render(_escaped(values))
 
 
-def find(path: Path) -> Path:
+def find(path: Path, wanted: str = "run file") -> Path:
     """The run file at `path`, or the one that ships with the package under that name.
+
+    Args:
+        path: Of the run file.
+        wanted: What might have been there, for the message.
 
     Raises:
         UserError: There is neither; the message names the ones that ship.
@@ -124,7 +135,7 @@ def find(path: Path) -> Path:
     if names and not path.is_absolute() and ".." not in names and shipped.is_file():
         return shipped
     known = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.yaml")))
-    raise UserError(f"no run file {path}; write one with `pipeline init DIR`, or use one that ships: {known}")
+    raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use one that ships: {known}")
 
 
 def packaged_configs() -> Path:

@@ -85,7 +85,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _average_exists(self) -> Config:
         if self.eval.weights == "ema" and self.train.ema is None:
-            raise ValueError("eval.weights: 'ema' is an average that is not kept without train.ema")
+            raise ValueError(
+                "eval.weights: 'ema' is an average that is not kept without train.ema; set train.ema.decay as in the "
+                "run that has one (its config.yaml), or eval.weights: model"
+            )
         return self
 
     @model_validator(mode="after")

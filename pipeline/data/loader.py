@@ -249,6 +249,18 @@ def _has_unknown(ids: npt.NDArray[Any], vocab_size: int) -> bool:
     return int(unsigned.max()) >= min(vocab_size, np.iinfo(ids.dtype).max + 1)
 
 
+def check_run_file(config: Config, datasets: Mapping[str, Dataset]) -> None:
+    """Check that datasets belong together, and are what the run file asks for by now.
+
+    Raises:
+        UserError: they are not; or the tokenizer lacks what the objective needs.
+    """
+    check_tokenizers(datasets)
+    check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
+    check_tokenizer_settings(config)
+    make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
+
+
 def open_loader(
     config: Config,
     datasets: Mapping[str, Dataset],
@@ -273,9 +285,7 @@ def open_loader(
             tokenizer lacks what the objective needs, the run file has other settings than the datasets were made
             with, or a micro-batch is too large.
     """
-    check_tokenizers(datasets)
-    check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
-    check_tokenizer_settings(config)
+    check_run_file(config, datasets)
     journal = journal or Journal.plan(config, datasets)
     tokenizer = next(iter(datasets.values())).manifest.tokenizer
     sizes = [micro_batch_size(config, journal, number, dp_size) for number in range(len(journal.segments))]

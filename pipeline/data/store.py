@@ -7,17 +7,19 @@ is nobody's: `pipeline` commands pass it over, and remove it when they can tell.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from pipeline.data import machine
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 
 TEMPORARY_SUFFIX = ".tmp"
 FOREIGN_S = 7 * 86_400.0
@@ -93,6 +95,30 @@ def get_json(path: Path, *keys: str) -> Any:
     if keys and not (isinstance(value, dict) and value.keys() >= set(keys)):
         raise UserError(f"{path} is damaged: it is no object with the keys {', '.join(keys)}")
     return value
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """What is written inside is one thing to the user, whatever file of it fails.
+
+    Args:
+        what: key or option, and the path as it was given.
+
+    Raises:
+        MachineError: it cannot be written. A disk or network that fails is left to the caller.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE):  # which may have been met where something was read
+            raise
+        reason = error.strerror or str(error)
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            reason = "a part of the path is a file"
+        todo = "name another folder"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            todo = "free some space, or name a folder on another disk"
+        raise MachineError(f"{what} cannot be written ({reason}); {todo}") from error
 
 
 def is_stale(tmp: Path) -> bool:

@@ -174,10 +174,12 @@ def _what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
 
 def _other_tokenizer(config: Config, difference: str) -> UserError:
     folder = tokenizer_folder(config)
+    # One that the run file names may be of other runs, too.
+    start_over = "" if config.data.dir is not None else f"remove {config.data_dir} to start over; or "
     return UserError(
         f"the tokenizer in {folder} is not the one that the config asks for: {difference}. Restore that; or keep the "
-        f"tokenizer with tokenizer.path: {folder / 'tokenizer.json'} in place of tokenizer.train; or remove "
-        f"{config.data_dir} to start over; or set data.dir to another folder"
+        f"tokenizer with tokenizer.path: {folder / 'tokenizer.json'} in place of tokenizer.train; or "
+        f"{start_over}set data.dir to another folder"
     )
 
 

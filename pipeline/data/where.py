@@ -132,7 +132,7 @@ class Where:
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
-        state = "passed over (blend.skip)" if self.skipped else "done" if self.done else "not yet trained"
+        state = "passed over" if self.skipped else "done" if self.done else "not yet trained"
         samples, tokens = (
             numbered(noun, first, end - 1)
             for noun, (first, end) in (("sample", self.samples), ("target token", self.tokens))

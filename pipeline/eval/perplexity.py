@@ -63,13 +63,16 @@ def score(loss: HeldOutLoss, documents: int, text_bytes: int) -> Score:
     )
 
 
-def evaluate(config: Config, checkpoint: int | None = None, console: Console | None = None) -> EvalReport:
+def evaluate(
+    config: Config, checkpoint: int | None = None, console: Console | None = None, *, keep: bool = True
+) -> EvalReport:
     """Score a checkpoint on the whole held-out split; the result is also written to `eval/` in the run folder.
 
     Args:
         config: resolved config.
         checkpoint: step of the checkpoint, by default the latest one.
         console: where to print.
+        keep: whether the result is written down.
 
     Raises:
         UserError: no such checkpoint, a damaged one, or nothing held out.
@@ -101,10 +104,13 @@ def evaluate(config: Config, checkpoint: int | None = None, console: Console | N
         sources={name: _score_of(losses[name], [splits[name]]) for name in splits},
         blended=_score_of(sum(losses.values(), HeldOutLoss(0.0, 0)), list(splits.values())),
     )
+    console.print(_table(report))
+    if not keep:
+        say(console, f"warning: {config.run.dir} cannot be written to; the result is not kept")
+        return report
     path = report_path(config, found.step)
     path.parent.mkdir(exist_ok=True)
     store.put_json(path, asdict(report))
-    console.print(_table(report))
     say(console, f"written to {path}")
     return report
 

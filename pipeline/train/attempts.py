@@ -219,7 +219,8 @@ def refuse_crash_loop(
     step = row[0].step + 1
     numbers = ", ".join(str(attempt.number) for attempt in reversed(row[:limit]))
     which = f"attempts {numbers}" if limit > 1 else f"attempt {numbers}"
-    ends = "; ".join(sorted({f"{attempt.outcome}: {attempt.reason}" for attempt in row[:limit]}))
+    # The first sentence: what follows in such a message is advice for another moment.
+    ends = "; ".join(sorted({f"{attempt.outcome}: {attempt.reason.partition('. ')[0]}" for attempt in row[:limit]}))
     point = f"The checkpoint of step {checkpoint}" if checkpoint else "The start of the run"
     raise UserError(
         f"{which} at this run died in step {step} ({ends}). {point} is what the next one would go on from, and come to "

@@ -117,7 +117,7 @@ class Faults:
         if policy == "rewind":
             back = self._way_back(step - 1)
             if back is not None and self._rewinds >= self._config.max_rewinds:
-                times = f"the run has gone back {self._rewinds} times already (train.faults.max_rewinds)"
+                times = f"the run has gone back {self._rewinds} times, as often as train.faults.max_rewinds allows"
                 self._end(row, kind, f"{what}, and {times}", "it")
             if back is not None:
                 self._rewinds += 1
@@ -143,10 +143,14 @@ class Faults:
 
     def _end(self, row: dict[str, Any], kind: Kind, why: str, them: str) -> None:
         self._write(row, kind, "stop")
+        last, first = row["step"], row["step"] - max(self._in_a_row, 1) + 1
+        these = f"the step (blend.skip: [{{steps: {last}}}])"
+        if first < last:
+            these = f"the steps (blend.skip: [{{steps: {first}-{last}}}])"
         raise NumericalError(
             f"{why}. {self._last_good()} is from before {them}. Lower train.optimizer.lr, lengthen "
-            f"train.schedule.warmup, look at the samples in {self.record}, or pass over the step (blend.skip: "
-            f"[{{steps: {row['step']}}}]) and run the same command; resume.from names an earlier checkpoint"
+            f"train.schedule.warmup, look at the samples in {self.record}, or pass over {these} and run the same "
+            "command; resume.from goes back to an earlier checkpoint, where there is one"
         )
 
     def _write(self, row: dict[str, Any], kind: Kind, action: Action, skip: tuple[int, int] | None = None) -> None:

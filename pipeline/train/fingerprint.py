@@ -12,6 +12,9 @@ from pipeline.errors import UserError
 Fingerprints = dict[str, Any]
 """Aspect -> JSON value. The aspects are the names that resume.allow takes."""
 
+_KEYS = {"objective": "train.objective"}
+"""Aspects that are a section of the run file with another name."""
+
 
 def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) -> Fingerprints:
     """The aspects of a run that decide what its steps compute, but for the order of the data.
@@ -52,14 +55,15 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
         UserError: an aspect differs that `resume.allow` does not name; the message shows each difference.
     """
     allowed = set(allow)
-    shown: list[str] = []
+    accepted: list[str] = []
     refused: list[str] = []
     for aspect in sorted(now):
         if saved.get(aspect) != now[aspect]:
             lines = [
-                f"{name}: {old!r} -> {new!r}" for name, old, new in differences(aspect, saved.get(aspect), now[aspect])
+                f"{name}: {shown(old)} -> {shown(new)}"
+                for name, old, new in differences(_KEYS.get(aspect, aspect), saved.get(aspect), now[aspect])
             ]
-            (shown if aspect in allowed else refused).extend(lines)
+            (accepted if aspect in allowed else refused).extend(lines)
             if aspect not in allowed:
                 fits = ", if the weights still fit" if aspect == "model" else ""
                 refused.append(f"  (resume.allow=[{aspect}] accepts this{fits})")
@@ -69,7 +73,7 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
             + "\n  ".join(refused)
             + "\nset the values back, or use another run.dir"
         )
-    return shown
+    return accepted
 
 
 def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
@@ -81,3 +85,14 @@ def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
                 rows += differences(f"{name}.{key}", old.get(key), new.get(key))
         return rows
     return [(name, old, new)]
+
+
+def shown(value: Any) -> str:
+    """A JSON value in one line, as a run file has it; keys without a value are left out."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", False: "false", True: "true"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shown(below)}" for key, below in value.items() if below is not None) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    return '""' if value == "" else str(value)

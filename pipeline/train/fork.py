@@ -17,19 +17,24 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.config.load import RUN_FILE, dump, load_run
+from pipeline.config.load import RUN_FILE, dump, load_run, no_run_folder
 from pipeline.console import say
 from pipeline.data import store
+from pipeline.data.loader import check_run_file
 from pipeline.data.progress import counted
 from pipeline.data.provenance import JOURNAL_FILE, saved_journal
 from pipeline.errors import MachineError, UserError
 from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, record_of
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.checkpoint.storage import refuse_misfit
+from pipeline.train.checkpoint.tensors import stored
 from pipeline.train.describe import describe_run
 from pipeline.train.lock import Lock
+from pipeline.train.model.config import decoder_spec
 from pipeline.train.plan import RunPlan, plan_run
 from pipeline.train.resume import changes
 from pipeline.train.run_folder import make_writable, metrics_path
+from pipeline.train.start import open_validation
 
 
 def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: bool = False) -> None:
@@ -46,9 +51,12 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         UserError: there is no such checkpoint, or it is damaged; the new run has begun already; or it differs in what
             the checkpoint depends on.
     """
+    if run.is_dir() and not (run / RUN_FILE).is_file() and not Checkpoints.of_run(run).folder.is_dir():
+        raise no_run_folder(run)
     parent = run.absolute() if run.is_dir() else load_run(run).run.dir
     child = config.run.dir
     _check_new(parent, child)
+    _check_unused(config)
     checkpoint = Checkpoints.of_run(parent).at(step)
     state = checkpoint.state()
     past = saved_journal(parent, state["journal"], step)
@@ -59,6 +67,7 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
             f"the new run would end with step {plan.length.steps:,} ({plan.length.reason}), and it begins with the "
             f"{step:,} steps of {checkpoint.path}; raise train.duration, which counts from the start of the parent"
         )
+    _check_start(config, plan, checkpoint)
     for line in _lines(checkpoint, config, plan, parent, child):
         say(console, line)
     if dry_run:
@@ -74,35 +83,101 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         "origin": state.get("origin") or None,
     }
     make_writable(child)
-    lock = Lock.take(child)
-    try:
-        _check_new(parent, child)  # another one may have come first
-        state |= {"journal": past.forked(step).to_json(), "attempt": 0, "origin": origin}
-        store.put_json(child / JOURNAL_FILE, plan.journal.to_json())
-        store.put(child / RUN_FILE, dump(config).encode())
-        linked, copied = _copy(checkpoint, state, Checkpoints.of_run(child), lock)
-    finally:
-        lock.release()
+    with store.writing(f"run.dir {child} of the new run"):
+        lock = Lock.take(child)
+        try:
+            _check_new(parent, child)  # another one may have come first
+            state |= {"journal": past.forked(step).to_json(), "attempt": 0, "origin": origin}
+            store.put_json(child / JOURNAL_FILE, plan.journal.to_json())
+            store.put(child / RUN_FILE, dump(config).encode())
+            linked, copied = _copy(checkpoint, state, Checkpoints.of_run(child), lock)
+        finally:
+            lock.release()
     how = " and ".join(f"{counted(n, 'file')} {verb}" for n, verb in ((linked, "linked"), (copied, "copied")) if n)
     say(console, f"fork: {child} has the checkpoint ({how}); `pipeline train` goes on from it")
+
+
+_ANOTHER = "set run.dir to a new folder"
+_BEFORE_THE_FIRST_STEP = (
+    *("checkpoints", "data", "ledger.jsonl", "lock", "lock.guard", RUN_FILE, JOURNAL_FILE),
+    *("attempt", "exit.json", "heartbeats", "logs", "tensorboard", "stop", "save"),
+)
+"""What `pipeline preprocess`, a fork that was killed and a start that was refused leave in a run folder."""
+_OF_THE_USER = (".yaml", ".yml", ".sh", ".md", ".txt", ".log", ".out", ".err")
+"""Run files, and what lies beside them."""
 
 
 def _check_new(parent: Path, child: Path) -> None:
     if child.resolve() == parent.resolve():
         raise UserError(f"run.dir of the new run is that of its parent, {parent}; set run.dir to a folder of its own")
+    if parent.resolve() in child.resolve().parents:
+        raise UserError(f"run.dir of the new run, {child}, lies in the run folder of its parent; {_ANOTHER}")
+    if child.resolve() in parent.resolve().parents:
+        raise UserError(
+            f"run.dir of the new run, {child}, lies around the run folder of its parent, {parent}; {_ANOTHER}"
+        )
     begun = [path for path in (child / "checkpoints", metrics_path(child)) if path.exists()]
     if Checkpoints.of_run(child).all() or metrics_path(child).exists():
-        raise UserError(f"a run has begun in {child} ({begun[0].name} is there); set run.dir to a new folder")
+        undo = f"; or, since nothing was trained in it after a fork: remove {begun[0]} to fork again"
+        raise UserError(
+            f"a run has begun in {child} ({begun[0].name} is there); {_ANOTHER}{undo if _only_forked(child) else ''}"
+        )
+
+
+def _only_forked(child: Path) -> bool:
+    """Whether there is nothing but the checkpoint that a fork has put there."""
+    if metrics_path(child).exists():
+        return False
+    try:
+        origins = [checkpoint.state().get("origin") for checkpoint in Checkpoints.of_run(child).all()]
+    except UserError:
+        return False
+    return len(origins) == 1 and (origins[0] or {}).get("kind") == "fork"
+
+
+def _check_unused(config: Config) -> None:
+    """The folder of the new run may have what commands leave there before the first step, and run files."""
+    child = config.run.dir
+    if not child.is_dir():
+        return
+    mine = set(_BEFORE_THE_FIRST_STEP)
+    if config.data_dir.is_relative_to(child):
+        inside = config.data_dir.relative_to(child).parts
+        # Data right in the run folder: their folders are beside its files.
+        mine |= {inside[0]} if inside else {"tokenizer", *(source.name for source in config.data.sources)}
+    for path in sorted(child.iterdir()):
+        hidden_or_file = path.name.startswith(".") or (path.is_file() and path.suffix in _OF_THE_USER)
+        if path.name not in mine and not hidden_or_file:
+            raise UserError(
+                f"{child} has {path.name}, which is not of a run that has not begun: the folder is used for something "
+                f"else; {_ANOTHER}"
+            )
 
 
 def _check_data(config: Config, state: dict[str, Any]) -> None:
     """The data folder is by default in the run folder, and so the new run would have none."""
     there = state["config"].get("data", {}).get("dir") or f"{state['config']['run']['dir']}/data"
+    if config.run.dir.resolve() == Path(there).resolve():
+        raise UserError(f"run.dir of the new run, {config.run.dir}, is the data folder of the parent; {_ANOTHER}")
     if not config.data_dir.exists() and str(config.data_dir) != there:
         raise UserError(
             f"there is no data in {config.data_dir}; the parent has its data in {there}: set data.dir to that, or run "
             "`pipeline preprocess` first if the new run has other data"
         )
+
+
+def _check_start(config: Config, plan: RunPlan, checkpoint: Checkpoint) -> None:
+    """What `pipeline train` looks at after its plan, so that no fork is made that it would refuse."""
+    wanted = config.resume.from_
+    if isinstance(wanted, int) and wanted != checkpoint.step:
+        raise UserError(
+            f"resume.from: {wanted} will not be in the new run, whose first checkpoint is that of step "
+            f"{checkpoint.step}; leave it out"
+        )
+    check_run_file(config, plan.datasets)
+    open_validation(config, plan.tokenizer, check=True)
+    spec = decoder_spec(config.model, plan.tokenizer.vocab_size, config.max_positions)
+    refuse_misfit({name: each.shape for name, each in stored(checkpoint)["model"].items()}, spec, checkpoint.path)
 
 
 def _lines(checkpoint: Checkpoint, config: Config, plan: RunPlan, parent: Path, child: Path) -> Iterator[str]:

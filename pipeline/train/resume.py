@@ -11,7 +11,7 @@ from pipeline.config import Config
 from pipeline.config.base import Section
 from pipeline.config.schema import KeyPath, section_at, written_keys
 from pipeline.train.checkpoint.manager import Checkpoint
-from pipeline.train.fingerprint import Fingerprints, differences
+from pipeline.train.fingerprint import Fingerprints, differences, shown
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.versions import versions
 
@@ -64,6 +64,8 @@ WINNERS: dict[str, tuple[Winner, str]] = {
 _SHOWN_CHARACTERS = 100
 _COMPARED_BY_FINGERPRINT = ("model", "train.objective")
 """A difference is refused or warned of already."""
+_OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume")
+"""Where and how a start is made: says nothing about the run."""
 _ABSENT = object()
 
 
@@ -113,17 +115,23 @@ def changes(state: Mapping[str, Any], config: Config, now: Fingerprints, layout:
     fingerprints = state.get("fingerprints", {})
     before = {key: fingerprints.get(key) for key in ("data", "tokenizer")}
     after: dict[str, Any] = {key: now[key] for key in before}
-    if layout is not None:
-        before["layout"] = state.get("layout", {})
-        after["layout"] = {**layout.degrees, "dp": layout.dp, "world_size": layout.world_size}
     # The version of the package is an aspect of its own: code.
     before["versions"], after["versions"] = (
         {name: version for name, version in found.items() if name != "pipeline"}
         for found in (state.get("versions", {}), versions())
     )
-    return config_differences(state.get("config", {}), config) + [
-        _line(name.removeprefix("."), old, new) for name, old, new in differences("", before, after)
-    ]
+    lines = config_differences(state.get("config", {}), config)
+    if layout is not None:
+        # What the degrees of the run file have come to says it.
+        lines = [line for line in lines if not line.startswith(tuple(f"parallel.{axis}:" for axis in layout.degrees))]
+        lines += _layout_line(state.get("layout", {}), layout)
+    return lines + [_line(name.removeprefix("."), old, new) for name, old, new in differences("", before, after)]
+
+
+def _layout_line(saved: Mapping[str, Any], layout: Layout) -> list[str]:
+    now = {"dp": layout.dp, **layout.degrees, "world_size": layout.world_size}
+    changed = [f"{axis} {_shown(saved.get(axis))} -> {now[axis]}" for axis in now if saved.get(axis) != now[axis]]
+    return [f"layout: {', '.join(changed)}"] if changed else []
 
 
 def config_differences(saved: Mapping[str, Any], config: Config) -> list[str]:
@@ -131,7 +139,7 @@ def config_differences(saved: Mapping[str, Any], config: Config) -> list[str]:
     return [
         _line(key, old, new)
         for key, old, new in _compared(dict(saved), config.model_dump(mode="json"), (), ())
-        if not key.startswith(tuple(f"{prefix}." for prefix in _COMPARED_BY_FINGERPRINT))
+        if not f"{key}.".startswith(tuple(f"{prefix}." for prefix in (*_COMPARED_BY_FINGERPRINT, *_OF_THIS_START)))
     ]
 
 
@@ -184,7 +192,5 @@ def _line(key: str, old: Any, new: Any) -> str:
 def _shown(value: Any) -> str:
     if value is _ABSENT:
         return "(not there)"
-    if isinstance(value, dict):
-        value = {key: below for key, below in value.items() if below is not None}
-    text = "none" if value is None else value if isinstance(value, str) else repr(value)
+    text = shown(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from pipeline.data import store
 from pipeline.errors import EXIT_OK, EXIT_STOPPED, MachineError, UserError, exit_code
-from pipeline.train.attempts import Running, last_begun, metrics_path, settle
+from pipeline.train.attempts import Running, correct, last_begun, metrics_path, settle
 from pipeline.train.goodput import goodput
+from pipeline.train.heartbeat import beat_file, read_beat
 from pipeline.train.lock import Lock
 
 __all__ = ["RunFolder", "last_attempt", "make_writable", "metrics_path", "open_run", "read_metrics"]
@@ -103,6 +106,23 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def refuse_lost_checkpoints(run: Path) -> None:
+    """A `UserError` where a run has saved and no checkpoint is there: its folder was cleaned, or a disk is missing."""
+    path, saved = metrics_path(run), 0
+    if path.exists():
+        with path.open("rb") as file:  # it may have millions of lines
+            for line in file:
+                if b'"save_seconds"' in line:
+                    with suppress(ValueError, TypeError, KeyError):
+                        saved = int(orjson.loads(line)["step"])
+    if saved:
+        raise UserError(
+            f"this run has saved step {saved} ({path.name}), but there is no checkpoint in {run / 'checkpoints'}, and "
+            "starting again from random weights would not be what you asked for; is a disk or link missing? Restore "
+            "them, or set run.dir to a new folder to train from the start"
+        )
+
+
 def make_writable(path: Path) -> None:
     """Create the run folder, or say in one sentence why it cannot be used."""
     if path.exists() and not path.is_dir():
@@ -145,6 +165,28 @@ def open_run(path: Path) -> Iterator[RunFolder]:
                 folder.end(code, reason)
     finally:
         lock.release()
+
+
+def note_end(run: Path, end: BaseException, start: float) -> None:
+    """Note why a run ended that could not note it itself: it had no folder yet, or nothing of it ran any more.
+
+    Args:
+        run: folder.
+        end: what ended it.
+        start: when the command was started, in seconds since 1970.
+    """
+    exit_file = run / "exit.json"
+    state: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        if exit_file.stat().st_mtime >= start:
+            state = orjson.loads(exit_file.read_bytes())
+    beat = read_beat(beat_file(run, 0))
+    step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None
+    with suppress(OSError):  # a full disk, say
+        code, reason = exit_code(end), str(end) or type(end).__name__
+        how = {"code": code, "reason": reason}
+        store.put_json(exit_file, {"attempt": last_attempt(run), "step": step, **state, **how})
+        correct(run, start, code, reason)
 
 
 def last_attempt(run: Path) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import threading
 import time
@@ -21,7 +23,8 @@ from pipeline.config import Config
 from pipeline.data.journal import Journal
 from pipeline.errors import EXIT_OTHER, MachineError, NumericalError, RankFailed, Stopped
 from pipeline.train.checkpoint import storage
-from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
+from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
 from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.ema import Ema
 from pipeline.train.model.flops import num_parameters
@@ -39,6 +42,7 @@ _PAUSE = 0.5
 _GROWTH = 3.0
 """Each further pause is so many times as long."""
 _LONGEST_PAUSE = 60.0
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _PATIENCE = 5.0
 """Seconds that a rank which fails waits for the save in flight. The others may never come to its end."""
 
@@ -104,6 +108,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._reports: deque[SaveReport] = deque()
+        self._not_removed: frozenset[str] = frozenset()
+        """Why old checkpoints stay, as it was said last."""
 
     def __enter__(self) -> Saver:
         return self
@@ -121,7 +127,7 @@ class Saver:
         # What goes up is the error that ended the loop; nobody asks for these any more.
         for line in [self._error, *(report.failure for report in self._reports)]:
             if line is not None and line is not error:
-                logging.getLogger(__name__).warning("%s", line)
+                logging.getLogger(__name__).warning("warning: %s", line)
 
     def save(
         self,
@@ -213,9 +219,22 @@ class Saver:
         if self._rank == 0:
             self._reports.append(SaveReport(job.step, time.monotonic() - job.start, job.waited, failure))
         if failure is None and job.prune:
-            problem, _ = self._on_rank_0(lambda: len(self._checkpoints.prune(self._config.train.checkpoint)))
-            if problem is not None and self._rank == 0:
-                logging.getLogger(__name__).warning("old checkpoints could not be removed: %s", problem)
+            self._on_rank_0(self._prune)
+
+    def _prune(self) -> None:
+        """Remove what the policy does not keep. Why that fails is said once, not at each save."""
+        try:
+            if self._checkpoints.prune(self._config.train.checkpoint):
+                self._not_removed = frozenset()
+            return
+        except NotRemoved as error:
+            reasons, message = error.reasons, str(error)
+        except OSError as error:
+            message = f"they cannot be looked at ({error.strerror or error})"
+            reasons = frozenset([message])
+        if not reasons <= self._not_removed:
+            logging.getLogger(__name__).warning("warning: old checkpoints: %s", message)
+        self._not_removed = reasons
 
     def _write(self, job: _Job) -> MachineError | None:
         """Write and commit, again where it fails; the same on all ranks. Returns why it was given up."""
@@ -229,13 +248,22 @@ class Saver:
                 pause = min(pause * _GROWTH, _LONGEST_PAUSE)
         if self._rank > 0:  # which tells nobody
             return MachineError(f"step {job.step} could not be saved: {problem}")
-        free, good = "an unknown number of", "What was committed before"
+        free, good, prune = "an unknown number of", "What was committed before", ""
+        bytes_each = MASTER_BYTES + MOMENTS_BYTES + (MASTER_BYTES if self._ema else 0)
+        size = num_parameters(self._model.spec) * bytes_each
         with suppress(OSError):  # a file system that says no more than that it fails
             free = f"{shutil.disk_usage(self._folder.path).free / 2**20:,.1f}"
             good = self.last_good()
-        bytes_each = MASTER_BYTES + MOMENTS_BYTES + (MASTER_BYTES if self._ema else 0)
-        size = num_parameters(self._model.spec) * bytes_each
-        todo = "make room and run the same command to go on" if job.last else "training goes on, and saves again later"
+            with suppress(*UNREADABLE):  # of one that is damaged
+                newest = self._checkpoints.latest()
+                size = newest.size if newest else size
+            only_one = self._config.train.checkpoint.model_copy(update={"keep": 1})
+            if problem in _FULL and self._checkpoints.prune(only_one, dry_run=True):
+                prune = f"`pipeline checkpoint prune {self._folder.path} --keep 1`"
+        if job.last:
+            todo = f"make room{f', for example with {prune},' if prune else ''} and run the same command to go on"
+        else:
+            todo = f"training goes on, and saves again later{f'; {prune} makes room' if prune else ''}"
         return MachineError(
             f"step {job.step} could not be saved in {self._checkpoints.folder}: {problem}. "
             f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free} MiB are free. {good} is still good; {todo}"

@@ -26,7 +26,7 @@ from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.watchdog import Watchdog
 from pipeline.train.plan import RunPlan, plan_run
-from pipeline.train.run_folder import RunFolder, open_run
+from pipeline.train.run_folder import RunFolder, open_run, refuse_lost_checkpoints
 from pipeline.train.setup import check_tokenizer
 from pipeline.train.versions import code_hash, versions
 
@@ -56,6 +56,8 @@ def open_run_everywhere(
     plans: list[RunPlan] = []
 
     def plan() -> None:
+        if checkpoint is None:
+            refuse_lost_checkpoints(config.run.dir)
         plans.append(plan_run(config, checkpoint))
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:

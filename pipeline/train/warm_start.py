@@ -27,7 +27,6 @@ from pipeline.train.checkpoint.tensors import stored
 from pipeline.train.fingerprint import differences, model_fingerprint
 from pipeline.train.init import local_range
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import gather, share
 
@@ -128,23 +127,8 @@ def _kind(wanted: InitFromConfig) -> str:
 
 def _check_fit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
     """A `UserError` that names the first tensor that the model does not have as it is."""
-    with torch.device("meta"):
-        wanted = {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
-    advice = "set `model` to that of the run that the weights are from"
-    for name, shape in wanted.items():
-        if name not in found:
-            raise UserError(f"train.init_from: {where} has no {name}, which this model has; {advice}")
-        if tuple(found[name]) != shape:
-            raise UserError(
-                f"train.init_from: {name} is {_times(found[name])} in {where} and {_times(shape)} in this model; "
-                f"{advice}"
-            )
-    if more := [name for name in found if name not in wanted]:
-        raise UserError(f"train.init_from: {where} has {more[0]}, which this model does not have; {advice}")
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+    if problem := storage.misfit(found, spec, where):
+        raise UserError(f"train.init_from: {problem}; set `model` to that of the run that the weights are from")
 
 
 def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:

@@ -288,6 +288,8 @@ def test_a_run_folder(tmp_path: Path) -> None:
     """It may have been moved since training has written its run file."""
     with pytest.raises(UserError, match=r"moved is no run folder: it has no config\.yaml"):
         load_run(write(tmp_path, name="moved/run.yaml").parent)
+    with pytest.raises(UserError, match="no run file or run folder nothere; "):
+        load_run(Path("nothere"))
     (tmp_path / "moved/config.yaml").write_text(dump(load(tmp_path / "moved/run.yaml")))
     config = load_run(Path("moved"), ["train.batch_size=7"])
     assert (config.run.dir, config.train.batch_size) == (tmp_path / "moved", 7)

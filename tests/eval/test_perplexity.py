@@ -1,5 +1,6 @@
 """Held-out loss, perplexity, bits per byte and the reference lines, against sums written out by hand."""
 
+import io
 import math
 import shutil
 from collections import Counter
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.config.load import load
@@ -21,6 +23,7 @@ from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.train.model.decoder import Context
 from pipeline.train.setup import load_for_inference
 from pipeline.train.trainer import train
+from slurm import local
 from tests import tiny
 
 
@@ -115,6 +118,7 @@ def test_a_report_made_of_something_else_is_not_reused(tmp_path: Path, other: li
     assert read_report(config, 3) == report
     if "optimizer" in other[0]:
         shutil.rmtree(config.run.dir / "checkpoints")
+        (config.run.dir / "metrics.jsonl").unlink()
         train(load(file, other))
     assert read_report(load(file, other), 3) is None
 
@@ -188,7 +192,7 @@ def test_heldout_bounds_equal_a_scan_for_ends(config: Config) -> None:
 
 def test_another_model_than_the_checkpoints_is_refused(config: Config) -> None:
     other = config.model_copy(update={"model": config.model.model_copy(update={"sliding_window": 3})})
-    with pytest.raises(UserError, match="model.sliding_window: None -> 3"):
+    with pytest.raises(UserError, match="model.sliding_window: none -> 3"):
         evaluate(other)
 
 
@@ -198,3 +202,18 @@ def test_data_of_another_tokenizer_is_refused(config: Config, tmp_path: Path) ->
     mixed = config.model_copy(update={"data": other.data})
     with pytest.raises(UserError, match="source 'sea' .* was tokenized with another tokenizer .290 entries"):
         evaluate(mixed)
+
+
+def test_a_folder_that_cannot_be_written_to_is_evaluated_all_the_same(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise MachineError("a colleague's")
+
+    monkeypatch.setattr("pipeline.train.run_folder.make_writable", refuse)
+    before = sorted(config.run.dir.rglob("*"))
+    out = io.StringIO()
+    report = local.evaluate(config, console=Console(file=out, width=200))
+    assert report.blended.loss > 0
+    assert "bits" in out.getvalue() and "the result is not kept" in out.getvalue()
+    assert sorted(config.run.dir.rglob("*")) == before

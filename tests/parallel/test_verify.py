@@ -18,6 +18,7 @@ from pipeline.errors import EXIT_OTHER, EXIT_REFUSED, RankFailed, UserError
 from pipeline.train.checkpoint import committed
 from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
 from pipeline.train.checkpoint.resume_point import resume_point, rewind_point, shares
+from pipeline.train.parallel.processes import barrier
 from tests.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.parallel
@@ -69,6 +70,11 @@ def find(
     try:
         if before is None:
             found = resume_point(checkpoints, config, said.append)
+            there = len(checkpoints.all())
+            barrier()
+            if found is not None and dist.get_rank() == 0:
+                assert there == 3, "nothing has been moved yet"
+                checkpoints.settle(found, config.from_ if isinstance(config.from_, int) else None, said.append)
         else:
             found = rewind_point(checkpoints, config, before, said.append)
         error, step = None, found.step if found else None

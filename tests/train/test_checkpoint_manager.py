@@ -15,7 +15,7 @@ from pipeline.config.train import CheckpointConfig
 from pipeline.data import store
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.committed import Parent
-from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Files, record_of
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Files, NotRemoved, record_of
 
 
 def write(folder: Path) -> Files:
@@ -459,6 +459,43 @@ def test_prune_never_removes_the_last_one_that_can_be_trusted(checkpoints: Check
     save(checkpoints, 50)
     damage(checkpoints, 50)
     assert [c.step for c in checkpoints.prune(CheckpointConfig(keep=1), full=True)] == [20, 40]
+
+
+def test_what_cannot_be_removed_is_said_after_the_others_are_gone(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpoints, 10, 20, 30, 40)
+    original = os.replace
+
+    def replace(old: Path, new: Path) -> None:
+        if Path(old).name == "step-00000010":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        original(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(NotRemoved, match=r"^step-00000010 cannot be removed \(Read-only file system\)$") as raised:
+        checkpoints.prune(CheckpointConfig(keep=2))
+    assert [each.step for each in raised.value.gone] == [20]
+    assert [each.step for each in checkpoints.all()] == [10, 30, 40]
+
+
+def test_files_that_stay_after_the_rename_are_said(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(checkpoints, 10, 20)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "unlink", refused)
+    with pytest.raises(NotRemoved, match=r"step-00000010 cannot be removed \(Operation not permitted\)"):
+        checkpoints.prune(CheckpointConfig(keep=1))
+    assert [each.step for each in checkpoints.all()] == [20], "half of one is no checkpoint"
+
+
+def test_what_another_process_has_removed_meanwhile_is_no_failure(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, 20)
+    old = checkpoints.all()[:1]
+    assert [each.step for each in checkpoints.remove(old)] == [10]
+    assert checkpoints.remove(old) == []
 
 
 def test_clean_removes_what_a_killed_attempt_left(checkpoints: Checkpoints) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +223,69 @@ def test_prune_removes_by_the_policy_or_by_step(run: Path, call: Any) -> None:
     assert "step 4 is the last one that can be trusted" in said
     assert call("prune", run, "--keep", 1)[1] == "nothing to remove\n"
     assert call("prune", run, "--steps", "4,x")[0] == 2
+
+
+def test_prune_says_what_cannot_be_removed(run: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.replace
+
+    def replace(old: Path, new: Path) -> None:
+        if Path(old).name == "step-00000002":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        original(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    code, out, said = call("prune", run, "--keep", 1)
+    assert (code, out) == (1, f"removed {folder(run, 4)}\n")
+    assert said == "error: step-00000002 cannot be removed (Read-only file system)\n"
+    assert [each.step for each in Checkpoints.of_run(run).all()] == [2, 6]
+
+
+def test_prune_takes_a_number_to_keep_or_steps_not_both(run: Path, call: Any) -> None:
+    code, _, said = call("prune", run, "--keep", 2, "--steps", "4")
+    assert code == 2 and "either --keep or --steps" in said
+    assert [each.step for each in Checkpoints.of_run(run).all()] == [2, 4, 6]
+
+
+def test_a_run_that_is_not_there_may_have_been_a_file_or_a_folder(run: Path, call: Any) -> None:
+    code, _, said = call("list", "nothere")
+    assert code == 2 and "error: no run file or run folder nothere; " in said
+    for inside in (run / "checkpoints", folder(run, 4)):
+        code, _, said = call("list", inside)
+        assert code == 2 and f"{inside} is no run folder" in said and f"name the run folder, {run}\n" in said
+
+
+def full(folder: Path) -> None:
+    """No room for a file that is made there or below."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("this machine does not let this user mount a tmpfs")
+
+
+@pytest.mark.parametrize("kind", [("export", "--step", 4), ("average", "--last", 2)], ids=lambda kind: kind[0])
+def test_a_folder_that_cannot_be_written_is_named_as_it_was_given(
+    run: Path, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[Any, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def refused(to: str, *reasons: str) -> None:
+        code, _, said = call(kind[0], run, "--to", to, *kind[1:])
+        assert code == 1 and said.startswith(f"error: --to {to} cannot be written ("), said
+        assert all(reason in said for reason in reasons), said
+        assert "run.dir" not in said and ".tmp" not in said
+
+    (tmp_path / "file").touch()
+    refused("file/out", "a part of the path is a file")
+    refused("x" * 300, "File name too long")
+    refused("x" * 250, "File name too long")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    full(disk)
+    try:
+        refused("disk/out", "No space left on device", "free some space")
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        refused("disk/new/out", "Read-only file system", "name another folder")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=False)
 
 
 def test_prune_removes_what_the_run_has_gone_back_from_only_when_asked(run: Path, call: Any) -> None:

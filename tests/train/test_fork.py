@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -18,9 +19,10 @@ from rich.console import Console
 from pipeline.config.load import load
 from pipeline.data.journal import Journal
 from pipeline.data.opening import open_datasets
+from pipeline.data.preprocess import preprocess
 from pipeline.data.provenance import ask
 from pipeline.data.where import where
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.fork import fork
 from pipeline.train.run_folder import read_metrics
@@ -47,7 +49,7 @@ def forked(root: Path, name: str, step: int, *overrides: str, parent: str = "par
 def test_the_same_run_file_gives_the_parents_continuation_bit_for_bit(root: Path, parent: Path) -> None:
     settings = ("train.duration=12 steps", *WSD)
     out = forked(root, "same", 6, *settings)
-    assert [line for line in out.splitlines() if line.startswith("  ")] == [f"  run.dir: {parent} -> {root / 'same'}"]
+    assert not [line for line in out.splitlines() if line.startswith("  ")]
     train(root, "same", *settings)
     assert exact(root / "same") == exact(parent)[6:]
     assert weights_hash(root / "same", 12) == weights_hash(parent, 12)
@@ -182,13 +184,74 @@ def test_files_are_copied_where_they_cannot_be_linked(
         (6, ("run.seed=1",), r"run.seed 1234 -> 1\. Set run.seed to 1234"),
         (6, ("data.dir={root}/elsewhere",), r"the parent has its data in .*data: set data.dir to that"),
         (6, ("blend.skip=[{{steps: 2, from_step: 1}}]",), "In blend.skip, leave from_step out"),
+        (6, ("tokenizer.train.vocab_size=280",), r"tokenizer.train changed since it was trained"),
+        (6, ("data.preprocess.unit_bytes=2000000",), r"(?s)source 'sea' was made with other settings.*unit_bytes"),
+        (6, ("train.validation.split=gone",), r"gone"),
+        (6, ("model.dim=64", "resume.allow=[model]"), r"embedding.weight is 304 x 32 in .* and 304 x 64 in this model"),
+        (6, ("resume.from=3",), r"resume.from: 3 .* step 6; leave it out"),
+        (6, ("run.dir={root}/parent/child",), r"lies in the run folder of its parent"),
+        (6, ("run.dir={root}",), r"lies around the run folder of its parent"),
+        (6, ("run.dir={root}/data",), r"is the data folder of the parent"),
     ],
 )
 def test_what_cannot_be_forked(root: Path, parent: Path, step: int, overrides: tuple[str, ...], message: str) -> None:
     values = [value.format(root=root) for value in overrides]
-    with pytest.raises(UserError, match=message):
-        forked(root, "refused", step, *WSD, "train.duration=12 steps", *values)
-    assert not (root / "refused").exists()
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match=message):
+            forked(root, "refused", step, *WSD, "train.duration=12 steps", *values, dry_run=dry_run)
+        assert not (root / "refused").exists()
+
+
+def test_nobody_is_told_to_remove_a_data_folder_that_other_runs_use(root: Path, parent: Path) -> None:
+    with pytest.raises(UserError, match=r"Restore that") as refused:
+        forked(root, "refused", 6, *WSD, "train.duration=12 steps", "tokenizer.train.vocab_size=280")
+    assert "remove" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["export.json", "COMMIT", "tokenizer/tokenizer.json", "sea/train/manifest.json", "src/a.py"]
+)
+def test_a_folder_of_another_use_is_not_forked_into(root: Path, parent: Path, tmp_path: Path, name: str) -> None:
+    used = tmp_path / "used"
+    (used / name).parent.mkdir(parents=True)
+    (used / name).touch()
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match=rf"used has {Path(name).parts[0]}, .*set run.dir to a new folder"):
+            forked(root, str(used), 6, *WSD, "train.duration=12 steps", dry_run=dry_run)
+    assert [path for path in used.rglob("*") if path.is_file()] == [used / name]
+
+
+def test_what_preprocess_and_a_refused_start_leave_does_not_hinder_a_fork(root: Path, parent: Path) -> None:
+    """The data of the fork are its own here: the same, made again in its own folder."""
+    settings = ("train.duration=12 steps", *WSD, "data.dir=null")
+    child = root / "own"
+    preprocess(load(root / "run.yaml", [f"run.dir={child}", *settings]))
+    assert start(root, "own", *settings, "resume.from=6")[0] == 2
+    (child / "own.yaml").write_text("run: {}\n")
+    forked(root, "own", 6, *settings)
+    train(root, "own", *settings)
+    assert exact(child) == exact(parent)[6:]
+
+
+def test_a_parent_that_is_not_there_may_have_been_a_file_or_a_folder(root: Path, parent: Path) -> None:
+    with pytest.raises(UserError, match="no run file or run folder .*nothere; "):
+        forked(root, "refused", 6, parent="nothere")
+    with pytest.raises(UserError, match=f"checkpoints is no run folder.*name the run folder, {parent}$"):
+        forked(root, "refused", 6, parent="parent/checkpoints")
+
+
+def test_a_new_run_folder_that_cannot_be_written_is_named(
+    root: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    message = rf"run\.dir {root / 'no-room'} of the new run cannot be written \(No space left on device\); free some"
+    with pytest.raises(MachineError, match=message):
+        forked(root, "no-room", 6, "train.duration=12 steps", *WSD)
+    assert Checkpoints.of_run(root / "no-room").all() == []
 
 
 def test_a_run_that_has_begun_is_not_written_over(root: Path, parent: Path) -> None:
@@ -198,6 +261,22 @@ def test_a_run_that_has_begun_is_not_written_over(root: Path, parent: Path) -> N
     with pytest.raises(UserError, match="a run has begun in .*begun"):
         forked(root, "begun", 9, *settings)
     assert {path: path.stat().st_mtime_ns for path in (root / "begun").rglob("*")} == before
+
+
+def test_a_fork_that_was_never_trained_can_be_undone(root: Path, parent: Path) -> None:
+    """As the message says; after a step it says no such thing."""
+    settings = ("train.duration=12 steps", *WSD)
+    forked(root, "undone", 6, *settings)
+    undo = root / "undone" / "checkpoints"
+    with pytest.raises(UserError, match=f"nothing was trained in it.*: remove {undo} to fork again"):
+        forked(root, "undone", 9, *settings)
+    shutil.rmtree(undo)
+    forked(root, "undone", 9, *settings)
+    train(root, "undone", *settings)
+    assert exact(root / "undone") == exact(parent)[9:]
+    with pytest.raises(UserError, match="a run has begun in") as refused:
+        forked(root, "undone", 9, *settings)
+    assert "remove" not in str(refused.value)
 
 
 def test_a_damaged_checkpoint_is_not_forked(root: Path, parent: Path) -> None:

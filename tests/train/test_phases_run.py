@@ -259,7 +259,7 @@ def test_a_held_out_split_of_another_tokenizer_is_refused_before_the_first_step(
 
 def test_the_objective_is_compared(root: Path, straight: Path) -> None:
     code, out = start(root, "straight", "train.duration=9 steps", "train.objective.type=fim")
-    assert code == 2 and "objective.type: 'causal' -> 'fim'" in out and "resume.allow=[objective]" in out
+    assert code == 2 and "train.objective.type: causal -> fim" in out and "resume.allow=[objective]" in out
 
 
 def test_fill_in_the_middle_resumes_exactly(tmp_path: Path) -> None:

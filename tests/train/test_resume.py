@@ -78,16 +78,18 @@ def test_keys_that_differ_are_shown_one_line_each_and_win(
     begin: Callable[..., tuple[int, str, Path]], half: Path
 ) -> None:
     code, out, run = begin(
-        "train.optimizer.lr=5e-3", "train.checkpoint.keep=7", "train.ema.decay=0.5", "launch.threads=2"
+        "train.optimizer.lr=5e-3",
+        "train.checkpoint.keep=7",
+        "train.ema.decay=0.5",
+        "launch.threads=2",  # says nothing about the run, nor do its folder and `resume`
+        "resume.verify_on_load=size",
     )
     assert code == 0, out
     assert shown(out) == [
-        f"run.dir: {half} -> {run}",
-        "launch.threads: 1 -> 2",
         "train.duration: 4 steps -> 8 steps",
         "train.optimizer.lr: 0.01 -> 0.005",
         "train.checkpoint.keep: 2 -> 7",
-        "train.ema: none -> {'decay': 0.5}",
+        "train.ema: none -> {decay: 0.5}",
     ]
     assert column(run, "lr")[4:] == [5e-3] * 4
     assert len([path for path in (run / "checkpoints").iterdir() if path.name.startswith("step-")]) == 4
@@ -97,7 +99,7 @@ def test_keys_that_differ_are_shown_one_line_each_and_win(
     ("change", "line", "aspect"),
     [
         ("model.norm_eps=1e-4", "model.norm_eps: 1e-05 -> 0.0001", "model"),
-        ("train.objective.type=fim", "objective.rate: None -> 0.5", "objective"),
+        ("train.objective.type=fim", "train.objective.rate: none -> 0.5", "objective"),
     ],
 )
 def test_what_would_change_the_meaning_is_refused_unless_it_is_named(
@@ -145,11 +147,37 @@ def test_another_layout_is_shown(root: Path) -> None:
     state = {"fingerprints": prints, "config": config.model_dump(mode="json"), "versions": versions(), "layout": one}
     assert resume.changes(state, config, prints, Layout()) == []
     assert resume.changes(state, config, prints, Layout(dp_shard=3, tp=2)) == [
-        "layout.dp: 1 -> 3",
-        "layout.dp_shard: 1 -> 3",
-        "layout.tp: 1 -> 2",
-        "layout.world_size: 1 -> 6",
+        "layout: dp 1 -> 3, dp_shard 1 -> 3, tp 1 -> 2, world_size 1 -> 6",
     ]
+    # Not a second time as keys.
+    asked = load(root / "run.yaml", ["parallel.tp=2", "parallel.sequence_parallel=false"])
+    assert resume.changes(state, asked, prints, Layout(tp=2)) == [
+        "parallel.sequence_parallel: true -> false",
+        "layout: tp 1 -> 2, world_size 1 -> 2",
+    ]
+
+
+def test_values_are_shown_as_a_run_file_has_them(root: Path) -> None:
+    saved = load(root / "run.yaml").model_dump(mode="json")
+    asked = load(
+        root / "run.yaml",
+        ["train.deterministic=true", "train.optimizer.betas=[0.9, 0.98]", "blend.phases=[{name: a}]"],
+    )
+    assert config_differences(saved, asked) == [
+        "blend.phases.a: (not there) -> {name: a, slices: {}}",
+        "train.optimizer.betas: [0.9, 0.95] -> [0.9, 0.98]",
+        "train.deterministic: false -> true",
+    ]
+
+
+def test_a_model_whose_weights_do_not_fit_is_refused_in_words(
+    begin: Callable[..., tuple[int, str, Path]],
+) -> None:
+    code, out, run = begin("model.dim=64", "resume.allow=[model]")
+    assert code == 2
+    where = run / "checkpoints" / "step-00000004"
+    assert f"embedding.weight is 304 x 32 in {where} and 304 x 64 in this model; set `model` back" in out
+    assert "torch.Size" not in out
 
 
 def test_keys_that_an_older_checkpoint_does_not_have_meant_their_defaults(root: Path) -> None:

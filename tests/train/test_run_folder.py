@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import orjson
@@ -9,7 +10,7 @@ import pytest
 
 from pipeline.data.store import JsonLines, temporary
 from pipeline.errors import MachineError, NumericalError, Stopped, UserError
-from pipeline.train.run_folder import metrics_path, open_run, read_metrics
+from pipeline.train.run_folder import metrics_path, note_end, open_run, read_metrics, refuse_lost_checkpoints
 
 
 def test_attempts_are_counted(tmp_path: Path) -> None:
@@ -111,3 +112,21 @@ def test_whatever_the_metrics_hold_it_is_told_how_an_attempt_ended(tmp_path: Pat
         raise Stopped("SIGTERM at step 1")
     assert orjson.loads((tmp_path / "exit.json").read_bytes())["reason"] == "SIGTERM at step 1"
     assert orjson.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[-1])["reason"] == "SIGTERM at step 1"
+
+
+def test_a_run_that_has_saved_does_not_start_again_without_its_checkpoints(tmp_path: Path) -> None:
+    refuse_lost_checkpoints(tmp_path)
+    rows = [{"step": 1, "loss": 2.0}, {"step": 3, "save_blocked": 0.1}]
+    write = (tmp_path / "metrics.jsonl").write_bytes
+    write(b"\n".join(map(orjson.dumps, rows)))
+    refuse_lost_checkpoints(tmp_path)  # ended before its first save was done
+    write(b"\n".join(map(orjson.dumps, [*rows, {"step": 3, "save_seconds": 0.2}, {"step": 4, "loss": 1.0}])))
+    with pytest.raises(UserError, match="has saved step 3 .*no checkpoint in .*checkpoints"):
+        refuse_lost_checkpoints(tmp_path)
+
+
+def test_an_end_before_the_folder_was_taken_is_noted(tmp_path: Path) -> None:
+    with pytest.raises(UserError), open_run(tmp_path):
+        raise UserError("of an earlier start")
+    note_end(tmp_path, KeyboardInterrupt(), time.time() + 1)
+    assert orjson.loads((tmp_path / "exit.json").read_bytes())["code"] == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -148,6 +149,63 @@ def test_a_file_system_that_answers_nothing_for_a_while_ends_no_run(
     assert "step 6 could not be saved" in out and "What was committed before is still good" in out
     assert steps_saved(run) == [3, 8]
     assert exact(run) == exact(straight)
+
+
+def test_a_disk_without_room_is_told_the_size_of_what_is_there_and_what_makes_room(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, iter([False, True, False, True]))
+    run = root / "advised"
+    keys = ("train.duration=12 steps", "train.checkpoint.retries=0", "train.checkpoint.keep=9")
+    code, out = start(root, run.name, *keys)
+    assert code == 1, out
+    first, last = [line for line in out.splitlines() if "could not be saved" in line]
+    size = sum(path.stat().st_size for path in (run / "checkpoints/step-00000003").iterdir() if path.name != "COMMIT")
+    assert f"A checkpoint needs about {size / 2**20:,.1f} MiB" in first
+    assert "checkpoint prune" not in first, "there is one alone"
+    assert f"make room, for example with `pipeline checkpoint prune {run} --keep 1`, and run the same command" in last
+
+
+def test_the_failure_of_the_save_before_the_last_one_is_a_warning(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, waiting = saving.Saver.wait, threading.Event()
+
+    def wait(self: saving.Saver) -> None:
+        if self._thread is not None:
+            waiting.set()
+        original(self)
+
+    failing(monkeypatch, iter([True, True]))
+    slow(monkeypatch, lambda: until(waiting.is_set))
+    monkeypatch.setattr(saving.Saver, "wait", wait)
+    keys = ("train.duration=2 steps", "train.checkpoint.every_steps=1", "train.checkpoint.retries=0")
+    code, _ = start(root, "both", *keys)
+    assert code == 1
+    (line,) = [text for text in caplog.messages if "could not be saved" in text]
+    assert line.startswith("warning: step 1 could not be saved")
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_said_once_for_each_reason(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, original = root / "kept", os.replace
+    by_save = {2: errno.EROFS, 3: errno.EROFS, 4: errno.EACCES, 6: errno.EROFS}
+
+    def replace(old: Path, new: Path) -> None:
+        if str(new).endswith(".pruned.tmp") and (reason := by_save.get(steps_saved(run)[-1])):
+            raise OSError(reason, os.strerror(reason))
+        original(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    code, out = start(root, run.name, "train.checkpoint.every_steps=1", "train.checkpoint.keep=1")
+    assert code == 0, out
+    assert [text for text in caplog.messages if "removed" in text] == [
+        "warning: old checkpoints: step-00000001 cannot be removed (Read-only file system)",
+        "warning: old checkpoints: step-00000001, step-00000002, step-00000003 cannot be removed (Permission denied)",
+        "warning: old checkpoints: step-00000005 cannot be removed (Read-only file system)",
+    ]
+    assert steps_saved(run) == [8]
 
 
 def test_a_last_save_that_fails_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

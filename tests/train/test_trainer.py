@@ -212,7 +212,7 @@ def test_no_trusted_checkpoint_is_refused(root: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
-        ("model.sliding_window=8", "model.sliding_window: None -> 8"),
+        ("model.sliding_window=8", "model.sliding_window: none -> 8"),
         ("train.batch_size=8", "from step 1 of the 8 that are done (sample 0, after 0 tokens): batch size 4 -> 8"),
         ("train.sequence_length=16", "sequence length 32 -> 16"),
         ("run.seed=5", "run.seed 1234 -> 5"),
@@ -233,7 +233,7 @@ def test_an_allowed_difference_is_shown_and_accepted(root: Path) -> None:
     run = train(root, "allowed", "train.duration=2 steps", "train.schedule.type=constant")
     code, out = start(root, run.name, "train.duration=3 steps", "model.sliding_window=8", "resume.allow=[model]")
     assert code == 0, out
-    assert "model.sliding_window: None -> 8" in out
+    assert "model.sliding_window: none -> 8" in out
 
 
 def test_micro_batches_change_the_arithmetic_only_by_rounding(root: Path, straight: list[dict[str, Any]]) -> None:

@@ -6,8 +6,10 @@ the checkpoint was written, and `export.json`: where they come from, and the siz
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +53,7 @@ def export(
 
     Raises:
         UserError: there is no such checkpoint, it is damaged or has no such weights, or `to` is there already.
+        MachineError: `to` cannot be written.
     """
     _is_free(to)
     return _write([checkpoints.at(step)], to, "export", weights, max_shard, console)
@@ -79,6 +82,7 @@ def average(
 
     Raises:
         UserError: as for `export`; or they are of different models or tokenizers, or there are not so many.
+        MachineError: as for `export`.
     """
     _is_free(to)
     if (steps is None) == (last is None):
@@ -96,7 +100,9 @@ def average(
 
 
 def _is_free(to: Path) -> None:
-    if to.is_file() or (to.is_dir() and any(to.iterdir())):
+    with store.writing(f"--to {to}"):
+        taken = to.is_file() or (to.is_dir() and any(to.iterdir()))
+    if taken:
         raise UserError(f"{to} is there already; name a folder that is new or empty")
 
 
@@ -107,14 +113,8 @@ def _write(
     states = [checkpoint.state() for checkpoint in checkpoints]
     tensors = _same_model(checkpoints, states, weights)
     total = sum(each.bytes for each in tensors.values())
-    to.parent.mkdir(parents=True, exist_ok=True)
-    for old in to.parent.glob(f".{to.name}.*{store.TEMPORARY_SUFFIX}"):
-        if store.is_stale(old):
-            shutil.rmtree(old, ignore_errors=True)
-    tmp = store.temporary(to)
-    tmp.mkdir()
-    try:
-        shards = plan_shards(tensors, max_shard)
+    shards = plan_shards(tensors, max_shard)
+    with store.writing(f"--to {to}"), _made(Path(os.path.abspath(to))) as tmp:
         with progress(console, f"{kind} (bytes)", total) as advance:
             files = write_shards(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
         Tokenizer.open(newest.path).save(tmp)
@@ -132,10 +132,6 @@ def _write(
                 "files": files,
             },
         )
-        store.commit(tmp, to)
-    except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise
     steps = ", ".join(str(each.step) for each in checkpoints)
     what = "the moving average of the weights" if weights == "ema" else "the weights"
     mean = f"the mean of {what}" if len(checkpoints) > 1 else what
@@ -144,6 +140,23 @@ def _write(
         f"{sum(each.numel for each in tensors.values()):,} parameters, {total:,} bytes in {len(shards)} "
         f"file{'s' if len(shards) > 1 else ''}"
     )
+
+
+@contextmanager
+def _made(to: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `to` when all is written."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    for old in to.parent.glob(f".{to.name}.*{store.TEMPORARY_SUFFIX}"):
+        if store.is_stale(old):
+            shutil.rmtree(old, ignore_errors=True)
+    tmp = store.temporary(to)
+    tmp.mkdir()
+    try:
+        yield tmp
+        store.commit(tmp, to)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
 
 
 def _same_model(

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.train import CheckpointConfig
 from pipeline.data import store
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 from pipeline.train.checkpoint.committed import (
     COMMIT,
     STATE,
@@ -30,7 +30,7 @@ from pipeline.train.checkpoint.committed import (
 )
 from pipeline.train.checkpoint.policy import doomed
 
-__all__ = ["Checkpoint", "Checkpoints", "Files", "Verify", "record_of"]
+__all__ = ["Checkpoint", "Checkpoints", "Files", "NotRemoved", "Verify", "record_of"]
 
 ABANDONED = "abandoned"
 _LATEST = "latest"
@@ -39,6 +39,20 @@ _FOLLOWED = "resumed-from.json"
 
 Verify = Callable[[Checkpoint], list[str]]
 """A checkpoint -> what is wrong with it, as `Checkpoint.problems` has it."""
+
+
+class NotRemoved(MachineError):
+    """Checkpoints that could not be removed; others may have been.
+
+    Args:
+        names: reason -> their names.
+        gone: those that were removed.
+    """
+
+    def __init__(self, names: Mapping[str, Sequence[str]], gone: list[Checkpoint]) -> None:
+        super().__init__("; ".join(f"{', '.join(each)} cannot be removed ({why})" for why, each in names.items()))
+        self.reasons = frozenset(names)
+        self.gone = gone
 
 
 class Checkpoints:
@@ -143,7 +157,7 @@ class Checkpoints:
                 raise UserError(
                     f"{self.folder / _LATEST} names {self._read(_LATEST) or 'nothing'}, but there is no checkpoint any "
                     "more, and starting again from random weights would not be what you asked for; restore one, or "
-                    f"move {self.folder} away to train from the start"
+                    "set run.dir to a new folder to train from the start"
                 )
             return None
         damaged: list[str] = []
@@ -156,7 +170,7 @@ class Checkpoints:
         raise UserError(
             "no checkpoint can be trusted, and starting again from random weights would not be what you asked for:\n  "
             + "\n  ".join(damaged)
-            + f"\nrestore the files, or move {self.folder} away to train from the start"
+            + "\nrestore the files, or set run.dir to a new folder to train from the start"
         )
 
     def go_back(
@@ -286,6 +300,9 @@ class Checkpoints:
             config: the policy's numbers.
             full: trust only what has been read and compared with its hashes. Otherwise sizes are enough.
             dry_run: only tell what would go.
+
+        Raises:
+            NotRemoved: as for `remove`.
         """
         everything, latest = self.all(), self.latest()
         last_good = self.last_good(full=full)
@@ -303,16 +320,27 @@ class Checkpoints:
         return next((each for each in reversed(self.all()) if not each.problems(full=full)), None)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-        """Remove checkpoints; returns those that are gone. What cannot be removed stays."""
-        gone = []
+        """Remove checkpoints; returns those that are gone. One that another process has removed is passed over.
+
+        Raises:
+            NotRemoved: when the others are gone. What cannot be removed stays, or files of it under a temporary name.
+        """
+        gone, failed = [], dict[str, list[str]]()
         for checkpoint in checkpoints:
             # Under a name that no reader takes for a checkpoint, so that a kill in between leaves no half of one.
             dying = checkpoint.path.with_name(f"{checkpoint.path.name}.pruned{store.TEMPORARY_SUFFIX}")
             shutil.rmtree(dying, ignore_errors=True)
-            with suppress(OSError):
+            try:
                 os.replace(checkpoint.path, dying)
+                shutil.rmtree(dying)
                 gone.append(checkpoint)
-            shutil.rmtree(dying, ignore_errors=True)
+            except OSError as error:
+                shutil.rmtree(dying, ignore_errors=True)  # all that can be
+                if checkpoint.path.exists() or dying.exists():
+                    name = str(checkpoint.path.relative_to(self.folder))
+                    failed.setdefault(error.strerror or str(error), []).append(name)
+        if failed:
+            raise NotRemoved(failed, gone)
         return gone
 
     def clean(self, report: Callable[[str], None]) -> None:

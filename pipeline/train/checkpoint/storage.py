@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,6 +27,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.manager import Files
 from pipeline.train.ema import Ema
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder import Decoder
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.compat import HashingWriter
 from pipeline.train.parallel.parallelize import ParallelModel
@@ -93,8 +97,19 @@ def read(
     Raises:
         UserError: the checkpoint is not of this model, or has no average though that is asked for.
     """
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    has_average = any(name.startswith("ema.") for name in entries)
+    # On every rank for the whole model: all come to the same end. torch says less, each rank of its own part.
+    refuse_misfit(
+        {
+            name.removeprefix("model."): tuple(entry.size)
+            for name, entry in entries.items()
+            if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        },
+        model.spec,
+        folder,
+    )
     state = _state(model, optimizers)
-    has_average = any(name.startswith("ema.") for name in FileSystemReader(folder).read_metadata().state_dict_metadata)
     if weights == "ema":
         assert ema is None, "training goes on from the weights"
         if not has_average:
@@ -127,6 +142,38 @@ def read(
                 group.update(values)
     if ema is not None and not has_average:
         ema.reset()
+
+
+def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
+    """A `UserError` if the weights in a checkpoint, by their shapes, are not those of a model."""
+    if problem := misfit(found, spec, where):
+        raise UserError(
+            f"{problem}; set `model` back to that of the checkpoint (resume.allow=[model] is for changes that leave "
+            "all shapes as they are), or begin a new run with another run.dir"
+        )
+
+
+def misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> str | None:
+    """The first tensor that a model does not have as it is stored, in words; None if all fit.
+
+    Args:
+        found: shapes of the stored weights by parameter name.
+        spec: of the model.
+        where: the weights are.
+    """
+    with torch.device("meta"):
+        wanted = {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
+    for name, shape in wanted.items():
+        if name not in found:
+            return f"{where} has no {name}, which this model has"
+        if tuple(found[name]) != shape:
+            return f"{name} is {_times(found[name])} in {where} and {_times(shape)} in this model"
+    more = next((name for name in found if name not in wanted), None)
+    return None if more is None else f"{where} has {more}, which this model does not have"
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:

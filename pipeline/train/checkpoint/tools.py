@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from pipeline.config.train import CheckpointConfig
 from pipeline.console import progress
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.committed import UNREADABLE
-from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import is_permanent
 
 if TYPE_CHECKING:
@@ -279,25 +278,33 @@ def _readable(checkpoint: Checkpoint) -> int:
 def prune(
     checkpoints: Checkpoints,
     config: CheckpointConfig,
+    report: Callable[[str], None],
     *,
+    keep: int | None,
     steps: Sequence[int] | None,
     abandoned: bool,
     dry_run: bool,
-) -> list[Path]:
-    """Remove what the policy does not keep, or chosen checkpoints; returns the folders that are gone, or would be.
+) -> None:
+    """Remove what the policy does not keep, or chosen checkpoints.
 
     Args:
         checkpoints: of a run.
         config: the policy's numbers.
+        report: told each folder that is gone, or would be.
+        keep: the newest so many stay, instead of the policy's number; or
         steps: remove these instead.
         abandoned: remove what the run has gone back from, too.
         dry_run: remove nothing.
 
     Raises:
+        NotRemoved: not all of them could be removed.
         UserError: a step is not there, or must stay.
     """
+    if keep is not None and steps is not None:
+        raise UserError("name what to remove with either --keep or --steps, not with both")
     if steps is None:
-        gone = checkpoints.prune(config, full=True, dry_run=dry_run)
+        policy = config if keep is None else config.model_copy(update={"keep": keep})
+        chosen = checkpoints.prune(policy, full=True, dry_run=True)
     else:
         chosen = [checkpoints.find(step) for step in sorted(set(steps))]
         latest, good = checkpoints.latest(), checkpoints.last_good(full=True)
@@ -305,11 +312,20 @@ def prune(
             if each in (latest, good):
                 why = "is what the run goes on from" if each == latest else "is the last one that can be trusted"
                 raise UserError(f"step {each.step} {why}; it stays. Nothing was removed")
-        gone = chosen if dry_run else checkpoints.remove(chosen)
     if abandoned:
-        old = checkpoints.abandoned()
-        gone = [*gone, *(old if dry_run else checkpoints.remove(old))]
-    return [each.path for each in gone]
+        chosen += checkpoints.abandoned()
+    gone, failure = chosen, None
+    if not dry_run:
+        try:
+            gone = checkpoints.remove(chosen)
+        except NotRemoved as error:
+            gone, failure = error.gone, error
+    for each in gone:
+        report(f"{'would remove' if dry_run else 'removed'} {each.path}")
+    if failure is not None:
+        raise failure
+    if not gone:
+        report("nothing to remove")
 
 
 def _when(seconds: float | None) -> str:
