@@ -117,7 +117,9 @@ class Faults:
         if policy == "rewind":
             back = self._way_back(step - 1)
             if back is not None and self._rewinds >= self._config.max_rewinds:
-                times = f"the run has gone back {self._rewinds} times already, as often as train.faults.max_rewinds allows"
+                times = (
+                    f"the run has gone back {self._rewinds} times already, as often as train.faults.max_rewinds allows"
+                )
                 self._end(row, kind, f"{what}, and {times}", "it")
             if back is not None:
                 self._rewinds += 1
