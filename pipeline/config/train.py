@@ -252,6 +252,11 @@ class ResumeConfig(Section):
     allow: list[Literal["data", "tokenizer", "objective", "model", "code"]] = Field(default_factory=list)
     """Differences to accept, by name; each is otherwise an error that shows what differs."""
 
+    @property
+    def step(self) -> int | None:
+        """The step that is named, if one is."""
+        return self.from_ if isinstance(self.from_, int) else None
+
     @field_validator("from_", mode="before")
     @classmethod
     def _from(cls, value: Any) -> Any:

@@ -187,14 +187,20 @@ class JsonLines:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; what a crash cut short, or is no object, is passed over."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_bytes().splitlines():
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    return list(json_lines(path))
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same one at a time, for a file of millions."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                yield row

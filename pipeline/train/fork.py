@@ -168,8 +168,8 @@ def _check_data(config: Config, state: dict[str, Any]) -> None:
 
 def _check_start(config: Config, plan: RunPlan, checkpoint: Checkpoint) -> None:
     """What `pipeline train` looks at after its plan, so that no fork is made that it would refuse."""
-    wanted = config.resume.from_
-    if isinstance(wanted, int) and wanted != checkpoint.step:
+    wanted = config.resume.step
+    if wanted is not None and wanted != checkpoint.step:
         raise UserError(
             f"resume.from: {wanted} will not be in the new run, whose first checkpoint is that of step "
             f"{checkpoint.step}; leave it out"

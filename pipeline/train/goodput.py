@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from pipeline.data import store
 from pipeline.train.attempts import Attempt, attempts, metrics_path
 
 _MEASURED = ("step_seconds", "save_blocked", "validation_seconds")
@@ -71,7 +70,7 @@ def goodput(run: Path) -> Goodput | None:
     if not tries:
         return None
     now, used = time.time(), _Use(tries)
-    for row in _rows(metrics_path(run)):
+    for row in store.json_lines(metrics_path(run)):
         used.add(row)
     used.finish()
     starting = other = inside = down = 0.0
@@ -151,22 +150,6 @@ class _Use:
         if len(self.productive) > first:
             self.lost += sum(self.productive[first:])
             del self.productive[first:]
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, one at a time; what a crash cut short is passed over."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for line in file:
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ import orjson
 
 from pipeline.data import store
 from pipeline.errors import EXIT_OK, EXIT_STOPPED, MachineError, UserError, exit_code
-from pipeline.train.attempts import Running, correct, last_begun, metrics_path, settle
+from pipeline.train.attempts import Running, correct, last_begun, metrics_path, rows_backwards, settle
 from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import beat_file, read_beat
 from pipeline.train.lock import Lock
@@ -108,14 +108,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def refuse_lost_checkpoints(run: Path) -> None:
     """A `UserError` where a run has saved and no checkpoint is there: its folder was cleaned, or a disk is missing."""
-    path, saved = metrics_path(run), 0
-    if path.exists():
-        with path.open("rb") as file:  # it may have millions of lines
-            for line in file:
-                if b'"save_seconds"' in line:
-                    with suppress(ValueError, TypeError, KeyError):
-                        saved = int(orjson.loads(line)["step"])
-    if saved:
+    path = metrics_path(run)
+    saved = next((row["step"] for row in rows_backwards(path) if "save_seconds" in row), None)
+    if saved is not None:
         raise UserError(
             f"this run has saved step {saved} ({path.name}), but there is no checkpoint in {run / 'checkpoints'}, and "
             "starting again from random weights would not be what you asked for; is a disk or link missing? Restore "

@@ -29,7 +29,7 @@ from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.ema import Ema
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.optim import Optimizers
-from pipeline.train.parallel.footprint import MASTER_BYTES, MOMENTS_BYTES
+from pipeline.train.parallel.footprint import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import background_group, gather, share
@@ -249,7 +249,7 @@ class Saver:
         if self._rank > 0:  # which tells nobody
             return MachineError(f"step {job.step} could not be saved: {problem}")
         free, good, prune = "an unknown number of", "What was committed before", ""
-        bytes_each = MASTER_BYTES + MOMENTS_BYTES + (MASTER_BYTES if self._ema else 0)
+        bytes_each = MASTER_BYTES + MOMENTS_BYTES + (AVERAGE_BYTES if self._ema else 0)
         size = num_parameters(self._model.spec) * bytes_each
         with suppress(OSError):  # a file system that says no more than that it fails
             free = f"{shutil.disk_usage(self._folder.path).free / 2**20:,.1f}"
@@ -320,6 +320,6 @@ class Saver:
             "journal": journal.to_json(),
             "config": self._config.model_dump(mode="json"),
             "tokens": journal.tokens(step),
-            "layout": {**self._layout.degrees, "dp": self._layout.dp, "world_size": self._layout.world_size},
+            "layout": self._layout.to_json(),
             "versions": versions(),
         }

@@ -61,9 +61,7 @@ def open_run_everywhere(
         plans.append(plan_run(config, checkpoint))
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:
-            checkpoints.settle(
-                checkpoint, config.resume.from_ if isinstance(config.resume.from_, int) else None, report
-            )
+            checkpoints.settle(checkpoint, config.resume.step, report)
         _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
     share(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong
@@ -80,8 +78,7 @@ def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, f
     passes_over = plan.journal.is_skipped
     refuse_crash_loop(folder.path, config.launch.crash_loop, first_step, tried, passes_over)
     layout = resolve(config.parallel, ranks.world_size)
-    degrees = {**layout.degrees, "dp": layout.dp, "world_size": layout.world_size}
-    folder.begin(first_step, layout=degrees, config=tried)
+    folder.begin(first_step, layout=layout.to_json(), config=tried)
 
 
 def _what_is_tried(config: Config) -> str:

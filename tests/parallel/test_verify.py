@@ -74,7 +74,7 @@ def find(
             barrier()
             if found is not None and dist.get_rank() == 0:
                 assert there == 3, "nothing has been moved yet"
-                checkpoints.settle(found, config.from_ if isinstance(config.from_, int) else None, said.append)
+                checkpoints.settle(found, config.step, said.append)
         else:
             found = rewind_point(checkpoints, config, before, said.append)
         error, step = None, found.step if found else None

@@ -37,8 +37,8 @@ def resume_point(checkpoints: Checkpoints, config: ResumeConfig, report: Report)
     """
 
     def choose(verify: Verify) -> Checkpoint | None:
-        if isinstance(config.from_, int):
-            return checkpoints.follow(config.from_, report, verify)
+        if config.step is not None:
+            return checkpoints.follow(config.step, report, verify)
         found = checkpoints.resumable(report, verify)
         if found is None and config.from_ == "latest":
             checkpoints.at(None)  # which says that there is none

@@ -34,6 +34,10 @@ class Layout:
         """Processes that the samples of a step are dealt to."""
         return self.dp_replicate * self.dp_shard
 
+    def to_json(self) -> dict[str, int]:
+        """For the records of a run: the degrees, and what follows from them."""
+        return {**self.degrees, "dp": self.dp, "world_size": self.world_size}
+
     def __str__(self) -> str:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1) or "one process"
 
