@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.config.load import dump
+from pipeline.config.load import RUN_FILE, dump
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.batch import StepData
@@ -19,6 +19,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.journal import Segment
 from pipeline.data.loader import Loader, open_loader
+from pipeline.data.provenance import JOURNAL_FILE
 from pipeline.data.staging import staged
 from pipeline.errors import NumericalError, Stopped, UserError
 from pipeline.train.announce import nothing_held_out, start_lines, step_lines
@@ -262,7 +263,7 @@ class Trainer:
         """Train up to the end of the run."""
         first, total = self._folder.step, self._plan.length.steps
         if self._ranks.rank == 0:
-            store.put(self._folder.path / "config.yaml", dump(self._config).encode())
+            store.put(self._folder.path / RUN_FILE, dump(self._config).encode())
             self._write_journal()
         sizes = [len(split) for split in self._heldout.values()]
         for line in [
@@ -284,7 +285,7 @@ class Trainer:
             self._watchdog.pause()
 
     def _write_journal(self) -> None:
-        store.put_json(self._folder.path / "journal.json", self._plan.journal.to_json())
+        store.put_json(self._folder.path / JOURNAL_FILE, self._plan.journal.to_json())
 
     def _steps(self, requests: Requests, metrics: Metrics) -> None:
         """The loop."""
