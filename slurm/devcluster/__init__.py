@@ -1,0 +1,6 @@
+"""A real SLURM on one Debian or Ubuntu machine in less than a minute: `python -m slurm.devcluster up`."""
+
+from slurm.devcluster.cluster import DevCluster
+from slurm.devcluster.machine import missing_programs
+
+__all__ = ["DevCluster", "missing_programs"]
