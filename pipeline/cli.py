@@ -15,14 +15,16 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from pipeline import __version__
-from pipeline.arguments import AsJson, Overrides, RunOrFolder, Step
+from pipeline.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step
 from pipeline.checkpoint_commands import checkpoint_app
 from pipeline.console import alarm
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, RankFailed, Stopped, UserError
+from pipeline.slurm_commands import add_to
 from pipeline.train.parallel.rank import begin_rank, is_consequence, is_rank, record_error
 
 if TYPE_CHECKING:
     from pipeline.config import Config
+    from slurm.plan import StageName
 
 _ADVICE = {
     errno.ENOSPC: "free some space or point run.dir and data.dir to another disk, then run the same command again; "
@@ -70,7 +72,9 @@ data_app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
+add_to(app)
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm or --local: show what would be sent.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file, or one that ships: quickstart.yaml.")]
 
 
@@ -93,6 +97,11 @@ def preprocess(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, write nothing.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Show how far it is, from any shell, and leave.")] = False,
+    slurm: Slurm = False,
+    local: Local = False,
+    units: Annotated[
+        bool, typer.Option("--units", help="Make units as long as there are free ones, and leave; as array tasks do.")
+    ] = False,
 ) -> None:
     """Turn documents into tokens: data.sources -> datasets. The same command goes on where one ended."""
     config = _load(run, overrides)
@@ -101,9 +110,11 @@ def preprocess(
 
         print_status(Console(), config, str(run))
         return
+    if _submitted(config, ["preprocess"], slurm, local, dry_run):
+        return
     from slurm.local import preprocess as stage
 
-    stage(config, dry_run=dry_run)
+    stage(config, dry_run=dry_run, units=units)
 
 
 @app.command()
@@ -113,6 +124,9 @@ def train(
     check: Annotated[
         bool, typer.Option("--check", help="Show the layout over processes and what it costs; start nothing.")
     ] = False,
+    slurm: Slurm = False,
+    local: Local = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train the model, or go on from the newest checkpoint."""
     config = _load(run, overrides)
@@ -120,6 +134,8 @@ def train(
         from slurm.local import check_layout
 
         check_layout(config)
+        return
+    if _submitted(config, ["train"], slurm, local, dry_run):
         return
     from slurm.local import train as stage
 
@@ -142,18 +158,38 @@ def fork(
 
 
 @app.command("eval")
-def evaluate(run: Run, overrides: Overrides = None, step: Step = None) -> None:
+def evaluate(
+    run: Run,
+    overrides: Overrides = None,
+    step: Step = None,
+    table: Annotated[bool, typer.Option("--table", help="Show the evaluations of all steps, and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --table: one JSON object.")] = False,
+    slurm: Slurm = False,
+    local: Local = False,
+    dry_run: DryRun = False,
+) -> None:
     """Measure a checkpoint on the held-out documents."""
     config = _load(run, overrides)
+    if table:
+        from pipeline.eval.table import show_table
+
+        show_table(config, Console(), as_json=as_json)
+        return
+    if _submitted(config, ["eval"], slurm, local, dry_run, step):
+        return
     from slurm.local import evaluate as stage
 
     stage(config, step)
 
 
 @app.command("run")
-def run_all(run: Run, overrides: Overrides = None) -> None:
+def run_all(
+    run: Run, overrides: Overrides = None, slurm: Slurm = False, local: Local = False, dry_run: DryRun = False
+) -> None:
     """Preprocess, train, eval and a summary, each where it is not done yet."""
     config = _load(run, overrides)
+    if _submitted(config, ["preprocess", "train", "eval"], slurm, local, dry_run):
+        return
     from slurm.local import run as stages
 
     stages(config)
@@ -374,6 +410,22 @@ def data_when(
 
     opened = ask(run, overrides or ())
     answer(when(opened, source, id=doc, document=document, row=row, ids=ids, say=_note), as_json)
+
+
+def _submitted(
+    config: Config, stages: list[StageName], slurm: bool, local: bool, dry_run: bool, step: int | None = None
+) -> bool:
+    """Send stages to where the options say; False if they are to run here and now."""
+    if not (slurm or local):
+        if dry_run and stages != ["preprocess"]:
+            raise UserError("--dry-run shows what --slurm or --local would send; add one of them")
+        return False
+    if slurm and local:
+        raise UserError("--slurm and --local exclude each other; name one")
+    from slurm.submit import submit
+
+    submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step)
+    return True
 
 
 def _note(message: str) -> None:

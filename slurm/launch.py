@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -34,7 +33,6 @@ from pipeline.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_OTHER,
-    EXIT_REFUSED,
     EXIT_STOPPED,
     MachineError,
     RankFailed,
@@ -42,10 +40,12 @@ from pipeline.errors import (
     UserError,
 )
 from pipeline.train.parallel.compat import WatchedAgent
-from pipeline.train.parallel.rank import LAUNCHER, ErrorRecord, read_error
+from pipeline.train.parallel.rank import LAUNCHER, read_error
 from pipeline.train.parallel.rules import check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
 from pipeline.train.run_folder import note_end
+from slurm.failures import TAIL, Ended, causes, error_file, first_of, log_file
+from slurm.tails import last_lines
 
 RANK_COMMAND = (sys.executable, "-m", "pipeline", "train")
 """What a rank runs, before the run file."""
@@ -61,8 +61,6 @@ _AFTER_STOP = 90.0
 """The same where they have agreed on a stop: longer than the last rank may take to close its files."""
 _AFTER_KILL = 30.0
 """Seconds after which a rank that the kernel does not let die is left behind."""
-_TAIL = 20
-"""Lines of the log of a rank that has left no message."""
 
 
 def launch_training(config: Config, processes: int, console: Console | None = None) -> int:
@@ -211,7 +209,7 @@ class _Ranks:
             return _AFTER_STOP
         if code == EXIT_HANG:
             return _AFTER_HANG
-        record = read_error(_error_file(self._logs, rank))
+        record = read_error(error_file(self._logs, rank))
         return _AFTER_CONSEQUENCE if record is not None and record.consequence else _AFTER_FAILURE
 
     def forward(self, number: int) -> None:
@@ -294,8 +292,8 @@ class _Logs(LogsSpecs):
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        logs = {rank: str(_log(self._folder, rank)) if rank else "" for rank in envs}
-        errors = {rank: str(_error_file(self._folder, rank)) for rank in envs}
+        logs = {rank: str(log_file(self._folder, rank)) if rank else "" for rank in envs}
+        errors = {rank: str(error_file(self._folder, rank)) for rank in envs}
         for rank, environment in envs.items():
             environment["TORCHELASTIC_ERROR_FILE"] = errors[rank]
             environment[LAUNCHER] = str(os.getpid())
@@ -304,14 +302,6 @@ class _Logs(LogsSpecs):
             if rank:
                 environment["PYTHONUNBUFFERED"] = "1"  # the last lines before a kill count
         return LogsDest(stdouts=logs, stderrs=logs, error_files=errors)
-
-
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:04d}.log"
-
-
-def _error_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:04d}.error.json"
 
 
 class _LogFile(logging.FileHandler):
@@ -337,36 +327,14 @@ def _quiet(file: Path) -> Iterator[None]:
             handler.close()
 
 
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    code: int
-    time: float
-    record: ErrorRecord | None
-
-    @property
-    def consequence(self) -> bool:
-        return self.record is not None and self.record.consequence
-
-    def ended_by(self, signals: set[int]) -> bool:
-        """Whether one of these signals ended it, and it has not said so itself."""
-        said = self.record is not None and self.record.said
-        return -self.code in signals or (self.code == EXIT_INTERRUPTED and signal.SIGINT in signals and not said)
-
-    @property
-    def order(self) -> tuple[float, bool, int]:
-        """The earliest comes first; an abort may be how a connection was lost."""
-        return (self.record.time if self.record else self.time, self.code == -signal.SIGABRT, self.rank)
-
-
 def _judge(ranks: _Ranks, logs: Path) -> None:
     """Raise what ended the ranks, if anything did."""
     failures = [
-        _Failure(rank, code, ranks.times[rank], read_error(_error_file(logs, rank)))
+        Ended(rank, code, ranks.times[rank], read_error(error_file(logs, rank)))
         for rank, code in ranks.codes.items()
         if code != 0
     ]
-    told = [failure for failure in failures if failure.ended_by(ranks.forwarded)]
+    told = [failure for failure in failures if _ended_by(failure, ranks.forwarded)]
     if told:
         # They did not listen yet; those that did have lost them.
         failures = [failure for failure in failures if failure not in told and not failure.consequence]
@@ -377,40 +345,29 @@ def _judge(ranks: _Ranks, logs: Path) -> None:
         raise Stopped(f"{names} came before training began; run the same command to go on.")
     if not failures:
         return
-    causes = [failure for failure in failures if not failure.consequence] or failures
-    causes = [failure for failure in causes if failure.code != EXIT_STOPPED] or causes
-    first = min(causes, key=lambda failure: failure.order)
-    zero = next((failure for failure in causes if failure.rank == 0 and failure.record), None)
-    if zero and zero.record and zero.code == first.code and first.record:
-        # All ranks have come to the same end, and rank 0 has told it. Of what is refused, like a damaged dataset, each
-        # rank may have met another piece: one is enough.
-        alike = zero.record.message == first.record.message or first.code in (EXIT_STOPPED, EXIT_REFUSED)
-        first = zero if alike else first
+    first = first_of(causes(failures))
     if first.record is not None and first.record.said and not first.consequence:
         raise RankFailed(first.record.message, first.code, said=True)
     code = first.code if first.code > 0 else EXIT_OTHER
     raise RankFailed(_describe(first, ranks.number, logs), code)
 
 
-def _describe(failure: _Failure, number: int, logs: Path) -> str:
+def _ended_by(failure: Ended, signals: set[int]) -> bool:
+    """Whether one of these signals ended a rank, and it has not said so itself."""
+    said = failure.record is not None and failure.record.said
+    return -failure.code in signals or (failure.code == EXIT_INTERRUPTED and signal.SIGINT in signals and not said)
+
+
+def _describe(failure: Ended, number: int, logs: Path) -> str:
     who = f"rank {failure.rank} of {number}"
     where = f"The logs of the ranks are in {logs}"
     if failure.record is not None:
         trace = f"\n{failure.record.traceback.rstrip()}" if failure.record.traceback else ""
         return f"{who} failed: {failure.record.message}{trace}\n{where}"
-    log = _log(logs, failure.rank)
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL:] if log.exists() else []
+    log = log_file(logs, failure.rank)
+    lines = last_lines(log, TAIL)
     tail = "\n".join([f"\nThe end of {log.name}:", *lines]) if lines else ""
-    if failure.code > 0:
-        return f"{who} ended with exit code {failure.code} and left no message{tail}\n{where}"
-    name = signal.Signals(-failure.code).name
-    hint = ""
-    if failure.code == -signal.SIGKILL:
-        hint = (
-            "; if nobody did that, it was most likely the kernel, because the memory of the machine was full (`dmesg` "
-            "tells): lower train.micro_batch_size or use fewer processes"
-        )
-    return f"{who} was killed by {name}{hint}{tail}\n{where}"
+    return f"{who} {failure.words}{tail}\n{where}"
 
 
 def _log_folder(parent: Path) -> Path:

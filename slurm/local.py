@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
 
 
-def preprocess(config: Config, *, dry_run: bool = False) -> None:
+def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
     """Documents to tokens; see `pipeline.data.preprocess`. A dry run leaves no trace."""
     from pipeline.data.preprocess import preprocess as stage
 
@@ -34,7 +34,7 @@ def preprocess(config: Config, *, dry_run: bool = False) -> None:
         stage(config, dry_run=True)
         return
     with _ledger(config).stage("preprocess"), _terminate_stops():
-        stage(config)
+        stage(config, units=units)
 
 
 _STOPS = (signal.SIGTERM, signal.SIGUSR2)

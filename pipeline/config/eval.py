@@ -16,6 +16,9 @@ class EvalConfig(Section):
     """Which of `data.splits` is evaluated."""
     batch_size: int = Field(default=8, ge=1)
     """Windows of one forward pass."""
+    every_checkpoint: bool = False
+    """On SLURM: send an evaluation job for each permanent checkpoint (`train.checkpoint.keep_every`) while training
+    goes on."""
     weights: Literal["model", "ema"] = "model"
     """Which weights of a checkpoint are evaluated, and continue prompts: those that were trained, or their moving
     average (`train.ema`)."""

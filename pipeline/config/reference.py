@@ -19,6 +19,7 @@ from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
 from pipeline.config.root import Config
 from pipeline.config.schema import subsection, written_keys
+from pipeline.config.slurm import parse_minutes
 from pipeline.data.store import put
 
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
@@ -30,7 +31,12 @@ _VALUES: dict[Any, str] = {
     Bound: "share, or number of documents",
     Range: "whole number or range",
 }
-_PARSERS: dict[Any, str] = {parse_count: "whole number", parse_bytes: "size in bytes", absolute_glob: "path or glob"}
+_PARSERS: dict[Any, str] = {
+    parse_count: "whole number",
+    parse_bytes: "size in bytes",
+    absolute_glob: "path or glob",
+    parse_minutes: "time",
+}
 
 
 def json_schema() -> str:
@@ -47,20 +53,26 @@ def json_schema() -> str:
 
 def markdown(section: type[Section] = Config, path: str = "") -> str:
     """A heading, the docstring and a table of keys for `section`, then the same for the sections below it."""
-    rows, below = [], []
+    below = []
     for name, (_, field) in written_keys(section).items():
         found, many = subsection(field.annotation)
         inner = ".".join(part for part in (path, name, "N" if many else "") if part)
-        cells = [f"`{name}`", allowed(field), default(field), " ".join((field.description or "").split())]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if found is not None:
             below.append(markdown(found, inner))
     if not path:
         # The root's rows would say only that there are sections.
         return "\n".join(below)
     text = " ".join((inspect.getdoc(section) or "").split())
-    table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
-    return "\n".join([f"### `{path}`\n", f"{text}\n", *table, "", *below])
+    return "\n".join([f"### `{path}`\n", f"{text}\n", table(section), "", *below])
+
+
+def table(section: type[Section]) -> str:
+    """A row for each key of `section`."""
+    rows = []
+    for name, (_, field) in written_keys(section).items():
+        cells = [f"`{name}`", allowed(field), default(field), " ".join((field.description or "").split())]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def allowed(field: FieldInfo) -> str:

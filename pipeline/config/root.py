@@ -14,6 +14,7 @@ from pipeline.config.eval import EvalConfig, GenerateConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, RunConfig
+from pipeline.config.slurm import SlurmConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.config.train import ResumeConfig, TrainConfig
 
@@ -45,6 +46,8 @@ class Config(Section):
     """Evaluation."""
     generate: GenerateConfig = GenerateConfig()
     """Generation."""
+    slurm: SlurmConfig = SlurmConfig()
+    """Jobs on a cluster."""
 
     @model_validator(mode="after")
     def _splits_exist(self) -> Config:

@@ -41,9 +41,10 @@ class LaunchConfig(Section):
     """When a process counts as hung."""
     max_minutes: float | None = Field(default=None, gt=0)
     """Save and stop, with exit code 75, when this attempt has lasted so long."""
-    stop_before_end_seconds: float = Field(default=120.0, ge=0)
+    stop_before_end_seconds: float | None = Field(default=None, ge=0)
     """In a SLURM job with a time limit: save and stop, with exit code 75, so long before it. The step that is being
-    made and the save must fit in."""
+    made and the save must fit in. By default twice the longest step and save of the attempt, and 120 before the first
+    save is measured, but never more than a quarter of the job's time."""
     heartbeat_seconds: float = Field(default=30.0, gt=0)
     """Every process writes so often in the run folder which step it is at and what it does."""
     crash_loop: int = Field(default=3, ge=1)

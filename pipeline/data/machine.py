@@ -34,6 +34,11 @@ def pid_space() -> str:
     return xxhash.xxh3_64_hexdigest(f"{boot() or socket.gethostname()} {namespace()}".encode())[:8]
 
 
+def node_name() -> str:
+    """As the scheduler names this machine, which people then ask it about; else as the machine calls itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def process(pid: int) -> tuple[str, int] | None:
     """State and start time of a process (proc(5), fields 3 and 22); None if they cannot be read."""
     try:

@@ -7,7 +7,6 @@ They are signs of life and nothing more: a disk that is full or gone must not en
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 import orjson
+
+from pipeline.data import machine
 
 HUNG = "hang"
 """The phase of a rank whose watchdog is about to end it."""
@@ -119,7 +120,7 @@ class Heartbeat:
         self.seconds = seconds
         self._place = place
         self._file = beat_file(run, rank)
-        self._host = socket.gethostname()
+        self._host = machine.node_name()
         self._one_at_a_time = threading.Lock()
         self._last = False
         self._ended = threading.Event()

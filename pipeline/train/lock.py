@@ -15,7 +15,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,26 @@ def holder(run: Path) -> Holder | None:
     return None if data is None else _parse(run / "lock", data)
 
 
-def is_held(run: Path) -> bool:
-    """Whether a process trains in a run folder, or may; for reports."""
+def is_held(run: Path, job_state: Callable[[str], str | None] | None = None) -> bool:
+    """Whether a process trains in a run folder, or may; for reports.
+
+    Args:
+        run: folder.
+        job_state: what the scheduler says of a job, where it was asked already: a state in which some process of it may
+            run, "" if none can, None if it does not say. By default it is asked now.
+    """
     try:
         found = holder(run)
     except UserError:
         return True
-    return found is not None and _why_not(found, _identity()) is not None
+    return found is not None and _why_not(found, _identity(), job_state) is not None
+
+
+def refusal(run: Path) -> str | None:
+    """What `Lock.take` would refuse with, had this process asked; None if it would have got the lock."""
+    found = holder(run)
+    why = None if found is None else _why_not(found, _identity())
+    return None if found is None or why is None else _in_use(run, found, why)
 
 
 def when(seconds: float) -> str:
@@ -128,12 +141,21 @@ def when(seconds: float) -> str:
 
 
 def job() -> dict[str, Any]:
-    """The job that this process is part of, how often it was restarted, and whose job it is; {} outside of SLURM."""
-    number, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
+    """The job and step that this process is part of, how often the job was restarted, where; {} outside of SLURM."""
+    number = os.environ.get("SLURM_JOB_ID", "")
     if not number:
         return {}
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        number = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"  # as people and commands name it
     cluster = os.environ.get("SLURM_CLUSTER_NAME")
-    return {"job": number, "restarts": int(restarts) if restarts.isdecimal() else 0, "cluster": cluster}
+    starts = {"restarts": _number("SLURM_RESTART_COUNT"), "step": _number("SLURM_STEP_ID")}
+    return {"job": number, **starts, "cluster": cluster}
+
+
+def _number(variable: str) -> int:
+    """Of the environment, 0 where it is not set."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _identity() -> Holder:
@@ -157,7 +179,7 @@ def _start_time(pid: int) -> int | None:
     return None if found is None or found[0] in "ZX" else found[1]
 
 
-def _why_not(held: Holder, mine: Holder) -> str | None:
+def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] | None = None) -> str | None:
     """Why a lock may not be taken over by `mine`, in words; None if its holder is known to be gone."""
     alive = _lives_here(held, mine)
     if alive is not None:
@@ -166,13 +188,20 @@ def _why_not(held: Holder, mine: Holder) -> str | None:
     if number is None or held.get("cluster") != mine.get("cluster", held.get("cluster")):
         return "whether it runs cannot be known from this machine"
     if number == mine.get("job"):
-        if held.get("restarts", 0) < mine.get("restarts", 0):
-            return None  # the scheduler starts a job again only when its last start is over
+        # A job starts again only when its last start is over, and its next step when the last one is. What lives on,
+        # on a node that was lost, finds out at its next commit.
+        if _start(held) < _start(mine):
+            return None
         return f"job {number} is this process's own"
-    state = _job_state(str(number))
+    state = (job_state or _job_state)(str(number))
     if state is None:
         return f"the scheduler does not say whether job {number} runs"
     return f"job {number} is {state}" if state else None
+
+
+def _start(of: Holder) -> tuple[int, int]:
+    """What grows with each start of the training in a job."""
+    return of.get("restarts", 0), of.get("step", 0)
 
 
 def _lives_here(held: Holder, mine: Holder) -> bool | None:

@@ -93,6 +93,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     first = load(_with_jsonl(tmp_path))
     longer = load(tmp_path / "both.yaml", ["train.duration=3 steps"])
+    chained = load(tmp_path / "both.yaml", ["slurm.chain=singleton"])
     warm = load(
         tmp_path / "both.yaml",
         [f"run.dir={tmp_path / 'warm'}", f"train.init_from.path={first.run.dir}", "train.duration=2 steps"],
@@ -117,9 +118,24 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         poison(monkeypatch, {2: INF})
         for variant in variants[:2]:
             train(variant)
+        _on_paper(chained)
 
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in reads]
     assert unread == sorted(EXEMPT)
+
+
+def _on_paper(config: Config) -> None:
+    """What jobs of a run would be, up to the files that they read: this needs no scheduler."""
+    from slurm import permissions, transport
+    from slurm.plan import plan
+    from slurm.profile import load_site
+    from slurm.submit import write_submission
+
+    site = load_site(config.slurm.profile)
+    permissions.honour(config)
+    for job in plan(config, site, ["preprocess", "train", "eval"], "slurm"):
+        assert "sbatch" in transport.script(config.run.dir, job, site, config.run.dir, config, "slurm").lower()
+        write_submission(config.run.dir, config, site, job, "slurm", None)
 
 
 def _with_jsonl(root: Path) -> Path:

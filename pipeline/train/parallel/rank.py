@@ -10,13 +10,13 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.data import machine
 from pipeline.errors import EXIT_OTHER, RankFailed, Stopped, UserError, exit_code
 
 LAUNCHER = "PIPELINE_LAUNCHER"
@@ -135,7 +135,7 @@ def record_error(error: BaseException, trace: str | None = None) -> None:
         # The form that torch's agent reads; what it has no place for follows.
         "message": {"message": message, "extraInfo": {"py_callstack": trace or message, "timestamp": str(int(now))}},
         "time": now,
-        "host": socket.gethostname(),
+        "host": machine.node_name(),
         "pid": os.getpid(),
         "rank": os.environ.get("RANK", "0"),
         "exit_code": exit_code(error),

@@ -1,0 +1,148 @@
+"""`slurm:` in a run file, and the profile of a site: what jobs ask the scheduler for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from pipeline.config.base import Section, absolute
+
+_CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?$")
+_UNITS = {"m": 1, "min": 1, "h": 60, "d": 24 * 60}
+
+
+def parse_minutes(value: Any) -> Any:
+    """`90`, `90min`, `12h`, `2d`, `1-12:00:00`, `12:00:00` -> whole minutes. Other types are left to pydantic."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if found := _CLOCK.match(text):
+        days, first, second, third = (int(part or 0) for part in found.groups())
+        # As sbatch reads it: D-HH:MM[:SS] with days, HH:MM:SS with seconds, else MM:SS.
+        if found[1] is not None or found[4] is not None:
+            return days * 24 * 60 + first * 60 + second + (third > 0)
+        return first + (second > 0)
+    found_unit = re.match(r"^(\d+)\s*(m|min|h|d)?$", text)
+    if found_unit is None:
+        raise ValueError("must be a time, like 90 (minutes), 90min, 12h, 2d or 1-12:00:00")
+    return int(found_unit[1]) * _UNITS[found_unit[2] or "m"]
+
+
+Minutes = Annotated[int, BeforeValidator(parse_minutes, json_schema_input_type=int | str)]
+"""A time in whole minutes; `12h` and `1-12:00:00` are understood."""
+
+
+def _absolute_file(profile: str) -> str:
+    """A profile that is a file must not depend on the working directory; a name is left alone."""
+    return str(absolute(Path(profile))) if "/" in profile or profile.endswith((".yaml", ".yml")) else profile
+
+
+class ResourcesConfig(Section):
+    """What a job asks for. A key that is not set is taken from the profile's stage, then from its `defaults`."""
+
+    partition: str | None = None
+    """Partition, or several with commas."""
+    account: str | None = None
+    """Account that pays."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    exclude: str | None = None
+    """Nodes that must not be used, like `n[17,42]`."""
+    time: Minutes | None = Field(default=None, ge=1)
+    """Time limit of a job. Training goes on in the next job after it (`slurm.chain`)."""
+    cpus_per_task: int | None = Field(default=None, ge=1)
+    """CPUs of each process; passed to srun, too."""
+    mem_gb: float | None = Field(default=None, gt=0)
+    """Memory of a node, in GB; 0 is not needed: without it the site's default holds."""
+    exclusive: bool | None = None
+    """Whole nodes."""
+    options: dict[str, str] = Field(default_factory=dict)
+    """Further options of sbatch by their long names without dashes, like `{reservation: night}`."""
+
+
+class SiteConfig(Section):
+    """A profile: what is the same for all runs at a site. Files of it are in `slurm/profiles/`."""
+
+    description: str = ""
+    """Which site it is for."""
+    defaults: ResourcesConfig = ResourcesConfig()
+    """For all stages."""
+    preprocess: ResourcesConfig = ResourcesConfig()
+    """For preprocessing."""
+    train: ResourcesConfig = ResourcesConfig()
+    """For training."""
+    eval: ResourcesConfig = ResourcesConfig()
+    """For evaluation."""
+    gpus_per_node: int = Field(default=0, ge=0)
+    """GPUs of a node; training has a process for each. 0: nodes without any."""
+    gpus_by: Literal["gres", "gpus-per-node"] = "gres"
+    """How GPUs are asked for."""
+    gpu_type: str | None = None
+    """Their type, where the site wants it: `gres=gpu:TYPE:N`."""
+    modules: list[str] = Field(default_factory=list)
+    """Modules to load before anything else."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables for all processes. No secrets: they are written into the run folder."""
+    setup: list[str] = Field(default_factory=list)
+    """Lines of shell in the job's script before anything else, after the modules."""
+    container_prefix: str = ""
+    """Words before every `python` of a step, like `apptainer exec --nv /images/torch.sif`."""
+    python: str | None = None
+    """The interpreter; by default the one that submits. In a container often `python3`."""
+    srun_options: list[str] = Field(default_factory=list)
+    """Further options of every srun, like `--container-image=...` or `--mpi=none`."""
+    network_interface: str | None = None
+    """For NCCL and gloo, like `ib0`."""
+    has_sacct: bool = True
+    """Whether `sacct` works here."""
+    has_requeue: bool = True
+    """Whether users may requeue their jobs (`JobRequeue` and the partition allow it)."""
+    wckey: str | None = None
+    """Workload characterization key, where the site wants one."""
+
+
+class ArrayConfig(Section):
+    """Preprocessing as an array of tasks, which share the units dynamically."""
+
+    tasks: int = Field(default=4, ge=1)
+    """Array tasks, each on one node; more than there are units are not sent."""
+
+
+class SlurmConfig(Section):
+    """How a run uses a cluster."""
+
+    profile: Annotated[str, AfterValidator(_absolute_file)] = "generic"
+    """Site profile: the name of one that ships, or a file (`./site.yaml`)."""
+    nodes: int = Field(default=1, ge=1)
+    """Nodes of the training."""
+    processes_per_node: int | None = Field(default=None, ge=1)
+    """Processes of the training on each node; by default one for each GPU (`gpus_per_node` of the profile)."""
+    spare_nodes: int = Field(default=0, ge=0)
+    """Nodes that a job asks for in addition, to take the place of those that fail."""
+    chain: Literal["requeue", "singleton", "afterany"] = "requeue"
+    """How training goes on after a job's time: the same job again, or the next one of `links` that wait, one after the
+    other, by name (`singleton`) or by dependency (`afterany`); for sites without requeue."""
+    links: int = Field(default=4, ge=1)
+    """Jobs that are queued at once with `singleton` and `afterany`."""
+    max_restarts: int = Field(default=5, ge=0)
+    """So many times in a row training is started again after a crash, a hang or a lost node without a newer checkpoint;
+    then the chain ends."""
+    doctor: bool = True
+    """Check every node before training starts on it (`pipeline doctor`)."""
+    group: str | None = None
+    """Unix group of the run folder, whose members may look after the run, too."""
+    umask: str = Field(default="0022", pattern=r"^0?[0-7]{3}$")
+    """Permissions that new files do not get: `0002` lets the group write, and so cancel or go on."""
+    array: ArrayConfig = ArrayConfig()
+    """Preprocessing."""
+    preprocess: ResourcesConfig = ResourcesConfig()
+    """Of each preprocessing task."""
+    train: ResourcesConfig = ResourcesConfig()
+    """Of each training job."""
+    eval: ResourcesConfig = ResourcesConfig()
+    """Of each evaluation job."""

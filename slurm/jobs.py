@@ -1,0 +1,139 @@
+"""What a run has sent to the scheduler, in the run folder: `slurm/jobs.jsonl`, a line a job; and what was asked since.
+
+These files are what `status`, `logs` and `cancel` go by; the scheduler is asked for what only it knows.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from pipeline.data import store
+
+Stage = Literal["preprocess", "finish", "train", "eval"]
+"""`finish` is the job that ends preprocessing after its array."""
+Where = Literal["slurm", "local"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, or an array of them, that was sent for a run."""
+
+    stage: Stage
+    job: str
+    """Its number; of an array without the tasks; of a local one its process id."""
+    where: Where
+    time: float
+    """When it was sent, in seconds since 1970."""
+    name: str
+    user: str
+    host: str
+    """Where it was sent from, and where it runs if it is local."""
+    submission: str
+    """File of the `Submission`, relative to the run folder."""
+    link: int = 1
+    """Of a chain, from 1."""
+    tasks: int = 1
+    """Of an array."""
+    step: int | None = None
+    """Of the checkpoint that it evaluates."""
+    after: tuple[str, ...] = ()
+    """Jobs that it waits for."""
+
+    @property
+    def numbers(self) -> list[str]:
+        """Of each task, as the scheduler names them."""
+        return [self.job] if self.tasks == 1 else [f"{self.job}_{task}" for task in range(self.tasks)]
+
+    def log(self, run: Path, task: int = 0) -> Path:
+        """What its batch process says."""
+        number = self.job if self.tasks == 1 else f"{self.job}_{task}"
+        return jobs_folder(run) / f"{number}_0_log.out"
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """That somebody wants a run to end and not to be started again."""
+
+    by: str
+    time: float
+    """In seconds since 1970."""
+    now: bool = False
+    """Without saving first."""
+    stages: tuple[Stage, ...] = ()
+    """Which are meant; empty: all of the run."""
+
+
+def folder(run: Path) -> Path:
+    """What belongs to the scheduler, in a run folder."""
+    return run / "slurm"
+
+
+def jobs_folder(run: Path) -> Path:
+    """Scripts and logs of jobs, in the form that submitit writes them."""
+    return folder(run) / "jobs"
+
+
+def note(run: Path, job: Job) -> None:
+    """Write down that a job was sent."""
+    lines = store.JsonLines(folder(run) / "jobs.jsonl")
+    try:
+        lines.write(asdict(job))
+    finally:
+        lines.close()
+
+
+def sent(run: Path) -> list[Job]:
+    """All jobs of a run in the order in which they were sent."""
+    known = {field.name for field in fields(Job)}
+    found = []
+    for line in store.read_json_lines(folder(run) / "jobs.jsonl"):
+        with suppress(TypeError):
+            values = {key: value for key, value in line.items() if key in known}
+            found.append(Job(**{**values, "after": tuple(values.get("after", ()))}))
+    return found
+
+
+def new_job(stage: Stage, job: str, where: Where, name: str, submission: str, **more: Any) -> Job:
+    """A job that this process has just sent."""
+    return Job(stage, job, where, time.time(), name, user(), socket.gethostname(), submission, **more)
+
+
+def user() -> str:
+    """Who this process belongs to."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _cancelled_file(run: Path) -> Path:
+    return folder(run) / "cancelled"
+
+
+def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
+    """Whether and by whom the run was cancelled, or a stage of it."""
+    with suppress(OSError, ValueError, TypeError):
+        values = orjson.loads(_cancelled_file(run).read_bytes())
+        found = Cancelled(**{**values, "stages": tuple(values.get("stages", ()))})
+        return found if stage is None or not found.stages or stage in found.stages else None
+    return None
+
+
+def note_cancelled(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> None:
+    """From now on no job of the run, or of these stages of it, starts again."""
+    folder(run).mkdir(parents=True, exist_ok=True)
+    store.put_json(_cancelled_file(run), asdict(Cancelled(user(), time.time(), now, stages)))
+
+
+def forget_cancelled(run: Path) -> None:
+    """It was submitted again."""
+    _cancelled_file(run).unlink(missing_ok=True)

@@ -1,0 +1,367 @@
+"""The batch process of a job: it starts the processes of the stage, waits for their end, and decides what follows.
+
+submitit starts it, one a job, outside of any container, where SLURM's commands are. It reads what to do from the run
+folder, so a job that starts days later, or again after a requeue, does the same with what it finds then. It never works
+inside a signal handler, and it asks for a requeue only where the scheduler has not ended the job by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import orjson
+from rich.console import Console
+
+from pipeline.console import say
+from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.run_folder import last_attempt
+from slurm import jobs, permissions, report, scheduler
+from slurm.allocation import Allocation
+from slurm.decide import Situation, choose, crashes_in_a_row, decide, suspects
+from slurm.doctor import doctor_command
+from slurm.doctor_report import verdict
+from slurm.evaluations import Evaluations
+from slurm.failures import first_failure, stopped
+from slurm.launches import Launch, LaunchEnd, Next, begin, end, launches
+from slurm.step import Step, meeting_place, tail
+from slurm.submission import Submission, read_submission
+
+_LOOK = 10.0
+"""Seconds between looks at new checkpoints."""
+_PAUSE = 5.0
+"""Seconds before a launch after a crash, times the crashes in a row: a node or file system may need a moment."""
+_LONGEST_PAUSE = 60.0
+_WITHOUT_QUEUE: dict[Next, Next] = {"requeue": "relaunch", "scheduler": "end"}
+
+
+def run_link(file: str, link: int = 1) -> str:
+    """What a job runs: a submission, and those that follow it in the same job. Leaves with the stage's exit code.
+
+    Args:
+        file: of the submission.
+        link: of a chain, from 1.
+
+    Returns:
+        What follows, a word of `slurm.launches.Next`.
+    """
+    submission = read_submission(Path(file))
+    permissions.honour(submission.config())
+    console = Console(width=120)
+    following, code = Link(submission, link, console).run()
+    for after in submission.then:
+        if following == "done":
+            following, code = Link(read_submission(Path(after)), 1, console).run()
+    for other in submission.others:
+        with suppress(SystemExit):  # which is noted in that run
+            run_link(other)
+    if code != EXIT_OK:
+        sys.exit(code)  # no traceback: what happened has been said
+    return following
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the processes of a launch ended."""
+
+    code: int
+    reason: str
+    rank: int | None = None
+    """Of the one that failed first."""
+    node: str | None = None
+    """Where it ran."""
+    failed_nodes: tuple[str, ...] = ()
+
+
+class Link:
+    """A start of a job for one submission."""
+
+    def __init__(self, submission: Submission, link: int, console: Console) -> None:
+        self._submission = submission
+        self._run = submission.run
+        self._link = link
+        self._console = console
+        self._job, self._restarts = _this_job(submission.where)
+        self._allocation = Allocation.of_environment(self._job, self._say) if submission.where == "slurm" else None
+        self._step: subprocess.Popen[bytes] | None = None
+        self._told: set[int] = set()
+        """Signals that came to this process."""
+        self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
+        self._looked = 0.0
+
+    def run(self) -> tuple[Next, int]:
+        """To the end of this start: what follows, and the exit code of the job."""
+        self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._link}")
+        with self._listening():
+            number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
+            while not (over := self._is_over()):  # it may be cancelled between two launches
+                number += 1
+                how = self._launch(number)
+                self._say(how.reason)
+                if how.next != "relaunch":
+                    return how.next, self._leave(how)
+                crashes = crashes_in_a_row(launches(self._run, "train"), how.checkpoint)
+                time.sleep(min(_LONGEST_PAUSE, _PAUSE * crashes))
+        self._say(f"nothing is started: {over}")
+        self._end_chain()
+        return "end", EXIT_OK
+
+    def _is_over(self) -> str | None:
+        """Why this job has nothing to do, if that is so."""
+        if by := jobs.cancelled(self._run, self._submission.stage):
+            return f"{by.by} has cancelled the run"
+        sent = [job.time for job in jobs.sent(self._run) if self._job in job.numbers]
+        last = launches(self._run, self._submission.stage)[-1:]
+        ended = last[0].end if last else None
+        if self._submission.stage == "train" and ended and ended.next == "end" and sent and ended.time > max(sent):
+            return f"the run has ended: {ended.reason}"
+        return None
+
+    def _launch(self, number: int) -> LaunchEnd:
+        """Start the processes on nodes that can be used, and wait for their end."""
+        submission = self._submission
+        logs = self._run / "logs" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{self._job}.{self._restarts}.{number}"
+        logs.mkdir(parents=True)
+        warnings = self._examine(logs) if self._allocation and submission.doctor else []
+        nodes = self._nodes()
+        attempt = last_attempt(self._run)
+        launch = begin(
+            self._run,
+            submission.stage,
+            self._job,
+            restarts=self._restarts,
+            number=number,
+            link=self._link,
+            nodes=tuple(nodes),
+            processes_per_node=submission.processes_per_node,
+            logs=str(logs.relative_to(self._run)),
+            checkpoint=self._checkpoint(),
+        )
+        for line in warnings:
+            self._say(line)
+        if signal.SIGTERM in self._told:
+            ending = Ending(EXIT_STOPPED, "the job was ended before its processes were started")
+        elif self._allocation and len(nodes) < submission.nodes:
+            down = self._allocation.down()
+            text = f"of the job's nodes {', '.join(down)} cannot be used, and {submission.nodes} are needed"
+            ending = Ending(EXIT_UNHEALTHY, text, None, None, tuple(down))
+        else:
+            module = "slurm.task" if nodes else "pipeline"
+            words = ("-m", module, submission.command[0], str(submission.run_file), *submission.command[1:])
+            step = Step(submission, words, tuple(nodes), submission.processes_per_node, logs, self._meeting(launch))
+            where = f" on {', '.join(nodes)}" if nodes else ""
+            self._say(f"launch {number}: {submission.processes} processes{where}; logs are in {logs}")
+            status = step.run(self._look, self._started)
+            ending = self._judge(step, status, launch, attempt)
+        how = self._decide(launch, ending)
+        end(self._run, launch, how)
+        return how
+
+    def _judge(self, step: Step, status: int, launch: Launch, attempt: int) -> Ending:
+        """How the processes ended: what they say themselves counts more than srun's exit code."""
+        state = self._exit_state(attempt)
+        if state is not None and state.code in (EXIT_OK, EXIT_STOPPED):
+            return state
+        lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
+        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, tail(step.said, 10_000))
+        if failure is not None:
+            return Ending(failure.code, failure.words, failure.rank, failure.node, lost)
+        if state is not None:
+            return replace(state, failed_nodes=lost)
+        if stopped(step.logs):
+            return Ending(EXIT_STOPPED, "it was stopped; what was committed is kept")
+        if status == EXIT_OK and not lost:
+            return Ending(EXIT_OK, "done")
+        said = tail(step.said if step.nodes else step.logs / "rank-0000.log", 3).replace("\n", "; ")
+        text = f"{'srun' if step.nodes else 'the process'} left with {status}: {said or 'it said nothing'}"
+        return Ending(status if status > 0 and not step.nodes else EXIT_OTHER, text, failed_nodes=lost)
+
+    def _exit_state(self, attempt: int) -> Ending | None:
+        """What the training has noted of its end, if it has and that is of this launch."""
+        if self._submission.stage == "train":
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                state = orjson.loads((self._run / "exit.json").read_bytes())
+                if state["attempt"] > attempt:
+                    return Ending(int(state["code"]), str(state["reason"]))
+        return None
+
+    def _decide(self, launch: Launch, ending: Ending) -> LaunchEnd:
+        """What follows."""
+        submission, checkpoint = self._submission, self._checkpoint()
+        how = LaunchEnd(
+            ending.code, ending.reason, "end", checkpoint, time.time(), ending.rank, ending.node, ending.failed_nodes
+        )
+        crashed = ending.code not in (EXIT_OK, EXIT_STOPPED)
+        past = [each for each in launches(self._run, submission.stage) if each.key != launch.key]
+        usable = submission.nodes
+        if self._allocation and crashed:
+            down = {*self._allocation.down(), *ending.failed_nodes}
+            usable = len([node for node in self._allocation.nodes if node not in down])
+        following, why = decide(
+            Situation(
+                stage=submission.stage,
+                code=ending.code,
+                chain=submission.chain,
+                cancelled=jobs.cancelled(self._run, self._submission.stage) is not None,
+                asked_to_stop=ending.code == EXIT_STOPPED and "stop file" in ending.reason,
+                terminated=signal.SIGTERM in self._told,
+                running=self._allocation.is_running() if self._allocation else True,
+                over_time=self._allocation.is_over_time() if self._allocation else False,
+                crashes=crashes_in_a_row([*past, replace(launch, end=how)], checkpoint) if crashed else 0,
+                max_restarts=submission.max_restarts,
+                nodes=usable,
+                needed=submission.nodes,
+            )
+        )
+        if not self._allocation:  # there is no queue here
+            following = _WITHOUT_QUEUE.get(following, following)
+        code = f" (code {ending.code})" if ending.code else ""
+        text = ending.reason if following == "done" else f"{ending.reason}{code}; {following}: {why}"
+        return replace(how, next=following, reason=text)
+
+    def _leave(self, how: LaunchEnd) -> int:
+        """Do what was decided; returns the exit code of the job."""
+        avoid = sorted({*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)})
+        if how.next == "requeue":
+            self._requeue(avoid)
+        elif how.next == "next link":
+            waiting = self._waiting_links()
+            if not waiting:
+                self._say("this was the last link of the chain; submit the run again to go on")
+            if avoid and waiting and self._allocation:
+                self._say(f"the next link is kept from {', '.join(avoid)}")
+                self._allocation.exclude(waiting[0], avoid)
+        elif how.next in ("done", "end") and self._submission.stage == "train":
+            self._end_chain()
+        if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
+            return EXIT_OK
+        self._say(report.write(self._run, self._submission.stage))
+        return how.code
+
+    def _requeue(self, avoid: Sequence[str]) -> None:
+        """Back into the queue. From then on the scheduler ends this process."""
+        assert self._allocation is not None
+        if avoid:
+            self._say(f"from now on this job is kept from {', '.join(avoid)}")
+        scheduler.requeue(self._job)
+        if avoid:
+            # Only a job that waits can be told so. It does not start before this process is gone.
+            self._allocation.exclude(self._job, avoid)
+
+    def _end_chain(self) -> None:
+        """Take the links that wait out of the queue: there is nothing for them to do."""
+        waiting = self._waiting_links()
+        if not waiting:
+            return
+        self._say(f"the chain ends: {', '.join(waiting)} leave the queue")
+        try:
+            scheduler.cancel(waiting)
+        except scheduler.SchedulerError as error:
+            self._say(f"warning: {error}; they will find nothing to do")
+
+    def _waiting_links(self) -> list[str]:
+        """Jobs of the same chain that have not begun, the next one first."""
+        if self._submission.chain not in ("singleton", "afterany") or self._submission.stage != "train":
+            return []
+        sent = [job.job for job in jobs.sent(self._run) if job.stage == "train" and job.job != self._job]
+        try:
+            states = scheduler.jobs(sent)
+        except scheduler.SchedulerError as error:
+            self._say(f"warning: {error}")
+            return []
+        return [job for job in sent if job in states and states[job].waits]
+
+    def _nodes(self) -> list[str]:
+        """Nodes of the job to use; fewer than are needed where there are no more. None for this machine alone."""
+        if self._allocation is None:
+            return []
+        avoid = suspects(launches(self._run, "train"), self._checkpoint())
+        nodes = choose(self._allocation.nodes, self._submission.nodes, self._allocation.down(), avoid)
+        if avoid:
+            what = "is used all the same" if set(avoid) & set(nodes) else "is left out"
+            self._say(f"{', '.join(avoid)} {what}: the last launches failed there")
+        return nodes
+
+    def _examine(self, logs: Path) -> list[str]:
+        """Let the doctor see the nodes; unhealthy ones are not used. Returns what there is to say."""
+        assert self._allocation is not None
+        down = self._allocation.down()
+        nodes = tuple(node for node in self._allocation.nodes if node not in down)
+        if not nodes:
+            return []
+        folder = logs / "doctor"
+        folder.mkdir()
+        words = tuple(doctor_command(self._submission.run_file, folder, self._submission.site.gpus_per_node))
+        place = meeting_place(self._submission, nodes, self._job, self._restarts, 0)
+        Step(self._submission, words, nodes, 1, folder, place, together=False).run(lambda: None, lambda _: None)
+        if signal.SIGTERM in self._told:
+            return []  # it was not the nodes that kept them from answering
+        found = verdict(folder, nodes)
+        self._allocation.unhealthy.update(found.unhealthy)
+        bad = [f"{node} is unhealthy: {'; '.join(why)}" for node, why in found.unhealthy.items()]
+        return [*bad, *(f"warning: {text}" for text in found.warnings)]
+
+    def _meeting(self, launch: Launch) -> dict[str, str]:
+        """What the processes need to know of one another and of the job."""
+        found = meeting_place(self._submission, launch.nodes, self._job, self._restarts, launch.number)
+        if self._allocation and self._allocation.end is not None:
+            found["SLURM_JOB_END_TIME"] = str(int(self._allocation.end))
+        return found
+
+    def _checkpoint(self) -> int:
+        """Steps of the newest checkpoint of the run."""
+        found = Checkpoints.of_run(self._run).latest() if self._submission.stage == "train" else None
+        return found.step if found else 0
+
+    def _look(self) -> None:
+        """While the processes run."""
+        if self._evaluations is not None and time.monotonic() - self._looked > _LOOK:
+            self._evaluations.look()
+            self._looked = time.monotonic()
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Note signals, in place of what submitit does. The scheduler itself signals the processes of steps."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._told.add(number)
+            if self._allocation is None and self._step is not None and number != signal.SIGCONT:
+                with suppress(ProcessLookupError):
+                    self._step.send_signal(number)
+
+        numbers = (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            if self._evaluations is not None:
+                self._evaluations.look()
+            # What is left to do is to leave; a requeue has the scheduler end this process meanwhile.
+            for number in before:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _started(self, process: subprocess.Popen[bytes]) -> None:
+        self._step = process
+
+    def _say(self, text: str) -> None:
+        say(self._console, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def _this_job(where: jobs.Where) -> tuple[str, int]:
+    """Its number, as the scheduler wants it, and how often it was started before."""
+    if where == "local":
+        return os.environ["SUBMITIT_LOCAL_JOB_ID"], 0
+    job = os.environ["SLURM_JOB_ID"]
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        # Of one task alone; its own SLURM_JOB_ID may be the array's.
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)

@@ -1,0 +1,328 @@
+"""The commands of SLURM, as functions: what each is asked, what it answers, and what to do when it fails.
+
+Nothing else calls them. Where there is no SLURM `here()` says so, and the rest fails with one message that has the
+command.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.config.slurm import parse_minutes
+from pipeline.errors import MachineError
+
+SECONDS = 30.0
+"""A command that takes longer is given up."""
+_GONE = ("Invalid job id",)
+"""What the commands say of a job that ended so long ago that the controller has forgotten it."""
+
+
+class SchedulerError(MachineError):
+    """A command of SLURM failed.
+
+    Args:
+        command: what was called.
+        said: its output.
+        hint: what may help, a sentence or two.
+    """
+
+    def __init__(self, command: Sequence[str], said: str, hint: str = "") -> None:
+        text = said.strip() or "it said nothing"
+        super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))
+        self.command = list(command)
+        self.said = text
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What the scheduler says of a job, or of a task of an array."""
+
+    job: str
+    """`77`, or `77_3` of an array."""
+    state: str
+    """Long form: PENDING, RUNNING, COMPLETING, COMPLETED, TIMEOUT ..."""
+    reason: str = ""
+    """Why it waits, as in `Priority`."""
+    nodes: str = ""
+    """Compact, like `n[1-2]`."""
+    restarts: int = 0
+    start: float | None = None
+    """When it began or is expected to begin, in seconds since 1970."""
+    end: float | None = None
+    """When its time is over, in seconds since 1970."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+
+    @property
+    def runs(self) -> bool:
+        """Whether processes of it may run."""
+        return self.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
+
+
+def here() -> bool:
+    """Whether there are commands of SLURM on the path."""
+    return shutil.which("sbatch") is not None
+
+
+def ask(command: Sequence[str], hint: str = "", *, seconds: float = SECONDS) -> str:
+    """Output of a command.
+
+    Raises:
+        SchedulerError: it is not there, failed, or took too long.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        where = "run this on a login node of the cluster, or without --slurm (--local uses this machine)"
+        raise SchedulerError(command, f"{command[0]} is not on the path", where) from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(command, f"no answer for {seconds:g} seconds", hint) from None
+    if done.returncode != 0:
+        raise SchedulerError(command, done.stderr or done.stdout, hint)
+    return done.stdout
+
+
+_SQUEUE = "%i|%T|%r|%N|%S|%e"
+
+
+def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobState]:
+    """State of jobs by number, arrays task by task; those that the controller has forgotten are missing.
+
+    Args:
+        numbers: of the jobs, or of tasks of arrays.
+        seconds: to wait for the answer.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    wanted = sorted({number.partition("_")[0] for number in numbers})
+    if not wanted:
+        return {}
+    command = ["squeue", "--noheader", "--array", "--states=all", "--format", _SQUEUE]
+    try:
+        text = ask([*command, "--jobs", ",".join(wanted)], seconds=seconds)
+    except SchedulerError as error:
+        if not any(words in error.said for words in _GONE):
+            raise
+        if len(wanted) == 1:
+            return {}
+        # One that is forgotten makes squeue refuse to speak of the others.
+        return {key: state for number in wanted for key, state in jobs([number], seconds=seconds).items()}
+    found = {}
+    for line in text.splitlines():
+        job, state, reason, nodes, start, end = line.split("|")
+        found[job] = JobState(job, state, "" if reason == "None" else reason, nodes, 0, _seconds(start), _seconds(end))
+    return found
+
+
+def details(job: str) -> dict[str, str]:
+    """`scontrol show job`, by key; {} of a job that the controller has forgotten.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    try:
+        text = ask(["scontrol", "show", "job", "--oneliner", job])
+    except SchedulerError as error:
+        if any(words in error.said for words in _GONE):
+            return {}
+        raise
+    return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+
+def hostnames(compact: str) -> list[str]:
+    """`n[1-2]` -> n1, n2, in this order."""
+    return ask(["scontrol", "show", "hostnames", compact]).split() if compact else []
+
+
+def node_states(nodes: Sequence[str]) -> dict[str, str]:
+    """State of nodes by name, in lower case: idle, allocated, down ...; one with `*` does not answer."""
+    text = ask(["sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T"])
+    return {name: state for name, _, state in (line.partition(" ") for line in text.splitlines())}
+
+
+def requeue(job: str) -> None:
+    """Put a running job back into the queue, of an array `ARRAY_TASK`.
+
+    Raises:
+        SchedulerError: it was refused.
+    """
+    ask(
+        ["scontrol", "requeue", job],
+        "If the site does not let users requeue jobs, set slurm.chain=singleton (has_requeue: false in the profile)",
+    )
+
+
+def update(job: str, values: Mapping[str, str]) -> None:
+    """Change a job, like `ExcNodeList`.
+
+    Raises:
+        SchedulerError: it was refused.
+    """
+    ask(["scontrol", "update", f"JobId={job}", *(f"{key}={value}" for key, value in values.items())])
+
+
+def cancel(numbers: Sequence[str]) -> None:
+    """End jobs, or take them out of the queue; those that have ended are passed over.
+
+    Raises:
+        SchedulerError: the scheduler does not answer, or the job is another user's.
+    """
+    if not numbers:
+        return
+    try:
+        ask(["scancel", *numbers])
+    except SchedulerError as error:
+        if not any(words in error.said for words in _GONE):
+            raise
+
+
+def hold(numbers: Sequence[str]) -> None:
+    """Waiting jobs do not start until they are released."""
+    if numbers:
+        ask(["scontrol", "hold", *numbers])
+
+
+def release(numbers: Sequence[str]) -> None:
+    """Held jobs may start."""
+    if numbers:
+        ask(["scontrol", "release", *numbers])
+
+
+def _seconds(text: str) -> float | None:
+    """A time of squeue, in seconds since 1970."""
+    import datetime
+
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:  # "N/A"
+        return None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What the scheduler says of a partition."""
+
+    name: str
+    default: bool
+    """Whether jobs that name none go there."""
+    state: str
+    """`up`; `down`: jobs wait; `drain` and `inact`: none are taken."""
+    minutes: int | None
+    """Longest time limit; None for none."""
+    most_nodes: int | None
+    """Of one job; None for no limit."""
+    nodes: int
+    """In all."""
+    usable: int
+    """Those that are not down, drained or reserved for repair: idle or at work."""
+    gres: tuple[str, ...]
+    """What nodes have, like `gpu:h100:8`; one for each kind of node."""
+
+
+def partitions() -> dict[str, Partition]:
+    """All partitions by name.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    found: dict[str, Partition] = {}
+    # A line for each kind of node in a partition.
+    for line in ask(["sinfo", "--all", "--noheader", "--format", "%P|%a|%l|%s|%F|%G"]).splitlines():
+        name, state, limit, sizes, counts, gres = (word.strip() for word in line.split("|"))
+        default, name = name.endswith("*"), name.removesuffix("*")
+        busy, idle, _, total = (_count(word) for word in counts.split("/"))
+        most = sizes.rpartition("-")[2]
+        before = found.get(name)
+        found[name] = Partition(
+            name,
+            default,
+            state,
+            parse_minutes(limit) if limit[:1].isdecimal() else None,
+            int(most) if most.isdecimal() else None,
+            total + (before.nodes if before else 0),
+            busy + idle + (before.usable if before else 0),
+            (*(before.gres if before else ()), gres),
+        )
+    return found
+
+
+def configuration() -> dict[str, str]:
+    """`scontrol show config`, by key, like `MaxArraySize`.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    text = ask(["scontrol", "show", "config"])
+    return {key.strip(): value.strip() for key, _, value in (line.partition("=") for line in text.splitlines())}
+
+
+@dataclass(frozen=True)
+class Association:
+    """What a user may submit under."""
+
+    account: str
+    partition: str
+    """That it is for; empty for all."""
+    qos: tuple[str, ...]
+
+
+def associations(user: str) -> list[Association]:
+    """Accounts and their qualities of service that a user has; none where the site keeps none.
+
+    Raises:
+        SchedulerError: there is no sacctmgr, or the accounting does not answer.
+    """
+    what = ["show", "associations", "where", f"user={user}", "format=account,partition,qos"]
+    rows = [line.split("|") for line in ask(["sacctmgr", "--noheader", "--parsable2", *what]).splitlines()]
+    return [Association(account, partition, tuple(filter(None, qos.split(",")))) for account, partition, qos in rows]
+
+
+def _count(text: str) -> int:
+    """A number of sinfo, which may write 1.5K."""
+    return round(float(text[:-1]) * 1000) if text.endswith("K") else int(text)
+
+
+@dataclass(frozen=True)
+class Accounted:
+    """What accounting keeps of a job that has ended, or of a task of an array."""
+
+    state: str
+    """COMPLETED, OUT_OF_MEMORY, NODE_FAIL, TIMEOUT ..., or `CANCELLED by UID`."""
+    exit_code: str
+    """`CODE:SIGNAL`"""
+    elapsed: str
+    """`[D-]HH:MM:SS`, of the last start."""
+    nodes: str
+    """Compact, like `n[1-2]`; "" if it has had none."""
+
+
+def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, Accounted]:
+    """What accounting knows of jobs by number, arrays task by task; the last start of each.
+
+    Args:
+        numbers: of the jobs, or of tasks of arrays.
+        seconds: to wait for the answer.
+
+    Raises:
+        SchedulerError: accounting does not answer, or there is none.
+    """
+    if not numbers:
+        return {}
+    fields = "JobID,State,ExitCode,Elapsed,NodeList"
+    text = ask(["sacct", "-nP", "-X", "-o", fields, "-j", ",".join(numbers)], seconds=seconds)
+    rows = [line.split("|") for line in text.splitlines()]
+    return {
+        job: Accounted(state, code, elapsed, "" if nodes == "None assigned" else nodes)
+        for job, state, code, elapsed, nodes in rows
+    }

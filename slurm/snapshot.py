@@ -1,0 +1,150 @@
+"""The code that jobs run: a copy of the packages as they were when the run was submitted, in the run folder.
+
+A job may start days later. What is edited, pulled or upgraded meanwhile does not change what it runs, and what it ran
+can be looked up afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+import pipeline
+import slurm
+from pipeline.config.load import packaged_configs
+from pipeline.data import store
+from pipeline.data.hashing import value_hash
+from slurm import jobs
+
+_RECORDED = re.compile(
+    r"^(SLURM_CONF|MODULE.*|LOADEDMODULES|NCCL_.*|TORCH_.*|OMP_.*|CUDA_.*|GLOO_.*|PYTHON.*|CONDA_.*|VIRTUAL_ENV"
+    r"|LD_LIBRARY_PATH|PATH)$"
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL")
+_GIT_SECONDS = 20.0
+
+
+def take(run: Path, modules: Sequence[str] = ()) -> Path:
+    """Copy the packages into a run folder, unless the same copy is there, and note what they run with.
+
+    Args:
+        run: folder.
+        modules: that jobs load, for the note.
+
+    Returns:
+        Folder of the copy, for PYTHONPATH.
+    """
+    contents = _contents()
+    final = _place(run, contents)
+    if not final.is_dir():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = store.temporary(final)
+        for name, data in contents.items():
+            file = temporary / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        try:
+            store.commit(temporary, final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            shutil.rmtree(temporary)  # somebody else was faster
+    _note_environment(run, final.name, modules)
+    return final
+
+
+def place(run: Path) -> Path:
+    """Where `take` would put the copy, now."""
+    return _place(run, _contents())
+
+
+def _place(run: Path, contents: Mapping[str, bytes]) -> Path:
+    digest = xxhash.xxh3_128()
+    for name, data in sorted(contents.items()):
+        digest.update(f"{name}\0{len(data)}\0".encode())
+        digest.update(data)
+    return jobs.folder(run) / "code" / digest.hexdigest()[:16]
+
+
+def _contents() -> dict[str, bytes]:
+    """All files that the copy has, by name: they are read once, so that the hash is that of what is written."""
+    code = {name: Path(str(module.__file__)).parent for name, module in (("pipeline", pipeline), ("slurm", slurm))}
+    found = {}
+    # In a checkout the run files that ship are beside the packages, in an installation inside.
+    for name, folder in {**code, "configs": packaged_configs()}.items():
+        if name == "configs" and folder.is_relative_to(code["pipeline"]):
+            continue
+        for file in _files(folder):
+            found[f"{name}/{file.relative_to(folder)}"] = file.read_bytes()
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.rglob("*")):
+        inner = file.relative_to(folder).parts
+        if file.is_file() and not any(part == "__pycache__" or part.startswith(".") for part in inner):
+            yield file
+
+
+def _note_environment(run: Path, code: str, modules: Sequence[str]) -> None:
+    """What else decides what jobs do: `environment-HASH.json`, and the changes since the commit beside it."""
+    revision, changes = _git()
+    values: dict[str, Any] = {
+        "code": code,
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "distributions": _distributions(),
+        "modules": list(modules),
+        "environment": _environment(os.environ),
+        "git": {"revision": revision, "changed": bool(changes)} if revision else None,
+    }
+    name = f"environment-{value_hash([values, changes])[:16]}"
+    file = jobs.folder(run) / f"{name}.json"
+    if file.exists():
+        return
+    if changes:
+        store.put(file.with_suffix(".diff"), changes.encode())
+    store.put_json(file, values)
+
+
+def _distributions() -> dict[str, str]:
+    """Versions of all that is installed, by name."""
+    found = {}
+    for each in metadata.distributions():
+        name = each.metadata["Name"]
+        if name and name not in found:  # the first one on the path is the one that is imported
+            found[name] = each.version
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may change what is computed, and no secrets."""
+    return {name: given[name] for name in sorted(given) if _RECORDED.match(name) and not _SECRET.search(name)}
+
+
+def _git() -> tuple[str | None, str]:
+    """Commit of the packages if they are a checkout, and how they differ from it."""
+    top = Path(pipeline.__file__).resolve().parents[1]
+    if not (top / ".git").exists():  # an installed package may lie below the checkout of something else
+        return None, ""
+    revision = _ask(top, "rev-parse", "HEAD")
+    changes = _ask(top, "diff", "HEAD", "--", "pipeline", "slurm", "configs", "pyproject.toml")
+    return (revision.strip() if revision else None), changes or ""
+
+
+def _ask(folder: Path, *words: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None

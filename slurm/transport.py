@@ -1,0 +1,327 @@
+"""How a job gets to where it runs: submitit writes sbatch's script and calls it, or starts a process on this machine.
+
+submitit's part is the script, the pickle with the name of a function, and the names of logs. Signals, requeues and
+chains are those of `slurm.link`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor
+
+from pipeline.config import Config
+from pipeline.config.slurm import SiteConfig
+from pipeline.errors import UserError
+from pipeline.train.attempts import metrics_path, rows_backwards
+from slurm import jobs, refusals, scheduler
+from slurm.jobs import Where
+from slurm.plan import PlannedJob
+from slurm.submission import read_submission
+
+_FOREVER = 10 * 365 * 24 * 60
+"""Minutes of a local job: nothing ends it but itself and `pipeline cancel`."""
+_ROWS = 2_000
+"""Of the metrics, the newest, by which the time for a save is judged."""
+_UNMEASURED, _LEAST = 120, 60
+"""Seconds before the end of its time at which a job is told: where nothing was measured, and at least."""
+_JOB_VARIABLES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI", "TORCHELASTIC_")
+_RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PIPELINE_LAUNCHER", "PIPELINE_LOGS"),
+)
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_OURS = {
+    "array": "slurm.array.tasks",
+    "chdir": None,
+    "dependency": None,
+    "error": None,
+    "gpus": "gpus_per_node",
+    "job-name": None,
+    "nodes": "slurm.nodes",
+    "ntasks": "slurm.processes_per_node",
+    "ntasks-per-node": "slurm.processes_per_node",
+    "open-mode": None,
+    "output": None,
+    "requeue": "slurm.chain",
+    "no-requeue": "slurm.chain",
+    "signal": None,
+    "time": "time",
+    "wrap": None,
+}
+"""Options of sbatch that follow from others or are needed as they are, and the key that decides them."""
+
+
+def begin(file: str, link: int) -> str:
+    """What a job runs; see `slurm.link.run_link`. In a pickle there is only the name of this function."""
+    from slurm.link import run_link
+
+    return run_link(file, link)
+
+
+def send(
+    run: Path,
+    planned: PlannedJob,
+    submissions: Sequence[Path],
+    *,
+    where: Where,
+    dependency: str | None = None,
+    link: int = 1,
+) -> str:
+    """Send one job, or one array of them; the caller notes it.
+
+    Args:
+        run: folder; script and log of the job go there.
+        planned: what it asks for.
+        submissions: files for `slurm.submission`, one for each task of an array, or one for all of them.
+        where: to the scheduler, or into the background of this machine.
+        dependency: as sbatch wants it, like `afterok:77`.
+        link: of a chain, from 1.
+
+    Returns:
+        Its number, of an array without the tasks; of a local one its process id.
+
+    Raises:
+        SchedulerError: it was refused.
+    """
+    files = [str(file.absolute()) for file in submissions]
+    files = files * planned.tasks if len(files) == 1 else files
+    assert len(files) == planned.tasks
+    submission = read_submission(submissions[0])
+    folder = jobs.jobs_folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    if where == "local":
+        with _environment(rank_only=True):
+            os.environ.update(_exports(submission.site, submission.code, planned))
+            executor = _InBackground(folder)
+            executor.update_parameters(timeout_min=_FOREVER, stderr_to_stdout=True)
+            return str(executor.submit(begin, files[0], link).job_id)
+    seconds = signal_seconds(submission.config(), planned.minutes)
+    values = _parameters(planned, submission.site, submission.code, seconds, dependency)
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        missing = "sbatch" if shutil.which("sbatch") is None else "srun"
+        raise scheduler.SchedulerError(["sbatch"], f"{missing} is not on the path", refusals.NO_SLURM)
+    before = set(folder.iterdir())
+    try:
+        # submitit prints what sbatch says of an error; it is told once, below.
+        with _environment(), redirect_stderr(io.StringIO()):
+            to_slurm = SlurmExecutor(folder)
+            to_slurm.update_parameters(**values)
+            sent = to_slurm.map_array(begin, files, [link] * len(files))
+    except (FailedJobError, FailedSubmissionError) as error:
+        refused, said = _sweep(folder, before, planned.name, files[0]), str(error)
+        raise scheduler.SchedulerError(["sbatch", *refused], said, refusals.hint(said)) from None
+    return str(sent[0].job_id).partition("_")[0]
+
+
+def script(run: Path, planned: PlannedJob, site: SiteConfig, code: Path, config: Config, where: Where) -> str:
+    """The script that sbatch would be given, without the jobs that are waited for; or what a local job comes to."""
+    if where == "local":
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in _exports(site, code, planned).items()]
+        return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", *planned.command])])
+    paper = _OnPaper(jobs.jobs_folder(run))
+    paper.update_parameters(**_parameters(planned, site, code, signal_seconds(config, planned.minutes), None))
+    return paper.text(planned.tasks)
+
+
+def signal_seconds(config: Config, minutes: int) -> int:
+    """How long before the end of its time a job is told, so that there is time for the step that runs and a save.
+
+    Twice what they have taken in this run so far, at least a minute and at most a quarter of the time.
+
+    Args:
+        config: of the run.
+        minutes: the job's time.
+    """
+    steps, saves = [], [0.0]
+    for row in islice(rows_backwards(metrics_path(config.run.dir)), _ROWS):
+        steps += [float(row["step_seconds"])] if "step_seconds" in row else []
+        saves += [float(row["save_seconds"])] if "save_seconds" in row else []
+    # Not the longest step: the first one of an attempt may have compiled for minutes.
+    needed = 2 * (statistics.median(steps) + max(saves)) if steps else float(_UNMEASURED)
+    return min(max(_LEAST, int(-(-needed // 1))), minutes * 60 // 4)
+
+
+def is_alive(run: Path, job: jobs.Job) -> bool:
+    """Whether the process of a local job of this machine runs."""
+    try:
+        words = Path(f"/proc/{job.job}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    folder = jobs.jobs_folder(run)  # of a sweep's run, a link to that of the sweep
+    names = {os.fsencode(folder.absolute()), os.fsencode(folder.resolve())}
+    return not names.isdisjoint(words)  # else another process has its number by now
+
+
+class _OnPaper(SlurmExecutor):
+    """Writes scripts where there is no SLURM, too."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+    def text(self, tasks: int) -> str:
+        """The script of a job, or of an array."""
+        if tasks > 1:
+            self.parameters["map_count"] = tasks
+        return str(self._make_submission_file_text(self._submitit_command_str, ""))
+
+
+class _InBackground(LocalExecutor):
+    """Starts a process that outlives its shell and terminal, and sees the GPUs that this one sees."""
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        environment = {
+            **os.environ,
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        quiet = subprocess.DEVNULL  # what the job says is in its log
+        process = subprocess.Popen(
+            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+            env=environment,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+        )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _parameters(
+    planned: PlannedJob, site: SiteConfig, code: Path | None, seconds: int, dependency: str | None
+) -> dict[str, Any]:
+    """Of submitit's executor."""
+    resources = planned.resources
+    refuse_our_options(resources.options)
+    more: dict[str, Any] = {key: value or True for key, value in resources.options.items()}
+    more["requeue" if planned.chain == "requeue" else "no-requeue"] = True
+    more["kill-on-invalid-dep"] = "yes"
+    if planned.spare_nodes:
+        more["no-kill"] = True  # the job goes on without a node that is lost
+    gpus: dict[str, str] = {}
+    if planned.gpus_per_node:
+        text = ":".join([*([site.gpu_type] if site.gpu_type else []), str(planned.gpus_per_node)])
+        gpus = {"gres": f"gpu:{text}"} if site.gpus_by == "gres" else {"gpus_per_node": text}
+    return {
+        "job_name": planned.name,
+        "partition": resources.partition,
+        "account": resources.account,
+        "qos": resources.qos,
+        "constraint": resources.constraint,
+        "exclude": resources.exclude,
+        "time": planned.minutes,
+        "nodes": planned.nodes + planned.spare_nodes,
+        "ntasks_per_node": planned.processes_per_node,
+        "cpus_per_task": resources.cpus_per_task,
+        "mem": None if resources.mem_gb is None else _memory(resources.mem_gb),
+        "exclusive": resources.exclusive or None,
+        **gpus,
+        "dependency": dependency,
+        "wckey": site.wckey,
+        "signal_delay_s": seconds,
+        "stderr_to_stdout": True,
+        "use_srun": False,
+        "setup": _setup(planned, site, code),
+        "additional_parameters": more,
+    }
+
+
+def refuse_our_options(options: Mapping[str, str]) -> None:
+    """Some options of sbatch are decided by other keys.
+
+    Raises:
+        UserError: there is one of them.
+    """
+    for name in options:
+        if name.lstrip("-").replace("_", "-") != name:
+            raise UserError(f"options has {name}; write the long name without dashes before it, with - inside it")
+        if name in _OURS:
+            todo = f"set {_OURS[name]} instead" if _OURS[name] else "leave it out, jobs need their own"
+            raise UserError(f"options has {name}, which follows from other keys; {todo}")
+
+
+def _setup(planned: PlannedJob, site: SiteConfig, code: Path | None) -> list[str]:
+    """Lines of the script before the command. The job ends where a module cannot be loaded."""
+    lines = []
+    for each in site.modules:
+        failed = f"echo {shlex.quote(f'module load {each} failed on')} $(hostname) >&2; exit 2"
+        lines.append(f"module load {shlex.quote(each)} || {{ {failed}; }}")
+    exports = _exports(site, None, planned)
+    lines += [*site.setup, *(f"export {name}={shlex.quote(value)}" for name, value in exports.items())]
+    if code is not None:
+        lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
+    return lines
+
+
+def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[str, str]:
+    """Variables of the batch process, which those of the stage get from it."""
+    found = dict(site.environment)
+    # Else `python -m` takes the packages from the folder in which the run was submitted, if it is a checkout.
+    found["PYTHONSAFEPATH"] = "1"
+    if planned.resources.cpus_per_task:
+        found["SRUN_CPUS_PER_TASK"] = str(planned.resources.cpus_per_task)  # since 22.05 srun does not know it
+    if code is not None:
+        rest = os.environ.get("PYTHONPATH")
+        found["PYTHONPATH"] = f"{code}{os.pathsep}{rest}" if rest else str(code)
+    return found
+
+
+def _memory(gb: float) -> str:
+    """As sbatch understands it."""
+    return f"{int(gb)}G" if gb == int(gb) else f"{int(gb * 1024)}M"
+
+
+@contextmanager
+def _environment(*, rank_only: bool = False) -> Iterator[None]:
+    """Without the variables of a job or rank that this process may be part of; what is set inside ends with it.
+
+    Args:
+        rank_only: keep those of the job, in whose allocation a process of this machine stays.
+    """
+    before = dict(os.environ)
+    for name in before:
+        of_job = name.startswith(_JOB_VARIABLES) and name != "SLURM_CONF"
+        of_rank = name in _RANK_VARIABLES or name.startswith(("SUBMITIT_", "TORCHELASTIC_"))
+        if of_rank or (not rank_only and (of_job or name in _DEVICES)):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _sweep(folder: Path, before: set[Path], name: str, submission: str) -> list[str]:
+    """Tidy up after a job that was refused; others may be sent at the same time. Returns its script, which is kept."""
+    kept = []
+    for file in set(folder.iterdir()) - before:
+        with suppress(OSError):
+            data = b"" if file.is_symlink() else file.read_bytes()
+            if file.name.startswith(".submission_file_") and f"--job-name={shlex.quote(name)}\n".encode() in data:
+                kept.append(str(file.replace(folder / f"refused-{name}.sh")))
+            elif re.fullmatch(r"[0-9a-f]{32}\.pkl", file.name) and os.fsencode(submission) in data:
+                file.unlink()
+    return kept
