@@ -108,6 +108,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._reports: deque[SaveReport] = deque()
+        self.longest = 0.0
+        """Seconds of the longest save of which rank 0 has a report."""
         self._not_removed: frozenset[str] = frozenset()
         """Why old checkpoints stay, as it was said last."""
 
@@ -197,7 +199,9 @@ class Saver:
             raise self._error
         reports = []
         while self._reports:
-            reports.append(self._reports.popleft())
+            report = self._reports.popleft()
+            self.longest = max(self.longest, report.seconds)
+            reports.append(report)
         return reports
 
     def last_good(self) -> str:

@@ -19,6 +19,10 @@ _ALLOCATION_END = "SLURM_JOB_END_TIME"
 """Set by SLURM in a job that has a time limit: when it ends, in seconds since 1970."""
 
 
+_UNKNOWN = 120.0
+"""Seconds for a step and a save of which none was measured yet."""
+
+
 class Wish(NamedTuple):
     """What one process, or any of them, asks for at the end of a step."""
 
@@ -39,7 +43,7 @@ class Requests:
         started: when the attempt began, by `time.monotonic`; by default now.
         max_minutes: so long after that a stop is asked for.
         before_end: so many seconds before the end of the job's allocation a stop is asked for, where SLURM says when
-            that is.
+            that is; None: as long as steps and saves turn out to take, see `took`.
         save_minutes: so long after the last save another one is asked for.
     """
 
@@ -50,7 +54,7 @@ class Requests:
         to_the_end: bool = False,
         started: float | None = None,
         max_minutes: float | None = None,
-        before_end: float = 0.0,
+        before_end: float | None = 0.0,
         save_minutes: float | None = None,
     ) -> None:
         self._stop_file = run / "stop" if run else None
@@ -60,6 +64,8 @@ class Requests:
         self._save_minutes = save_minutes
         self._before_end = before_end
         self._allocation_end = _allocation_end()
+        self._begin = time.time()
+        self._step_seconds = self._save_seconds = 0.0
         self._saved = time.monotonic()
         self._start = self._saved if started is None else started
         self._honoured: int | None = None
@@ -97,9 +103,24 @@ class Requests:
             return "stop file"
         if self._max_minutes is not None and time.monotonic() - self._start > 60 * self._max_minutes:
             return f"launch.max_minutes ({self._max_minutes:g})"
-        if self._allocation_end is not None and time.time() > self._allocation_end - self._before_end:
-            return f"the end of the allocation (launch.stop_before_end_seconds={self._before_end:g})"
+        if self._allocation_end is not None and time.time() > self._allocation_end - self._reserve():
+            named = "measured" if self._before_end is None else f"launch.stop_before_end_seconds={self._before_end:g}"
+            return f"the end of the allocation, {self._reserve():.0f} s ahead ({named})"
         return None
+
+    def took(self, step: float, save: float) -> None:
+        """A step, with all that follows it, took so many seconds; and the longest save so far, 0 if there was none."""
+        self._step_seconds = max(step, self._step_seconds)
+        self._save_seconds = save
+
+    def _reserve(self) -> float:
+        """Seconds before the end of the allocation that must be enough to make the step and to save."""
+        if self._before_end is not None:
+            return self._before_end
+        assert self._allocation_end is not None
+        measured = 2 * (self._step_seconds + self._save_seconds)
+        enough = measured if self._save_seconds else max(measured, _UNKNOWN)
+        return min(enough, (self._allocation_end - self._begin) / 4)
 
     def _wants_save(self) -> bool:
         if self._save_file is None:

@@ -308,6 +308,8 @@ class Trainer:
                     self._flush(metrics)
                 self._folder.step = data.step + 1
                 self._between_steps(requests, metrics)
+                if phase == "step":
+                    requests.took(time.monotonic() - waiting, self._saver.longest)
                 if not passes_over:  # until then nothing has been compiled
                     phase = "step"
                 self._watchdog.phase(phase, data.step + 2)

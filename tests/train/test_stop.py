@@ -106,7 +106,23 @@ def test_the_end_of_the_allocation_asks(
     with Requests(tmp_path, before_end=120) as requests:
         assert requests.wish().stop == stops
         if stops:
-            assert "launch.stop_before_end_seconds=120" in (requests.reason() or "")
+            assert "120 s ahead (launch.stop_before_end_seconds=120)" in (requests.reason() or "")
+
+
+def test_the_time_kept_for_the_end_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = time.time()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(begin + 100))
+
+    def asks(after: float) -> str | None:
+        monkeypatch.setattr(time, "time", lambda: begin + after)
+        return requests.reason()
+
+    with Requests(tmp_path, before_end=None) as requests:
+        assert not asks(74)  # a quarter of what is there, at most
+        assert asks(76)
+        requests.took(step=3.0, save=2.0)
+        assert not asks(89)
+        assert "10 s ahead (measured)" in (asks(91) or "")
 
 
 def stopped(root: Path, name: str, *overrides: str) -> str:
@@ -119,7 +135,7 @@ def test_a_run_stops_in_time_and_goes_on_with_the_same_bits(root: Path, monkeypa
     whole = train(root, "whole")
     assert stopped(root, "parts", "launch.max_minutes=0.000001").startswith("launch.max_minutes (1e-06) at step 1 of 8")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
-    assert "the end of the allocation" in stopped(root, "parts")
+    assert "the end of the allocation" in stopped(root, "parts", "launch.stop_before_end_seconds=120")
     run = train(root, "parts", "launch.stop_before_end_seconds=0")
     assert exact(run) == exact(whole)
     assert {path.name for path in (run / "checkpoints").glob("step-*")} >= {"step-00000008"}
