@@ -1,0 +1,222 @@
+"""What a cluster allows, against what jobs ask for: partitions, time limits, nodes, accounts, arrays, GPUs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.config import Config
+from pipeline.config.slurm import SiteConfig
+from pipeline.data.progress import counted
+from pipeline.errors import UserError
+from slurm import scheduler
+from slurm.findings import Findings
+from slurm.jobs import user
+from slurm.plan import PlannedJob
+from slurm.scheduler import Association, Partition
+from slurm.words import minutes
+
+
+def check_cluster(config: Config, site: SiteConfig, planned: Sequence[PlannedJob], found: Findings) -> None:
+    """Compare jobs with what the scheduler says, which is asked once for each thing.
+
+    Args:
+        config: the run.
+        site: its profile.
+        planned: its jobs.
+        found: gets what is wrong.
+    """
+    if not scheduler.here():
+        found.problem(
+            "sbatch is not on the path: run this on a login node of the cluster (`module load slurm` at some), or with "
+            "--local to use this machine"
+        )
+        return
+    with found.collecting():
+        partitions, settings = scheduler.partitions(), scheduler.configuration()
+        everything = [_Asked(job, config.slurm.profile) for job in planned]
+        for asked in everything:
+            _check_partitions(asked, partitions, settings, found)
+            _check_array(asked, settings, found)
+        if settings.get("JobRequeue") == "0" and any(job.chain == "requeue" for job in planned):
+            found.warn(
+                "jobs are not requeued here unless they ask for it (JobRequeue=0), as these do; if that is refused, "
+                f"set has_requeue: false in the profile {config.slurm.profile}, and slurm.chain=singleton"
+            )
+        if site.has_sacct and shutil.which("sacctmgr"):
+            _check_accounts(everything, settings, found)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A job, and how messages speak of what it asks for."""
+
+    job: PlannedJob
+    profile: str
+
+    @property
+    def section(self) -> str:
+        """Where the run file has its resources."""
+        return "slurm.preprocess" if self.job.stage == "finish" else f"slurm.{self.job.stage}"
+
+    @property
+    def nodes(self) -> int:
+        """Those of the processes, and spare ones."""
+        return self.job.nodes + self.job.spare_nodes
+
+    def where(self, key: str) -> str:
+        """A key, which may be set in either of two files."""
+        return f"{self.section}.{key} (or the profile {self.profile})"
+
+
+def _check_partitions(
+    asked: _Asked, partitions: Mapping[str, Partition], settings: Mapping[str, str], found: Findings
+) -> None:
+    names = asked.job.resources.partition
+    if names is None:
+        here = [partition for partition in partitions.values() if partition.default]
+        if not here:
+            found.problem(
+                f"{asked.section}.partition is not set, and this cluster has no default partition; set "
+                f"{asked.where('partition')} to one of: {', '.join(partitions)}"
+            )
+    else:
+        here = []
+        for name in names.split(","):
+            if name in partitions:
+                here.append(partitions[name])
+            else:
+                found.problem(
+                    f"{asked.section}.partition={names}: there is no partition {name!r} here; set "
+                    f"{asked.where('partition')} to one of: {', '.join(partitions)}"
+                )
+    if not here:
+        return
+    problems = {partition.name: list(_misfits(asked, partition)) for partition in here}
+    everywhere = settings.get("EnforcePartLimits") == "ALL" or all(problems.values())
+    # A quality of service may have the right to pass over the limits of a partition; that is not known from here.
+    tell = found.problem if everywhere and asked.job.resources.qos is None else found.warn
+    for text in (text for texts in problems.values() for text in texts):
+        tell(text)
+    for partition in here:
+        found.warn(*_oddities(asked, partition))
+
+
+def _misfits(asked: _Asked, partition: Partition) -> Iterator[str]:
+    """Why a partition would not take a job, or never start it."""
+    job, name, section = asked.job, partition.name, asked.section
+    if partition.state in ("drain", "inact", "inactive"):
+        yield f"{section}.partition: {name} takes no jobs now (state {partition.state}); name another one"
+    if partition.minutes is not None and job.minutes > partition.minutes:
+        yield (
+            f"{section}.time is {minutes(job.minutes)}, but partition {name} allows {minutes(partition.minutes)}; set "
+            f"{asked.where('time')} to at most {partition.minutes}min"
+            + (", training goes on in the next job" if job.stage == "train" else ", or name another partition")
+        )
+    spare = f" + slurm.spare_nodes={job.spare_nodes}" if job.spare_nodes else ""
+    what = f"slurm.nodes={job.nodes}{spare}" if job.stage == "train" else f"{section}: {asked.nodes}"
+    if asked.nodes > partition.nodes:
+        yield (
+            f"{what} is more than the {partition.nodes} nodes of partition {name}; ask for fewer, or set "
+            f"{asked.where('partition')} to a larger one"
+        )
+    elif partition.most_nodes is not None and asked.nodes > partition.most_nodes:
+        yield (
+            f"{what} is more than the {partition.most_nodes} nodes that partition {name} allows a job; ask for fewer, "
+            f"or set {asked.where('partition')} to another one"
+        )
+
+
+def _oddities(asked: _Asked, partition: Partition) -> Iterator[str]:
+    """Why a job may wait long in a partition."""
+    name = partition.name
+    if partition.state == "down":
+        yield f"partition {name} is down: jobs wait until it is up again"
+    if partition.usable < asked.nodes <= partition.nodes:
+        yield (
+            f"partition {name} has {partition.nodes} nodes, but {partition.nodes - partition.usable} are down or "
+            f"drained: {asked.job.name} asks for {asked.nodes}, and waits until there are as many"
+        )
+    wanted, most = asked.job.gpus_per_node, gpus_of(partition)
+    if most < wanted:
+        gres = ", ".join(sorted(set(partition.gres)))
+        yield (
+            f"{asked.job.name} asks for {counted(wanted, 'GPU')} a node, but those of partition {name} have "
+            f"{most or 'none'} (gres: {gres}); see gpus_per_node in the profile {asked.profile}"
+        )
+
+
+def gpus_of(partition: Partition) -> int:
+    """GPUs of a node that has the most."""
+    return max(map(_gpus, partition.gres), default=0)
+
+
+def _gpus(gres: str) -> int:
+    """GPUs in `gpu:h100:8(S:0-1),nvme:1`: 8."""
+    kinds = re.sub(r"\([^)]*\)", "", gres).split(",")
+    counts = [kind.rpartition(":")[2] for kind in kinds if kind.partition(":")[0] == "gpu"]
+    return sum(int(count) if count.isdecimal() else 1 for count in counts)
+
+
+def _check_array(asked: _Asked, settings: Mapping[str, str], found: Findings) -> None:
+    """The largest index of an array is one less than `MaxArraySize`."""
+    most, tasks = settings.get("MaxArraySize", ""), asked.job.tasks
+    if tasks > 1 and most.isdecimal() and tasks > int(most):
+        found.problem(
+            f"slurm.array.tasks={tasks:,}, but this cluster allows arrays of {int(most):,} tasks (MaxArraySize); set "
+            f"slurm.array.tasks={max(1, int(most))} or less, its tasks share all units anyway"
+        )
+
+
+def _check_accounts(jobs: Sequence[_Asked], settings: Mapping[str, str], found: Findings) -> None:
+    """Accounts and qualities of service against those of this user."""
+    name = user()
+    try:
+        mine = scheduler.associations(name)
+    except UserError as error:
+        found.warn(f"accounts and qos could not be looked at: {error}")
+        return
+    enforced = settings.get("AccountingStorageEnforce", "").split(",")
+    if not mine:
+        if "associations" in enforced or any(asked.job.resources.account for asked in jobs):
+            found.warn(f"the accounting knows no account of the user {name}; the scheduler may refuse the jobs")
+        return
+    for asked in jobs:
+        for kind, text in _foreign(asked, name, mine):
+            (found.problem if kind in enforced else found.warn)(text)
+
+
+def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[tuple[str, str]]:
+    """What a job asks for and the user does not have, each with the word that makes the scheduler insist on it."""
+    account, qos = asked.job.resources.account, asked.job.resources.qos
+    rows = mine
+    if account is not None:
+        # Names of accounts are in lower case there.
+        rows = [row for row in mine if row.account == account.lower()]
+        if not rows:
+            have = ", ".join(dict.fromkeys(row.account for row in mine))
+            yield (
+                "associations",
+                f"{asked.section}.account={account} is no account of the user {name}; set {asked.where('account')} to "
+                f"one of: {have}",
+            )
+            return
+    names = asked.job.resources.partition
+    wanted = set(names.split(",")) if names else set()
+    if wanted and not any(not row.partition or row.partition in wanted for row in rows):
+        have = ", ".join(dict.fromkeys(row.partition for row in rows))
+        yield (
+            "associations",
+            f"{asked.section}.partition={names}: the user {name} may use only {have} with "
+            f"{f'account {account}' if account else 'these accounts'}; set {asked.where('partition')} to one of them",
+        )
+    allowed = dict.fromkeys(each for row in rows for each in row.qos)
+    if qos is not None and qos.lower() not in allowed:
+        yield (
+            "qos",
+            f"{asked.section}.qos={qos} is not open to the user {name}"
+            + (f" with account {account}" if account else "")
+            + f"; set {asked.where('qos')} to one of: {', '.join(allowed) or 'none (leave it out)'}",
+        )

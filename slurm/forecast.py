@@ -1,0 +1,282 @@
+"""What a training has before it: tokens, seconds, jobs, device hours, disk. Nothing is built, and nothing written."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import statistics
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.config.run import LaunchConfig
+from pipeline.config.slurm import SiteConfig
+from pipeline.config.train import CheckpointConfig
+from pipeline.data.accounting import run_length
+from pipeline.data.journal import Journal
+from pipeline.data.opening import dataset_folder, open_datasets
+from pipeline.data.paper import Assumed, planned_journal
+from pipeline.data.receipts import MANIFEST_FILE, TRAIN
+from pipeline.data.sampler import Sampler
+from pipeline.errors import UserError
+from pipeline.train.attempts import attempts, metrics_path, rows_backwards
+from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.parallel.check import vocabulary
+from pipeline.train.parallel.footprint import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES
+from slurm.plan import PlannedJob
+
+ASSUMED_MFU = 0.35
+"""Share of the peak that a run is taken to reach before it has been measured, attention counted whole."""
+START_S = 180.0
+"""Taken for the start of a job: processes, packages, data, checkpoint."""
+_STOP_S, _STOP_SHARE = 120.0, 4
+"""Taken for the stop before the end of a job where it is measured while training: seconds, and at most this part."""
+_ROWS = 1000
+"""Of metrics.jsonl, its last ones."""
+_PLENTY = 10**15
+"""Tokens of a source that is not there yet: more than any run reads, so that none ends early for want of them."""
+_PEAK_FLOPS = {
+    r"(nvidia[_-])?a100([_-](sxm4|pcie))?([_-](40|80)gb)?([_-]pcie)?": 312e12,
+    r"(nvidia[_-])?h100[_-]pcie": 756e12,
+    r"(nvidia[_-])?h100([_-]sxm5?)?([_-]80gb([_-]hbm3)?)?": 989e12,
+    r"(nvidia[_-])?h200([_-]sxm5?)?": 989e12,
+    r"(nvidia[_-])?b200": 2250e12,
+}
+"""Dense bf16 peaks in FLOP/s, by what sites call GPUs in their gres. Others, and slices of one, are not known."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long a run is and how far it has come."""
+
+    steps: int
+    tokens: int
+    reason: str
+    """What ends it."""
+    done_steps: int
+    """Of the newest checkpoint."""
+    done_tokens: int
+    assumed: bool
+    """There are no datasets yet; they are taken to be large enough."""
+    flops: float | None
+    """Of the steps that remain; None where the size of the vocabulary is not known."""
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that remain."""
+        return max(0, self.steps - self.done_steps)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of them."""
+        return max(0, self.tokens - self.done_tokens)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What the checkpoints of a run take."""
+
+    each: int
+    """Bytes of one."""
+    there: int
+    """Checkpoints that are there."""
+    most: int
+    """Checkpoints at a time until the end, the one that is being written among them."""
+    free: int
+    """Bytes that this user may still write there."""
+    files_free: int | None
+    """Inodes; None where the file system has no number of them."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes that are still to be written, less what is removed meanwhile."""
+        return max(0, self.most - self.there) * self.each
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a training."""
+
+    course: Course | None
+    """None where it cannot be planned before the data are there."""
+    seconds: float | None
+    """Of the steps that remain; None where nothing is known of their speed."""
+    how: str
+    """Where `seconds` come from, in words."""
+    disk: Disk | None
+    """None where the size of the vocabulary is not known."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean of the steps that remain."""
+        if self.course is None or self.seconds is None or not self.course.steps_left:
+            return None
+        return self.seconds / self.course.steps_left
+
+
+def forecast(config: Config, site: SiteConfig, job: PlannedJob) -> Forecast:
+    """What the training of a run has before it."""
+    spec: DecoderSpec | None = None
+    with suppress(UserError):  # it has no tokenizer yet, and training it will say so
+        spec = decoder_spec(config.model, vocabulary(config)[0], config.max_positions)
+    course: Course | None = None
+    with suppress(UserError, OSError):  # what is wrong with the data is not told here
+        course = read_course(config, spec)
+    seconds, how = _duration(config, site, job, course)
+    return Forecast(course, seconds, how, None if spec is None else _disk(config, spec, course))
+
+
+def read_course(config: Config, spec: DecoderSpec | None) -> Course:
+    """How long a run is, from its datasets, or before there are any from the run file alone.
+
+    Args:
+        config: the run.
+        spec: its model, for the FLOPs.
+
+    Raises:
+        UserError: it cannot be had from the data.
+    """
+    folders = [dataset_folder(config, source, TRAIN) for source in config.data.sources]
+    assumed = not all((folder / MANIFEST_FILE).is_file() for folder in folders)
+    if assumed:
+        journal, done = planned_journal(config, {source.name: Assumed(_PLENTY) for source in config.data.sources})
+    else:
+        journal, done = planned_journal(config, open_datasets(config, TRAIN))
+    length, done = run_length(config, Sampler.of_windows(journal)), done or 0
+    flops = None
+    if spec is not None:
+        flops = max(0.0, flops_of(journal, spec, length.steps) - flops_of(journal, spec, done))
+    return Course(length.steps, journal.tokens(length.steps), length.reason, done, journal.tokens(done), assumed, flops)
+
+
+def flops_of(journal: Journal, spec: DecoderSpec, steps: int) -> float:
+    """Model FLOPs of the first `steps` steps, attention counted whole."""
+    tokens: dict[int, int] = {}
+    for segment, samples in journal.drawn(steps):
+        length = segment.sequence_length
+        tokens[length] = tokens.get(length, 0) + samples * length
+    return sum(count * flops_per_token(spec, length, causal=False) for length, count in tokens.items())
+
+
+def peak_flops(gpu: str | None, compute: str) -> float | None:
+    """Dense peak of a GPU in FLOP/s, by its name in gres; None where it is not known."""
+    if gpu is None or compute != "bf16":
+        return None
+    return next((peak for name, peak in _PEAK_FLOPS.items() if re.fullmatch(name, gpu.lower())), None)
+
+
+def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:
+    """Tokens a second from rows of metrics, saves and validations included; None without a step.
+
+    The median of the steps, since the first one of an attempt takes much longer.
+    """
+    rates, stepping, else_ = [], 0.0, 0.0
+    for row in rows:
+        if "step_seconds" in row and "tokens_per_second" in row:
+            rates.append(row["tokens_per_second"])
+            stepping += row["step_seconds"]
+        else_ += row.get("save_blocked", 0.0) + row.get("validation_seconds", 0.0)
+    return statistics.median(rates) / (1 + else_ / stepping) if stepping else None
+
+
+def before_end(launch: LaunchConfig, limit: float) -> float:
+    """Seconds before the end of a job of `limit` seconds at which training saves and stops."""
+    given = launch.stop_before_end_seconds
+    return min(_STOP_S, limit / _STOP_SHARE) if given is None else given
+
+
+def links_needed(seconds: float, limit: float, reserve: float) -> int | None:
+    """Jobs that some seconds of steps take, one after the other; None if a job has no time for steps.
+
+    Args:
+        seconds: of steps.
+        limit: time limit of a job, in seconds.
+        reserve: seconds of it that are not used for steps: the start, and the stop before the end.
+    """
+    return math.ceil(seconds / (limit - reserve)) if limit > reserve else None
+
+
+def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:
+    """Checkpoints that are there at a time at most, in a run of `steps` steps without saves by the clock.
+
+    Those that are kept for ever, and of the others `keep` and the one that is being written.
+    """
+    newest = {steps}
+    for every in filter(None, (rules.every_steps, rules.keep_every)):
+        last = steps // every
+        newest |= {number * every for number in range(max(1, last - rules.keep), last + 1)}
+    for_ever = 0 if rules.keep_every is None else steps // rules.keep_every
+    others = sorted(newest)[-rules.keep - 1 :]
+    return for_ever + sum(1 for step in others if rules.keep_every is None or step % rules.keep_every)
+
+
+def free_space(path: Path) -> tuple[int, int | None]:
+    """Bytes and inodes that this user may still use where a path is or would be; None: no number of inodes."""
+    stat = os.statvfs(nearest(path))
+    return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
+
+
+def nearest(path: Path) -> Path:
+    """A path if it exists and can be seen, else the nearest folder above it that does."""
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
+
+
+def _duration(config: Config, site: SiteConfig, job: PlannedJob, course: Course | None) -> tuple[float | None, str]:
+    """Seconds of the steps that remain, and where the number comes from."""
+    if course is None:
+        return None, "unknown"
+    if measured := _measured(config.run.dir, job.processes):
+        rate, how = measured
+        return course.tokens_left / rate, how
+    peak = peak_flops(site.gpu_type, config.train.precision.compute) if job.gpus_per_node else None
+    if peak is None or course.flops is None:
+        return None, "unknown until the run has made some steps"
+    how = (
+        f"planned from FLOPs: {job.processes:,} x {site.gpu_type} at {ASSUMED_MFU:.0%} (assumed) of "
+        f"{peak / 1e12:,.0f} TFLOP/s"
+    )
+    return course.flops / (peak * ASSUMED_MFU * job.processes), how
+
+
+def _measured(run: Path, processes: int) -> tuple[float, str] | None:
+    """Tokens a second in the last attempt that made steps; taken as proportional to the number of processes."""
+    rows = list(islice(rows_backwards(metrics_path(run)), _ROWS))
+    newest = next((row.get("attempt") for row in rows if "step_seconds" in row), None)
+    rate = measured_rate(row for row in rows if row.get("attempt") == newest)
+    if rate is None:
+        return None
+    tried = [attempt for attempt in attempts(run) if attempt.number == newest]
+    had = tried[0].layout.get("world_size", processes) if tried else processes
+    on = (
+        ""
+        if had == processes
+        else f" on {had:,} process{'es' if had > 1 else ''}, taken as proportional to their number"
+    )
+    return rate * processes / had, f"measured in the last steps of this run{on}"
+
+
+def _disk(config: Config, spec: DecoderSpec, course: Course | None) -> Disk:
+    checkpoints = Checkpoints.of_run(config.run.dir)
+    there, rules = checkpoints.all(), config.train.checkpoint
+    each = num_parameters(spec) * (MASTER_BYTES + MOMENTS_BYTES + (AVERAGE_BYTES if config.train.ema else 0))
+    if there:
+        each = _size(there[-1]) or each
+    most = rules.keep + 1 if course is None else most_checkpoints(rules, course.steps)
+    if course is not None and not course.steps_left:
+        most = len(there)
+    return Disk(each, len(there), most, *free_space(config.run.dir))
+
+
+def _size(checkpoint: Checkpoint) -> int | None:
+    """Bytes of a checkpoint; None if it is damaged."""
+    with suppress(*UNREADABLE):
+        return checkpoint.size
+    return None

@@ -1,0 +1,20 @@
+"""Times, for people."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 05 min`, `4 d 7 h`."""
+    if seconds < 90:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return minutes(round(seconds / 60))
+
+
+def minutes(count: int) -> str:
+    """The same of whole minutes."""
+    if count < 60:
+        return f"{count} min"
+    hours, rest = divmod(count, 60)
+    if hours < 48:
+        return f"{hours} h {rest:02d} min" if rest else f"{hours} h"
+    return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
