@@ -11,6 +11,7 @@ EXIT_REFUSED = 2
 EXIT_STOPPED = 75
 EXIT_HANG = 76
 EXIT_NUMERICAL = 77
+EXIT_UNHEALTHY = 78
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
@@ -54,6 +55,12 @@ class HangError(MachineError):
     """A process has not got on for longer than `launch.time_limits` allows."""
 
     exit_code = EXIT_HANG
+
+
+class NodeUnhealthy(MachineError):
+    """A node is unfit for training: `pipeline doctor` names what is wrong with it."""
+
+    exit_code = EXIT_UNHEALTHY
 
 
 class RankFailed(Exception):
