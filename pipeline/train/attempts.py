@@ -94,14 +94,19 @@ def metrics_path(run: Path) -> Path:
     return run / "metrics.jsonl"
 
 
-def attempts(run: Path) -> list[Attempt]:
-    """The attempts at training in a run folder, in order, without those that were refused before they began."""
+def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]:
+    """The attempts at training in a run folder, in order, without those that were refused before they began.
+
+    Args:
+        run: folder.
+        held: whether a process may train in it now, which is asked if the last attempt has not ended.
+    """
     begins, ends, stages = _entries(run)
     numbers = sorted(begins)
     found: list[Attempt] = []
     for number in numbers:
         begin, end = begins[number], ends.get(number)
-        runs = end is None and number == numbers[-1] and is_held(run)
+        runs = end is None and number == numbers[-1] and held(run)
         if end is None:
             end = _signs(run, begin)
         start = _stage_start(stages, begin["time"], found[-1].end if found else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,14 @@ class Goodput:
         return f"{whole}; {rest}" if rest else whole
 
 
-def goodput(run: Path) -> Goodput | None:
-    """Of a run folder; None before its first attempt. An attempt that still runs counts until now."""
-    tries = attempts(run)
+def goodput(run: Path, tries: Sequence[Attempt] | None = None) -> Goodput | None:
+    """Of a run folder; None before its first attempt. An attempt that still runs counts until now.
+
+    Args:
+        run: folder.
+        tries: its attempts, where they are known already.
+    """
+    tries = attempts(run) if tries is None else tries
     if not tries:
         return None
     now, used = time.time(), _Use(tries)

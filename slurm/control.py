@@ -1,0 +1,270 @@
+"""Commands that change what the jobs of a run do: cancel, hold, release.
+
+What is asked of a run is written into its folder first; the processes and jobs read it there. So it holds for what
+starts meanwhile, for colleagues whom the scheduler would not obey, and while the scheduler does not answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.console import say
+from pipeline.data import store
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.heartbeat import beat_file, read_beat
+from pipeline.train.lock import holder, is_held, when
+from slurm import active, jobs, scheduler
+from slurm.active import Active
+from slurm.jobs import Stage
+from slurm.live import Found, look, runs, waits
+from slurm.local_steps import LocalSteps
+from slurm.named import run_folder
+from slurm.scheduler import SchedulerError
+
+_ORDER: tuple[tuple[Stage, ...], ...] = (("preprocess", "finish"), ("train",), ("eval",))
+"""Stages that are ended together, in the order of a run."""
+_FIRST_LOOK, _LONGEST_LOOK = 0.5, 10.0
+"""Seconds between looks at what ends: the scheduler of a site should not be asked all the time."""
+_REFUSED = "denied"
+"""In what SLURM says where the job is another user's."""
+
+
+def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float) -> None:
+    """End what a run does, and do not let it start again.
+
+    The first stage of which something runs or waits ends; training saves before that. Jobs of later stages stay.
+
+    Args:
+        run: run file or folder.
+        console: for what happens.
+        now: do not wait for a save.
+        chain: all stages, and all that waits.
+        wait: seconds to wait for the end of what runs.
+
+    Raises:
+        UserError: there is no such run, or this user may not write to its folder.
+    """
+    folder = run_folder(run)
+    before = jobs.cancelled(folder)
+    if jobs.sent(folder):
+        _note(folder, now=now)  # before anything is asked: from now on nothing goes back into the queue
+    found = look(folder)
+    if found.unknown is not None:
+        say(
+            console, f"{found.unknown}\nIts jobs find in {folder} what is asked of them: one that waits starts nothing."
+        )
+    if found.nothing and not is_held(folder):
+        if before is None:
+            jobs.forget_cancelled(folder)
+        say(console, f"nothing of {folder} waits or runs")
+        return
+    stages = () if chain or found.unknown is not None else _stages(found)
+    if jobs.sent(folder):
+        _note(folder, now=now, stages=stages)
+    _Cancelling(folder, console, stages, now=now).run(found, wait)
+
+
+def hold(run: Path, console: Console) -> None:
+    """Keep the waiting jobs of a run from starting.
+
+    Raises:
+        UserError: there is no such run.
+        SchedulerError: the scheduler does not answer or refuses.
+    """
+    _change(run, console, scheduler.hold, "held until `pipeline release`")
+
+
+def release(run: Path, console: Console) -> None:
+    """Let the held jobs of a run start.
+
+    Raises:
+        UserError: there is no such run.
+        SchedulerError: the scheduler does not answer or refuses.
+    """
+    _change(run, console, scheduler.release, "may start")
+
+
+def _change(run: Path, console: Console, change: Callable[[Sequence[str]], None], what: str) -> None:
+    folder = run_folder(run)
+    found = look(folder)
+    if found.unknown is not None:
+        raise found.unknown
+    waiting = [each for each in found.active if waits(each)]
+    change([each.job.job for each in waiting])
+    for each in waiting:
+        say(console, f"{active.what(folder, each.job)}: job {each.job.job} {what}")
+    for each in found.active:
+        if each not in waiting:
+            say(console, f"not affected, since it runs: {active.words(folder, each)}")
+    if not found.active:
+        say(console, f"no job of {folder} waits")
+
+
+def _stages(found: Found) -> tuple[Stage, ...]:
+    """Which are meant, if not all (()): the first one of which something waits or runs."""
+    if found.elsewhere or any(each.job.where == "local" for each in found.active):
+        return ()  # one process does them all
+    there = {each.job.stage for each in found.active}
+    return next((group for group in _ORDER if there & set(group)), ())
+
+
+def _note(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> None:
+    try:
+        jobs.note_cancelled(run, now=now, stages=stages)
+    except PermissionError as error:
+        raise UserError(
+            f"{error.filename or jobs.folder(run)} cannot be written by {jobs.user()}; only members of the run's group "
+            "may cancel it (slurm.group, with slurm.umask=0002), or its owner"
+        ) from error
+
+
+class _Cancelling:
+    """The end of stages of a run.
+
+    Args:
+        run: folder.
+        console: for what happens.
+        stages: which; () for all.
+        now: without a save.
+    """
+
+    def __init__(self, run: Path, console: Console, stages: tuple[Stage, ...], *, now: bool) -> None:
+        self._run = run
+        self._console = console
+        self._stages = stages
+        self._now = now
+        self._begin = time.time()
+        self._asked: set[str] = set()
+        """Jobs that were dealt with."""
+        self._local = LocalSteps(run)
+        self._stop_file = run / "stop"
+
+    def run(self, found: Found, wait: float) -> None:
+        """Ask for it, wait for it, and say what came of it."""
+        end = time.monotonic() + wait
+        asked = self._ask(found)
+        pause, said = _FIRST_LOOK, None
+        while self._is_left(found):
+            if time.monotonic() > end:
+                self._say_unfinished(asked)
+                return
+            time.sleep(min(pause, max(0.0, end - time.monotonic())))
+            pause = min(_LONGEST_LOOK, 1.5 * pause)
+            said = self._say_progress(said)
+            found = look(self._run)
+            asked = self._ask(found) or asked  # what went back into the queue at the same moment
+        if asked and self._stop_file.exists():
+            self._stop_file.unlink(missing_ok=True)  # nobody has taken it: the next start would stop at once
+        self._say_finished(found)
+
+    def _meant(self, each: Active) -> bool:
+        return not self._stages or each.job.stage in self._stages
+
+    def _is_left(self, found: Found) -> bool:
+        if any(self._meant(each) and runs(each) for each in found.active):
+            return True
+        if found.unknown is not None and found.launched:
+            return True
+        return (not self._stages or "train" in self._stages) and is_held(self._run)
+
+    def _ask(self, found: Found) -> bool:
+        """Let jobs leave the queue, end or stop; whether the training was asked to stop by the file."""
+        by_file = False
+        to_cancel = []
+        for each in filter(self._meant, found.active):
+            trains = each.job.stage == "train" or each.job.where == "local"
+            if each.job.where == "local" and self._now:
+                self._local.end(each.job)
+            elif runs(each) and trains and not self._now:
+                by_file = True
+            elif each.job.where == "slurm" and each.job.job not in self._asked:
+                to_cancel.append(each)
+            if each.job.where == "local" and not self._now:
+                self._local.stop_other_stages(each.job)
+        self._take_out(to_cancel)
+        unseen = found.elsewhere or (found.unknown is not None and found.launched)
+        if by_file or unseen or (not found.active and is_held(self._run)):  # the last: by hand
+            self._touch()
+            return True
+        return False
+
+    def _take_out(self, each_of: Sequence[Active]) -> None:
+        for each in each_of:
+            self._asked.add(each.job.job)
+            what = f"{active.what(self._run, each.job)}: job {each.job.job}"
+            try:
+                scheduler.cancel([each.job.job])
+                say(self._console, f"{what} is ended now" if runs(each) else f"{what} leaves the queue")
+            except SchedulerError as error:
+                if _REFUSED not in error.said:
+                    say(self._console, str(error))
+                    continue
+                todo = "it finds that the run is cancelled and starts nothing"
+                if runs(each):
+                    todo = "it is not started again"
+                    if each.job.stage == "train":
+                        todo += f"; without --now it saves and leaves, too: `pipeline cancel {self._run}`"
+                say(self._console, f"{what} is {each.job.user}'s, so SLURM does not let {jobs.user()} end it; {todo}")
+
+    def _touch(self) -> None:
+        if "stop" in self._asked:
+            return
+        self._asked.add("stop")
+        self._stop_file.touch()
+        who = None
+        with suppress(UserError):
+            who = holder(self._run)
+        if who is not None:
+            where = f"process {who.get('pid')} on {who.get('host')}"
+            more = ""
+            if self._now and "job" not in who:
+                more = f"; it was started by hand, and is ended at once there: `kill {who.get('pid')}`"
+            say(self._console, f"asked {where} to save and stop{more}")
+        else:
+            say(self._console, "asked the training to save and stop")
+
+    def _say_progress(self, before: tuple[str, int | None] | None) -> tuple[str, int | None] | None:
+        """What rank 0 does, when that changes."""
+        beat = read_beat(beat_file(self._run, 0))
+        if beat is None or beat.time < self._begin:
+            return before
+        place = beat.phase, beat.step
+        if place != before:
+            step = "" if beat.step is None else f"at step {beat.step:,} "
+            say(self._console, f"rank 0 is {step}({beat.phase})")
+        return place
+
+    def _say_unfinished(self, by_file: bool) -> None:
+        if by_file:
+            say(
+                self._console,
+                "it has not left yet. It does by itself after the step that it is in and a save, and is not started "
+                f"again; to end it at once: pipeline cancel {self._run} --now",
+            )
+        else:
+            say(self._console, f"it has not left yet; `pipeline status {self._run}` tells when it has")
+
+    def _say_finished(self, found: Found) -> None:
+        """What there is now, and what stays."""
+        if not self._stages or "train" in self._stages:
+            with suppress(OSError, UserError, KeyError):
+                file = self._run / "exit.json"
+                if file.stat().st_mtime >= self._begin:
+                    say(self._console, f"it has left: {store.get_json(file, 'reason')['reason']}")
+            last = Checkpoints.of_run(self._run).latest()
+            if last is not None:
+                say(self._console, f"the newest checkpoint is of step {last.step:,} ({when(last.time)})")
+            elif self._now or (self._run / "exit.json").exists():
+                say(self._console, "there is no checkpoint")
+        stays = [each for each in found.active if not self._meant(each)]
+        for each in stays:
+            say(self._console, f"stays: {active.words(self._run, each)}")
+        if stays:
+            say(self._console, f"to end these, too: pipeline cancel {self._run} --chain")
+        say(self._console, f"{self._run} is cancelled" + ("" if not self._stages else f" ({', '.join(self._stages)})"))

@@ -1,0 +1,148 @@
+"""`pipeline status`: how runs are, from their files and one question to the scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from pipeline.config import Config
+from pipeline.config.load import load_run
+from pipeline.console import say
+from pipeline.errors import UserError
+from slurm import scheduler
+from slurm.scheduler import Accounted, SchedulerError
+from slurm.status_files import Facts, is_run
+from slurm.status_run import RunStatus, describe
+from slurm.status_show import picture, show
+from slurm.status_state import Answer
+
+_EVERY = 5.0
+"""Seconds between pictures."""
+_SQUEUE, _SACCT = 6.0, 3.0
+"""Seconds that the scheduler and its accounting are waited for."""
+_RUNS = Path("runs")
+_DEEP = 3
+"""Levels of folders in which runs are looked for."""
+
+
+def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, as_json: bool = False) -> None:
+    """Print how runs are; nothing is changed.
+
+    Args:
+        runs: run files or folders; by default the current folder if it is one of a run, else all below ./runs.
+        console: where to.
+        watch: again and again, until Ctrl-C.
+        as_json: one JSON object, with all digits; with `watch` one a line.
+
+    Raises:
+        UserError: one of them does not exist, or there is none.
+    """
+    named = dict(_named(run) for run in runs)
+    try:
+        on_screen = watch and console.is_terminal and not as_json
+        with Live(console=console, auto_refresh=False) if on_screen else nullcontext() as live:
+            while True:
+                folders = named or _found()
+                found = status(folders, spent=as_json or len(folders) == 1)
+                if live is not None:
+                    live.update(picture(found, console), refresh=True)
+                elif as_json:
+                    value = {"runs": [each.to_json() for each in found]}
+                    say(console, json.dumps(value, indent=None if watch else 2, ensure_ascii=False))
+                else:
+                    if watch:
+                        say(console, time.strftime("%Y-%m-%d %H:%M:%S"))
+                    show(found, console)
+                if not watch:
+                    return
+                time.sleep(_EVERY)
+    except KeyboardInterrupt:
+        if not watch:
+            raise
+
+
+def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list[RunStatus]:
+    """How runs are; the scheduler is asked once for all of them.
+
+    Args:
+        folders: of the runs, with the run file where that was named.
+        spent: whether the goodput is wanted.
+    """
+    facts = [Facts(folder, config) for folder, config in folders.items()]
+    answer = _ask(facts)
+    return [describe(each, answer, spent=spent) for each in facts]
+
+
+def _named(run: Path) -> tuple[Path, Config | None]:
+    if run.is_dir():
+        return Path(os.path.abspath(run)), None
+    config = load_run(run)
+    return config.run.dir, config
+
+
+def _found() -> dict[Path, None]:
+    here = Path.cwd()
+    if is_run(here):
+        return {here: None}
+    found = []
+    for folder, below, _ in os.walk(here / _RUNS):
+        path = Path(folder)
+        if is_run(path):
+            found.append(path)
+        # What is inside of a run is its own: data, checkpoints.
+        if is_run(path) or len(path.relative_to(here).parts) > _DEEP:
+            below.clear()
+    if not found:
+        raise UserError(
+            f"there is no run in {here / _RUNS}, and {here} is none itself; name run files or run folders, like "
+            "`pipeline status RUN.yaml`"
+        )
+    return dict.fromkeys(sorted(found))
+
+
+def _ask(facts: Sequence[Facts]) -> Answer:
+    """What the scheduler says of the jobs of all runs together."""
+    numbers = sorted({number for each in facts for number in each.questions()})
+    if not numbers:
+        return Answer({})
+    try:
+        states = scheduler.jobs(numbers, seconds=_SQUEUE)
+    except SchedulerError as error:
+        return Answer(None, problem=_short(error))
+    except ValueError as error:  # a line of squeue that is none of ours
+        return Answer(None, problem=f"squeue: {error}")
+    gone = sorted({number for each in facts for number in _to_account(each) if number not in states})
+    if not gone or shutil.which("sacct") is None:
+        return Answer(states)
+    accounted: dict[str, Accounted] = {}
+    problem = None
+    try:
+        accounted = scheduler.accounting(gone, seconds=_SACCT)
+    except SchedulerError as error:
+        problem = _short(error)
+    except ValueError as error:
+        problem = f"sacct: {error}"
+    return Answer(states, accounted, problem)
+
+
+def _to_account(facts: Facts) -> list[str]:
+    """Jobs of sites with accounting that may have ended without a word."""
+    found = []
+    for job in facts.open_jobs():
+        submission = facts.submission(job)
+        if job.where == "slurm" and (submission is None or submission.site.has_sacct):
+            found += job.numbers
+    return found
+
+
+def _short(error: SchedulerError) -> str:
+    program = error.command[0]
+    return f"{program}: {error.said.partition(chr(10))[0].removeprefix(f'{program}: ')}"

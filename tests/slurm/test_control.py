@@ -1,0 +1,318 @@
+"""Cancel, hold and release: with files and processes of this machine, and with real jobs that heed the stop file."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.errors import EXIT_STOPPED, UserError
+from pipeline.train.heartbeat import beat_file
+from slurm import jobs, scheduler
+from slurm.control import cancel, hold, release
+from slurm.devcluster import DevCluster
+from slurm.jobs import Job, Stage
+from slurm.launches import LaunchEnd, begin, end, launches
+from slurm.scheduler import SchedulerError
+
+WAIT = 90.0
+STOPS = "while [ ! -e stop ]; do sleep .1; done; echo saved > saved"
+"""A job that does as training does."""
+
+
+def until(what: Callable[[], Any]) -> None:
+    limit = time.monotonic() + WAIT
+    while not what():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.05)
+
+
+def cancelled(run: Path, *, now: bool = False, chain: bool = False, wait: float = WAIT) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    cancel(run, console, now=now, chain=chain, wait=wait)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def changed(change: Callable[[Path, Console], None], run: Path) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    change(run, console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder that has nothing but the place for jobs, as one that waits in the queue."""
+    folder = tmp_path / "run"
+    jobs.jobs_folder(folder).mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let squeue be a script, before those that are installed."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+
+    def write(script: str) -> None:
+        (programs / "squeue").write_text(f"#!/bin/sh\n{script}\n")
+        (programs / "squeue").chmod(0o755)
+
+    return write
+
+
+def launched(run: Path, job: str, stage: Stage = "train") -> None:
+    begin(run, stage, job, restarts=0, number=1, link=1, nodes=(), processes_per_node=1, logs="logs/here", checkpoint=0)
+
+
+def test_nothing_to_cancel(run: Path, squeue: Callable[[str], None]) -> None:
+    with pytest.raises(UserError, match="no run folder"):
+        cancelled(run / "slurm")
+    squeue("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    jobs.note(run, jobs.new_job("train", "77", "slurm", "name", "none.json"))
+    assert cancelled(run) == f"nothing of {run} waits or runs\n"
+    assert jobs.cancelled(run) is None, "it is as it was"
+    assert not (run / "stop").exists()
+    assert changed(hold, run) == f"no job of {run} waits\n"
+    squeue("echo this is not asked >&2; exit 1")
+    launched(run, "77")
+    end(run, launches(run)[0], LaunchEnd(0, "done", "done", 8, time.time()))
+    assert "waits or runs" in cancelled(run), "the ledger tells that all is over"
+
+
+def test_a_scheduler_that_does_not_answer(run: Path, squeue: Callable[[str], None]) -> None:
+    squeue("echo 'Unable to contact slurm controller' >&2; exit 1")
+    jobs.note(run, jobs.new_job("train", "77", "slurm", "name", "none.json"))
+    launched(run, "77")
+    text = cancelled(run, wait=0)
+    assert "Unable to contact slurm controller" in text
+    assert "one that waits starts nothing" in text
+    assert "it has not left yet" in text and "--now" in text
+    assert (run / "stop").exists()
+    assert jobs.cancelled(run, "train") and jobs.cancelled(run, "eval")
+    with pytest.raises(SchedulerError):
+        hold(run, Console())
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_one_that_was_started_by_hand(run: Path) -> None:
+    code = """
+import json, sys, time
+from pathlib import Path
+from pipeline.train.lock import Lock
+run = Path(sys.argv[1])
+lock = Lock.take(run)
+print(flush=True)
+while not (run / "stop").exists():
+    time.sleep(0.05)
+(run / "stop").unlink()
+(run / "exit.json").write_text(json.dumps({"reason": "stop file at step 5; saved"}))
+lock.release()
+"""
+    shutil.rmtree(run / "slurm")
+    process = python(code, run)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        text = cancelled(run)
+        assert text.startswith(f"asked process {process.pid} on ")
+        assert "it has left: stop file at step 5; saved\n" in text
+        assert process.wait(WAIT) == 0
+        assert not (run / "slurm").exists(), "it has no jobs that should know"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+LOCAL = """
+import signal, subprocess, sys, time
+from pathlib import Path
+run, stops = Path(sys.argv[2]), sys.argv[3] == "stops"
+sleep = "import time; time.sleep(600)"
+stop = "import os, sys, time\\nwhile not os.path.exists(sys.argv[2]): time.sleep(.1)"
+file = run / "slurm" / "submissions" / "now.yaml"
+step = subprocess.Popen([sys.executable, "-c", stop if stops else sleep, file, run / "stop"], start_new_session=True)
+sys.exit(75 if step.wait() in (0, -signal.SIGTERM) else 1)
+"""
+
+
+@pytest.mark.parametrize(("stage", "now"), [("train", False), ("train", True), ("preprocess", False)])
+def test_a_job_in_the_background_of_this_machine(run: Path, stage: Stage, now: bool) -> None:
+    process = python(LOCAL, jobs.jobs_folder(run), run, "sleeps" if now or stage != "train" else "stops")
+    try:
+        until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())  # the step
+        job = jobs.new_job(stage, str(process.pid), "local", "name", "none.json")
+        jobs.note(run, job)
+        launched(run, job.job, stage)
+        reaper = threading.Thread(target=process.wait, daemon=True)  # else it stays in the table
+        reaper.start()
+        text = cancelled(run, now=now)
+        assert text.endswith(f"{run} is cancelled\n")
+        reaper.join(WAIT)
+        assert process.returncode == EXIT_STOPPED, "the step was ended, the job noted it"
+        assert jobs.cancelled(run, "eval"), "one process does them all"
+        assert not (run / "stop").exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Jobs:
+    """Real jobs of a run folder."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.sent: list[str] = []
+
+    def send(self, stage: Stage, script: str, *options: str, tasks: int = 1) -> Job:
+        """Send one, and note it as submitting does."""
+        name = f"control-{os.getpid()}-{stage}"
+        output = f"--output={jobs.jobs_folder(self.run)}/%j_0_log.out"
+        words = ["sbatch", "--parsable", "--requeue", f"--job-name={name}", f"--chdir={self.run}", output, *options]
+        number = scheduler.ask([*words, "--wrap", script]).strip()
+        self.sent.append(number)
+        job = jobs.new_job(stage, number, "slurm", name, "none.json", tasks=tasks)
+        jobs.note(self.run, job)
+        return job
+
+    def states(self) -> dict[str, str]:
+        """By number."""
+        return {number: state.state for number, state in scheduler.jobs(self.sent).items()}
+
+    def until_running(self, *found: Job) -> None:
+        """Until these run."""
+        until(lambda: all(self.states().get(number) == "RUNNING" for job in found for number in job.numbers))
+
+
+@pytest.fixture
+def sent(cluster: DevCluster, run: Path) -> Iterator[Jobs]:
+    found = Jobs(run)
+    yield found
+    scheduler.cancel(found.sent)
+
+
+@pytest.mark.slurm
+def test_training_stops_its_links_leave_and_the_evaluation_stays(sent: Jobs) -> None:
+    run = sent.run
+    train = sent.send("train", STOPS)
+    link = sent.send("train", "sleep 600", f"--dependency=afterany:{train.job}")
+    later = sent.send("eval", "sleep 600", "--begin=now+1hour")
+    sent.until_running(train)
+    beat_file(run, 0).parent.mkdir()
+    beat = '{"rank": 0, "host": "n", "pid": 1, "attempt": 1, "step": 7, "phase": "save", "time": 1e12}'
+    beat_file(run, 0).write_text(beat)
+    text = cancelled(run)
+    assert (run / "saved").exists()
+    states = sent.states()
+    assert (states[train.job], states[link.job], states[later.job]) == ("COMPLETED", "CANCELLED", "PENDING")
+    assert f"train: job {link.job} leaves the queue\n" in text
+    assert "asked the training to save and stop\n" in text
+    assert "rank 0 is at step 7 (save)\n" in text
+    assert f"stays: eval: job {later.job} (PENDING, BeginTime)\n" in text
+    assert f"{run} is cancelled (train)\n" in text
+    assert not (run / "stop").exists(), "which would stop the next start"
+    assert jobs.cancelled(run, "train") and not jobs.cancelled(run, "eval")
+    assert f"eval: job {later.job} leaves the queue\n" in cancelled(run, chain=True)
+    assert sent.states()[later.job] == "CANCELLED"
+    assert jobs.cancelled(run, "eval")
+    assert "waits or runs" in cancelled(run)
+    assert jobs.cancelled(run), "it stays so"
+
+
+@pytest.mark.slurm
+def test_one_that_goes_back_into_the_queue_at_the_same_moment(sent: Jobs) -> None:
+    train = sent.send("train", f"{STOPS}; scontrol requeue $SLURM_JOB_ID; sleep 600")
+    sent.until_running(train)
+    assert f"train: job {train.job} leaves the queue\n" in cancelled(sent.run)
+    assert sent.states()[train.job] == "CANCELLED"
+
+
+@pytest.mark.slurm
+def test_at_once_and_what_has_nothing_to_save(sent: Jobs) -> None:
+    train = sent.send("train", STOPS)
+    sent.until_running(train)
+    text = cancelled(sent.run, wait=0)
+    assert "it has not left yet" in text or "is cancelled" in text
+    until(lambda: sent.states()[train.job] == "COMPLETED")
+    (sent.run / "stop").unlink(missing_ok=True)
+    train = sent.send("train", "sleep 600")
+    array = sent.send("preprocess", "sleep 600", "--array=0-2", tasks=3)
+    sent.until_running(train, array)
+    text = cancelled(sent.run)
+    assert f"preprocess: job {array.job} is ended now\n" in text
+    assert f"stays: train: job {train.job} (RUNNING on " in text
+    text = cancelled(sent.run, now=True)
+    assert f"train: job {train.job} is ended now\n" in text
+    assert not (sent.run / "stop").exists()
+    states = sent.states()
+    assert {states[number] for number in (train.job, *array.numbers)} == {"CANCELLED"}
+
+
+@pytest.mark.slurm
+def test_hold_and_release(sent: Jobs) -> None:
+    waiting = [sent.send("train", "sleep 600", "--begin=now+1hour") for _ in range(2)]
+    running = sent.send("eval", "sleep 600")
+    sent.until_running(running)
+
+    def reasons() -> set[str]:
+        return {scheduler.jobs([job.job])[job.job].reason for job in waiting}
+
+    text = changed(hold, sent.run)
+    assert f"train: job {waiting[1].job} held until `pipeline release`\n" in text
+    assert f"not affected, since it runs: eval: job {running.job} (RUNNING on " in text
+    assert reasons() <= {"JobHeldUser", "JobHeldAdmin"}
+    assert f"train: job {waiting[0].job} may start\n" in changed(release, sent.run)
+    until(lambda: not reasons() & {"JobHeldUser", "JobHeldAdmin"})
+
+
+@pytest.fixture
+def shared(cluster: DevCluster) -> Iterator[Jobs]:
+    """Jobs in a folder that everybody may write to."""
+    folder = Path(tempfile.mkdtemp(prefix="control-"))
+    run = folder / "run"
+    jobs.jobs_folder(run).mkdir(parents=True)
+    for path in (folder, run, *run.rglob("*")):
+        path.chmod(0o777)
+    found = Jobs(run)
+    yield found
+    scheduler.cancel(found.sent)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slurm
+def test_a_colleague_whom_the_scheduler_does_not_obey(shared: Jobs) -> None:
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
+    if os.geteuid() != 0 or subprocess.run([*as_nobody, "-c", "import slurm.control"], cwd="/").returncode != 0:
+        pytest.skip("needs root, and a checkout that others can read")
+    train = shared.send("train", STOPS)
+    starts = "[ -e slurm/cancelled ] || sleep 600"  # as a link looks first whether it is wanted
+    link = shared.send("train", starts, f"--dependency=afterany:{train.job}")
+    shared.until_running(train)
+    (shared.run / "slurm" / "jobs.jsonl").chmod(0o666)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom rich.console import Console\nfrom slurm.control import cancel\n"
+        f"cancel(Path({str(shared.run)!r}), Console(width=500), now=False, chain=False, wait={WAIT})"
+    )
+    done = subprocess.run([*as_nobody, "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+    refused = f"train: job {link.job} is {train.user}'s, so SLURM does not let nobody end it; "
+    assert f"{refused}it finds that the run is cancelled and starts nothing\n" in done.stdout
+    assert "has not left" not in done.stdout
+    assert (shared.run / "saved").exists()
+    marker = jobs.cancelled(shared.run, "train")
+    assert marker is not None and marker.by == "nobody"
