@@ -3,7 +3,7 @@
 Layout of a source below the data folder: `plan.json`, `receipts/`, `leases/`, a dataset for each split (`train/`,
 `heldout/`), `rejected.jsonl` and `report.json`. A link of a unit is done when its receipt is there and the sizes of its
 files are those in it; a run does what is missing. The datasets are the same bytes for any number of workers, commands
-at a time, and interruptions.
+at a time, and interruptions. Commands at a time share the units; some may be told to make units and no more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipeline.data.sources import START, Unit, check_columns
 from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, prepare_tokenizer, run_tokenizer, tokenizer_folder
-from pipeline.data.tokenizing import tokenize_units
+from pipeline.data.tokenizing import Outcome, tokenize_units
 from pipeline.data.unit import CONDEMNED_FILE, SourceJob, UnitJob, input_stat, read_condemned, receipt_stands
 from pipeline.data.workers import ATTEMPTS
 from pipeline.errors import MachineError, UserError
@@ -80,12 +80,13 @@ class PreprocessReport:
         return {source.name: source.rejected for source in self.sources}
 
 
-def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:
+def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> PreprocessReport:
     """Run the stage; prints progress and a table.
 
     Args:
         config: the run.
         dry_run: only print what there is to do.
+        units: make units as long as there are free ones, and finish no source. A later run without this finishes.
 
     Raises:
         UserError: something in the config or the data has to be mended first.
@@ -115,7 +116,8 @@ def preprocess(config: Config, *, dry_run: bool = False) -> PreprocessReport:
         _freeze(plan, config.data_dir / plan.found.source.name)
     _remove_stale(config, plans)
     try:
-        return _Stage(config, console, tokenizer, plans).run(started)
+        stage = _Stage(config, console, tokenizer, plans)
+        return stage.make_units(started) if units else stage.run(started)
     finally:
         _remove_stale(config, plans)
 
@@ -154,22 +156,15 @@ class _Stage:
     def run(self, started: float) -> PreprocessReport:
         """Make what is missing, then finish every source that can be."""
         done = 0
-        failed: list[str] = []
+        failed: list[tuple[UnitJob, str]] = []
         before: list[UnitJob] = []
         for _ in range(_ROUNDS):
-            missing = [job for plan in self._plans for job in self._look(plan)]
+            missing = self._missing()
             if not missing or failed:
                 break
-            outcome = tokenize_units(
-                self._config,
-                self._console,
-                missing,
-                sum(len(plan.units) for plan in self._plans),
-                tokenizer_folder(self._config),
-                self._choose_engine,
-            )
+            outcome = self._make(missing, waits=True)
             done += outcome.units
-            failed = [f"{job}: {how}" for job, how in outcome.failed]
+            failed = outcome.failed
             if missing == before and not (outcome.units or outcome.condemned or failed):
                 missing = []  # only the times of files were to be noted, on a disk that cannot be written
                 break
@@ -189,11 +184,41 @@ class _Stage:
             raise MachineError(problem)
         return report
 
-    def _problem(self, failed: list[str], unfinished: set[str]) -> str:
+    def make_units(self, started: float) -> PreprocessReport:
+        """Make units as long as there are free ones, beside other commands that do the same."""
+        done = held = 0
+        for _ in range(_ROUNDS):
+            missing = self._missing()
+            if not missing:
+                break
+            outcome = self._make(missing, waits=False)
+            done, held = done + outcome.units, outcome.held
+            if outcome.failed:
+                raise MachineError(self._problem(outcome.failed, {job.unit.source for job, _ in outcome.failed}))
+            if not outcome.condemned:
+                break
+        others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
+        say(
+            self._console,
+            f"{counted(done, 'unit')} made, {others}; `pipeline preprocess` without --units makes what is missing in "
+            "the end and finishes the datasets",
+        )
+        return PreprocessReport(units_done=done, seconds=time.monotonic() - started)
+
+    def _missing(self) -> list[UnitJob]:
+        return [job for plan in self._plans for job in self._look(plan)]
+
+    def _make(self, missing: list[UnitJob], *, waits: bool) -> Outcome:
+        units = sum(len(plan.units) for plan in self._plans)
+        folder = tokenizer_folder(self._config)
+        return tokenize_units(self._config, self._console, missing, units, folder, self._choose_engine, waits=waits)
+
+    def _problem(self, failed: list[tuple[UnitJob, str]], unfinished: set[str]) -> str:
         """Why some sources cannot be finished; empty if all can."""
         if not unfinished:
             return ""
-        what = f"{counted(len(failed), 'unit')} failed {ATTEMPTS} times:\n" + "".join(f"  {line}\n" for line in failed)
+        lines = "".join(f"  {job}: {how}\n" for job, how in failed)
+        what = f"{counted(len(failed), 'unit')} failed {ATTEMPTS} times:\n{lines}"
         if not failed:
             what = "units are made and unmade again and again, is another command at work with other settings?\n"
         return (

@@ -1,4 +1,4 @@
-"""The units of a run on worker processes: what failed is tried again, what another command holds is waited for."""
+"""The units of a run on worker processes: what failed is tried again, what others hold is waited for or left."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ class Outcome:
         units: units that this run made, wholly or in part.
         failed: units that were given up, with how they failed last.
         condemned: the engine gave other ids than `tokenizers`, so its units have to be made again.
+        held: units that were left to other commands, which have them.
     """
 
     units: int = 0
     failed: list[tuple[UnitJob, str]] = field(default_factory=list)
     condemned: str | None = None
+    held: int = 0
 
 
 def worker_count(config: Config, jobs: int) -> int:
@@ -58,6 +60,8 @@ def tokenize_units(
     units: int,
     tokenizer: Path,
     choose_engine: Callable[[], Choice],
+    *,
+    waits: bool = True,
 ) -> Outcome:
     """Make all of the units, or find out which cannot be made.
 
@@ -68,6 +72,7 @@ def tokenize_units(
         units: of all sources, done ones too.
         tokenizer: folder of the tokenizer.
         choose_engine: what computes the ids; asked while the workers start.
+        waits: for units that other commands have; else they are left to them when no other is free.
 
     Raises:
         UserError: something in the config or the data has to be mended first.
@@ -78,7 +83,7 @@ def tokenize_units(
     with Workers[UnitJob, UnitDone | Busy](make_tokenize, args, worker_count(config, len(jobs))) as workers:
         engine = choose_engine()
         with ProgressLine(console, total_bytes, len(jobs), units - len(jobs)) as line:
-            run = _Run(config, console, line, workers, tokenizer / CONDEMNED_FILE, engine.name)
+            run = _Run(config, console, line, workers, tokenizer / CONDEMNED_FILE, engine.name, waits=waits)
             return run.run([replace(job, engine=engine.which) for job in jobs])
 
 
@@ -93,12 +98,15 @@ class _Run:
         workers: Workers[UnitJob, UnitDone | Busy],
         condemned: Path,
         engine: str,
+        *,
+        waits: bool,
     ) -> None:
         self._console = console
         self._line = line
         self._workers = workers
         self._condemned = condemned
         self._engine = engine
+        self._waits = waits
         self._limit = config.data.preprocess.max_error_rate
         self._outcome = Outcome()
         self._records: Counter[str] = Counter()
@@ -110,6 +118,7 @@ class _Run:
         said_holders: set[str] = set()
         while waiting:
             held: list[tuple[UnitJob, str]] = []
+            made = self._outcome.units
             try:
                 for event in self._workers.insist(waiting, lambda error: not _concerns_all(error)):
                     if isinstance(event, Done) and isinstance(event.result, Busy):
@@ -125,6 +134,12 @@ class _Run:
                 self._outcome.condemned = str(error)
                 return self._outcome
             waiting = [job for job, _ in held]
+            if not self._waits:
+                # While this one made units, others may have died that held some. Else nothing has changed.
+                if self._outcome.units > made:
+                    continue
+                self._outcome.held = len(held)
+                return self._outcome
             if new := {holder for _, holder in held} - said_holders:
                 said_holders |= new
                 say(self._console, f"waiting for units that {' and '.join(sorted(new))} has")

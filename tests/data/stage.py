@@ -20,10 +20,10 @@ def write_run_file(config: Config, path: Path) -> Path:
     return path
 
 
-def start(file: Path, **options: Any) -> subprocess.Popen[str]:
-    """Start the command in a process group of its own."""
+def start(file: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
+    """Start the command, with further words of it, in a process group of its own."""
     return subprocess.Popen(
-        command("preprocess", file),
+        command("preprocess", file, *words),
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

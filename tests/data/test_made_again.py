@@ -73,7 +73,7 @@ class TestCondemnedLater:
         pretend(config, "fast 1")
         condemn(config, "fast 1")
 
-        def killed(*_):
+        def killed(*_, **__):
             assert manifests(config) == []
             raise KeyboardInterrupt
 
@@ -122,7 +122,7 @@ def test_failed_units_are_listed_also_when_nothing_was_made_before(tmp_path, cor
     config = config_of(tmp_path, corpus)
     outcomes = iter([Outcome(condemned="fast 1"), None])
 
-    def units(_config, _console, jobs, *_):
+    def units(_config, _console, jobs, *_, **__):
         return next(outcomes) or Outcome(failed=[(jobs[0], "it died")])
 
     monkeypatch.setattr(stage, "tokenize_units", units)
