@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +14,8 @@ from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.heldout import HeldOut
 from pipeline.errors import UserError
+from pipeline.eval.reports import report_path
+from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.setup import check_tokenizer, load_for_inference, out_of_memory_means
 from pipeline.train.start import open_heldout
@@ -111,6 +112,7 @@ def evaluate(
     path = report_path(config, found.step)
     path.parent.mkdir(exist_ok=True)
     store.put_json(path, asdict(report))
+    write_table(config.run.dir)
     say(console, f"written to {path}")
     return report
 
@@ -129,12 +131,6 @@ def heldout_splits(config: Config) -> dict[str, HeldOut]:
             "data.dir"
         )
     return splits
-
-
-def report_path(config: Config, step: int) -> Path:
-    """Where the evaluation of a checkpoint is kept, or that of the average of its weights."""
-    of = "-ema" if config.eval.weights == "ema" else ""
-    return config.run.dir / "eval" / f"step-{step:08d}{of}.json"
 
 
 def read_report(config: Config, step: int) -> EvalReport | None:
