@@ -1,0 +1,55 @@
+"""Jobs that follow one another: links of a chain, and the stages of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from slurm import jobs, scheduler
+from slurm.devcluster import DevCluster
+from slurm.scheduler import accounting
+from tests import tiny
+from tests.slurm.training import Run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    "train", [("slurm.chain=singleton", "slurm.links=3"), ("slurm.chain=afterany", "slurm.links=3")], indirect=True
+)
+def test_a_chain_of_links(train: Run, whole: Path) -> None:
+    """For sites without requeue: the next job goes on, and those that are not needed leave the queue."""
+    first, second, third = train.submit()
+    train.until_step(12)
+    scheduler.ask(["scancel", "--signal=USR2", first])
+    train.until_over()
+    train.check(whole)
+    one, two = train.launches()
+    assert (one.job, one.link, two.job, two.link) == (first, 1, second, 2)
+    assert one.end is not None and (one.end.code, one.end.next) == (75, "next link")
+    assert two.checkpoint == one.end.checkpoint >= 12
+    states = scheduler.jobs([first, second, third])
+    assert [states[job].state for job in (first, second, third)] == ["COMPLETED", "COMPLETED", "CANCELLED"]
+
+
+def test_a_whole_run(cluster: DevCluster, run_file: Path, whole: Path, tmp_path: Path) -> None:
+    """Preprocess as an array, train, evaluate permanent checkpoints on the way and the last one at the end."""
+    data = tmp_path / "data"
+    keys = ["train.checkpoint.keep_every=20", "eval.every_checkpoint=true", f"data.dir={data}", "slurm.array.tasks=2"]
+    run = Run(cluster, run_file, str(tmp_path / "all"), *keys)
+    done = tiny.pipeline("run", run_file, *run.overrides, "--slurm")
+    assert done.returncode == 0, done.stderr
+    again = tiny.pipeline("run", run_file, *run.overrides, "--slurm")
+    assert again.returncode == 0 and "already" in again.stdout, "a second submission attaches"
+    run.until_over()
+    run.until_over()  # evaluations that were sent on the way
+    run.check(whole)
+    stages = [job.stage for job in jobs.sent(run.folder)]
+    assert sorted(set(stages)) == ["eval", "finish", "preprocess", "train"]
+    assert {job.step for job in jobs.sent(run.folder) if job.stage == "eval"} >= {20, 40}
+    table = orjson.loads(tiny.pipeline("eval", run_file, *run.overrides, "--table", "--json").stdout)
+    assert [row["step"] for row in table["evaluations"]] == [20, 40, 60], table
+    states = accounting([number for job in jobs.sent(run.folder) for number in job.numbers])
+    assert {state.state for state in states.values()} == {"COMPLETED"}, states

@@ -1,0 +1,122 @@
+"""Ends of training jobs that somebody wants, on a real controller: nothing is lost, nobody is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm import scheduler
+from tests import tiny
+from tests.slurm.training import Run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+def test_undisturbed(train: Run, whole: Path) -> None:
+    (job,) = train.submit()
+    train.until_over()
+    train.check(whole)
+    (launch,) = train.launches()
+    assert (launch.job, launch.restarts, len(launch.nodes)) == (job, 0, 2)
+    assert launch.end is not None and launch.end.next == "done"
+
+
+def test_the_signal_ahead_of_the_time_limit(train: Run, whole: Path) -> None:
+    """What SLURM sends to the steps of a job some time before its limit."""
+    (job,) = train.submit()
+    train.until_step(12)
+    scheduler.ask(["scancel", "--signal=USR2", job])
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
+    train.until_over()
+    train.check(whole)
+    first, second = train.launches()
+    assert (first.job, first.restarts, second.job, second.restarts) == (job, 0, job, 1)
+    assert first.end is not None and (first.end.code, first.end.next) == (75, "requeue")
+    assert second.checkpoint == first.end.checkpoint >= 12, "nothing is lost where the end is announced"
+    assert train.codes() == [75, 0]
+
+
+@pytest.mark.parametrize("train", [("slurm.train.time=1", "train.batch_size=64")], indirect=True)
+def test_the_time_limit_itself(train: Run) -> None:
+    train.submit()
+    train.until(lambda: len(train.launches()) >= 2, why="the second start", seconds=150)
+    (first, *_) = train.launches()
+    assert first.end is not None and first.end.code == 75, first.end
+    assert first.end.next == "requeue" and first.end.checkpoint > 0
+    train.until_step(first.end.checkpoint + 1)
+    scheduler.cancel([first.job])
+    train.until_over()
+    train.check_left()
+
+
+def test_preemption_without_grace(train: Run, whole: Path) -> None:
+    """The processes get SIGTERM and have KillWait to save; the controller itself puts the job back."""
+    (job,) = train.submit()
+    train.until_step(12)
+    _preempt(train, job)
+    train.until_over()
+    train.check(whole)
+    first, second = train.launches()
+    assert (second.job, second.restarts) == (job, 1)
+    assert second.checkpoint >= 12, "it has saved within KillWait"
+    assert first.end is None or first.end.next == "scheduler"
+
+
+@pytest.mark.parametrize("train", [("slurm.train.partition=grace",)], indirect=True)
+def test_preemption_with_grace(train: Run, whole: Path) -> None:
+    (job,) = train.submit()
+    train.until_step(12)
+    _preempt(train, job)
+    train.until_over()
+    train.check(whole)
+    first, second = train.launches()
+    assert (second.job, second.restarts) == (job, 1)
+    assert first.end is not None and first.end.code == 75
+    assert second.checkpoint == first.end.checkpoint >= 12
+
+
+def test_requeue_by_an_operator(train: Run, whole: Path) -> None:
+    (job,) = train.submit()
+    train.until_step(12)
+    scheduler.requeue(job)
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
+    train.until_over()
+    train.check(whole)
+    assert train.launches()[1].checkpoint >= 10
+
+
+def test_pipeline_cancel(train: Run) -> None:
+    (job,) = train.submit()
+    train.until_step(12)
+    done = tiny.pipeline("cancel", train.folder)
+    assert done.returncode == 0, done.stderr
+    train.until_over()
+    (launch,) = train.launches()
+    assert launch.end is not None and (launch.end.code, launch.end.next) == (75, "end")
+    assert launch.end.checkpoint >= 12, "it has saved first"
+    assert scheduler.jobs([job])[job].state == "COMPLETED"
+    train.check_left()
+
+
+def test_scancel(train: Run) -> None:
+    """A cancelled job stays cancelled, though it is asked to leave in the same way as one that is preempted."""
+    (job,) = train.submit()
+    train.until_step(12)
+    scheduler.cancel([job])
+    train.until_over()
+    assert scheduler.jobs([job])[job].state == "CANCELLED"
+    assert len(train.launches()) == 1
+    train.check_left()
+    # Submitted again, it goes on from what it has saved.
+    train.submit()
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
+    assert train.launches()[1].checkpoint >= 10
+
+
+def _preempt(train: Run, job: str) -> None:
+    """A job with precedence takes all nodes for a moment."""
+    nodes = len(train.cluster.nodes)
+    words = f"sbatch --parsable --partition=urgent --nodes={nodes} --exclusive --output=/dev/null --wrap".split()
+    text = scheduler.ask([*words, "sleep 3"])
+    train.until(lambda: len(train.launches()) == 2, why=f"the second start, after job {text.strip()}")

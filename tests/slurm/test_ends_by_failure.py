@@ -1,0 +1,134 @@
+"""Ends of training jobs that nobody wants, on a real controller: what is lost, and how the run goes on."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+import slurm
+from slurm import scheduler
+from tests.slurm.training import Run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+def test_a_node_is_lost(train: Run, whole: Path) -> None:
+    (job,) = train.submit()
+    train.until_step(15)
+    lost = train.launches()[0].nodes[1]
+    train.cluster.kill_node(lost)
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
+    second = train.launches()[1]
+    assert (second.job, second.restarts) == (job, 1)
+    assert lost not in second.nodes
+    assert second.checkpoint >= 10
+    train.until_over()
+    train.cluster.start_node(lost)
+    train.check(whole)
+
+
+@pytest.mark.parametrize("train", [("slurm.spare_nodes=1",)], indirect=True)
+def test_a_node_is_lost_and_a_spare_one_takes_its_place(train: Run, whole: Path) -> None:
+    (job,) = train.submit()
+    train.until_step(15)
+    lost = train.launches()[0].nodes[1]
+    train.cluster.kill_node(lost)
+    train.until(lambda: len(train.launches()) == 2, why="the second launch")
+    first, second = train.launches()
+    assert (second.job, second.restarts, second.number) == (job, 0, 2), "in the same start of the same job"
+    assert first.end is not None and lost in first.end.failed_nodes
+    assert lost not in second.nodes
+    train.until_over()
+    train.cluster.start_node(lost)
+    train.check(whole)
+
+
+def test_a_rank_crashes(train: Run, whole: Path) -> None:
+    (job,) = train.submit()
+    train.until_step(15)
+    train.kill(3)
+    train.until_over()
+    train.check(whole)
+    first, second = train.launches()
+    assert (second.job, second.restarts, second.number) == (job, 0, 2)
+    assert first.end is not None and first.end.next == "relaunch"
+    assert (first.end.rank, first.end.node) == (3, first.nodes[1])
+    assert "SIGKILL" in first.end.reason
+    assert second.checkpoint >= 10
+
+
+def test_a_rank_hangs(train: Run, whole: Path) -> None:
+    train.submit()
+    train.until_step(15)
+    train.kill(2, signal.SIGSTOP)
+    train.until_over()
+    train.check(whole)
+    first, second = train.launches()
+    assert first.end is not None and (first.end.code, first.end.next) == (76, "relaunch"), first.end
+    assert second.checkpoint >= 10
+
+
+@pytest.mark.parametrize("train", [("slurm.max_restarts=1",)], indirect=True)
+def test_crashes_without_progress_end_the_chain(train: Run, file: Path) -> None:
+    (job,) = train.submit()
+    for number in (1, 2):
+        train.until(partial(_beats, train, number), why=f"signs of life of launch {number}")
+        train.kill(1)
+    train.until_over()
+    first, second = (launch.end for launch in train.launches())
+    assert first is not None and second is not None
+    assert (first.next, second.next) == ("relaunch", "end")
+    assert scheduler.jobs([job])[job].state == "FAILED"
+    report = (train.folder / "slurm" / "report.txt").read_text()
+    assert "slurm.max_restarts=1" in report and "rank 1 on" in report
+    train.check_left()
+
+
+@pytest.mark.parametrize("train", [("slurm.spare_nodes=1", "train.checkpoint.every_steps=1000")], indirect=True)
+def test_a_node_on_which_launches_crash_is_left_out(train: Run, whole: Path) -> None:
+    train.submit()
+    for number in (1, 2):
+        train.until(partial(_beats, train, number), why=f"signs of life of launch {number}")
+        train.kill(3)
+    train.until_over()
+    train.check(whole)
+    first, second, third = train.launches()
+    assert first.nodes == second.nodes
+    bad = first.nodes[1]
+    assert first.end is not None and first.end.node == bad
+    assert bad not in third.nodes and len(third.nodes) == 2
+    (log,) = (train.folder / "slurm" / "jobs").glob("*_log.out")
+    assert f"{bad} is left out: the last launches failed there" in log.read_text()
+
+
+def test_an_unhealthy_node_is_not_used(train: Run, whole: Path) -> None:
+    """Nothing can be written there, as on a node whose file system has turned read-only."""
+    bad = train.cluster.nodes[0]
+    wrapper = train.file.parent / "wrapper"
+    wrapper.write_text(f'#!/bin/bash\n[[ $SLURMD_NODENAME != {bad} ]] || ulimit -f 0\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    profile = train.file.parent / "site.yaml"
+    shipped = yaml.safe_load((Path(slurm.__file__).parent / "profiles" / "devcluster.yaml").read_text())
+    profile.write_text(yaml.safe_dump({**shipped, "container_prefix": str(wrapper)}))
+    train.overrides += [f"slurm.profile={profile}", "slurm.doctor=true", "slurm.spare_nodes=1"]
+    train.submit()
+    train.until_over()
+    train.check(whole)
+    (launch,) = train.launches()
+    assert bad not in launch.nodes and len(launch.nodes) == 2
+    (log,) = (train.folder / "slurm" / "jobs").glob("*_log.out")
+    assert f"{bad} is unhealthy" in log.read_text()
+
+
+def _beats(train: Run, number: int) -> bool:
+    """Whether rank 1 of the launch with this number lives."""
+    found = train.launches()
+    try:
+        environment = Path(f"/proc/{train.pid(1)}/environ").read_bytes()
+    except OSError:
+        return False
+    return len(found) == number and found[-1].logs.encode() in environment
