@@ -4,16 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: help quickstart install install-dev test test-parallel test-all lint docs clean
+.PHONY: help quickstart install install-dev test test-parallel test-slurm test-all lint docs devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   train and evaluate a small model on this machine's CPU, in minutes"
 	@echo "make test         the test suite"
 	@echo "make test-parallel  every combination of parallelism against one process, and runs that are killed"
+	@echo "make test-slurm   jobs on a real SLURM, which is brought up for them"
+	@echo "make devcluster   a SLURM on this machine to try things on; down again: make devcluster-down"
 	@echo "make test-all     with the slow tests"
 	@echo "make lint         ruff and mypy"
-	@echo "make docs         write the tables of docs/config.md, parallelism.md and checkpoints.md anew"
+	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
 
 quickstart: install
@@ -26,6 +28,9 @@ test: install-dev
 test-parallel: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "parallel and slow" tests/parallel
 
+test-slurm: install-dev
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
+
 test-all: install-dev
 	@$(BIN)/python -m pytest -m "not slurm"
 
@@ -36,7 +41,13 @@ lint: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
-	@$(BIN)/python -m pipeline.train.reference docs/parallelism.md docs/checkpoints.md
+	@$(BIN)/python -m pipeline.train.reference docs/parallelism.md docs/checkpoints.md docs/slurm.md
+
+devcluster: install
+	@$(BIN)/python -m slurm.devcluster up --install
+
+devcluster-down: install
+	@$(BIN)/python -m slurm.devcluster down
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

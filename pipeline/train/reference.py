@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from pipeline.config.reference import table as keys
+from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.data.store import put
 from pipeline.train.parallel.rules import RULES, WARNINGS, Rule
 from pipeline.train.parallel.schedules import SCHEDULES, play
@@ -99,6 +101,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "tested": tested(),
     },
     "checkpoints.md": lambda: {"winners": winners()},
+    "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},
 }
 """File name -> its tables by the name of their place."""
 

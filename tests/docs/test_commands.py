@@ -1,8 +1,9 @@
 """Every command in the README and in docs/ is run: lines that begin with `$ ` in blocks marked `console`.
 
 They run without a shell, in a folder with a finished run of a tiny `quickstart.yaml`, so that commands about it take
-seconds. A block that is meant to fail is marked with its exit code: `console exit=2`. Commands that set up a machine
-(make, git, pip) are checked without being run.
+seconds. A block that is meant to fail is marked with its exit code: `console exit=2`; one that needs a cluster with
+`console slurm`, and is run by `tests/slurm/test_docs.py`. Commands that set up a machine (make, git, pip) are checked
+without being run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -58,6 +60,8 @@ class Command:
     line: int
     text: str
     exit_code: int
+    slurm: bool
+    """Whether it needs a cluster."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}: $ {self.text}"
@@ -66,19 +70,21 @@ class Command:
 def commands(page: Path) -> list[Command]:
     found: list[Command] = []
     exit_code: int | None = None
+    slurm = False
     unfinished = ""
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         if fence := re.match(r"\s*```(.*)", line):
             words = fence[1].split()
             opens = exit_code is None and words[:1] == ["console"]
-            options = dict(word.split("=") for word in words[1:]) if opens else {}
+            slurm = opens and "slurm" in words[1:]
+            options = dict(word.split("=") for word in words[1:] if word != "slurm") if opens else {}
             assert options.keys() <= {"exit"}, f"{page.name}:{number}: unknown annotation {options}"
             exit_code = int(options.get("exit", 0)) if opens else None
         elif exit_code is not None and (unfinished or line.startswith("$ ")):
             text = unfinished + line.removeprefix("$ ").strip()
             unfinished = text[:-1] if text.endswith("\\") else ""
             if not unfinished:
-                found.append(Command(page, number, text, exit_code))
+                found.append(Command(page, number, text, exit_code, slurm))
     assert not unfinished
     return found
 
@@ -97,11 +103,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_of(page: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_commands(finished, [command for command in commands(page) if not command.slurm], tmp_path / "folder", capfd)
+
+
+def run_commands(finished: Path, wanted: Sequence[Command], folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The commands of a page in order, since later ones may use what earlier ones wrote."""
-    folder = tmp_path / "folder"
     shutil.copytree(finished, folder)
     shutil.copytree(ROOT / "docs", folder / "docs")
-    for command in commands(page):
+    for command in wanted:
         words = shlex.split(command.text, comments=True)
         match words:
             case ["make", *targets]:
@@ -110,6 +119,8 @@ def test_commands_of(page: Path, finished: Path, tmp_path: Path, capfd: pytest.C
                 pass
             case ["pip", "install", *wanted]:
                 _check_requirements(wanted, str(command))
+            case ["python", "-m", "slurm.devcluster", *_] | ["eval", _]:
+                pass  # the cluster of the tests, which is up
             case ["cd", _]:
                 # Into the clone: the folder where everything runs already.
                 pass
