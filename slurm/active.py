@@ -19,6 +19,7 @@ from pipeline.errors import UserError
 from pipeline.train.lock import when
 from slurm import jobs, scheduler, snapshot, transport
 from slurm.jobs import Job, Stage
+from slurm.launches import is_all, launches
 from slurm.plan import PlannedJob
 from slurm.scheduler import JobState
 from slurm.submission import Submission, read_submission
@@ -57,7 +58,7 @@ def of(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
     found = []
     for job in sent:
         if job.where == "local":
-            if job.host == socket.gethostname() and transport.is_alive(run, job):
+            if is_here(run, job):
                 found.append(Active(job, ()))
             continue
         states = [known[number] for number in job.numbers if number in known]
@@ -65,6 +66,14 @@ def of(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
         if left:
             found.append(Active(job, left))
     return found
+
+
+def is_here(run: Path, job: Job) -> bool:
+    """Whether a local job is one of this machine that has more to do for the run; a sweep's goes on with other runs."""
+    if job.host != socket.gethostname() or not transport.is_alive(run, job):
+        return False
+    past = [launch for launch in launches(run) if launch.job == job.job and launch.time >= job.time]
+    return not is_all(past, len(stages(run, job)) if _submission(run, job) else None)
 
 
 def stages(run: Path, job: Job) -> list[Stage]:

@@ -164,9 +164,13 @@ def _check_array(asked: _Asked, settings: Mapping[str, str], found: Findings) ->
     """The largest index of an array is one less than `MaxArraySize`."""
     most, tasks = settings.get("MaxArraySize", ""), asked.job.tasks
     if tasks > 1 and most.isdecimal() and tasks > int(most):
+        allowed = f"this cluster allows arrays of {int(most):,} tasks (MaxArraySize)"
+        if asked.job.stage == "train":  # of a sweep
+            found.problem(f"there are {tasks:,} runs to send as an array, but {allowed}; give fewer values at a time")
+            return
         found.problem(
-            f"slurm.array.tasks={tasks:,}, but this cluster allows arrays of {int(most):,} tasks (MaxArraySize); set "
-            f"slurm.array.tasks={max(1, int(most))} or less, its tasks share all units anyway"
+            f"slurm.array.tasks={tasks:,}, but {allowed}; set slurm.array.tasks={max(1, int(most))} or less, its tasks "
+            "share all units anyway"
         )
 
 

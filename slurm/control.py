@@ -142,12 +142,15 @@ class _Cancelling:
         self._begin = time.time()
         self._asked: set[str] = set()
         """Jobs that were dealt with."""
+        self._others: dict[str, Active] = {}
+        """Jobs of other stages, as they were at first."""
         self._local = LocalSteps(run)
         self._stop_file = run / "stop"
 
     def run(self, found: Found, wait: float) -> None:
         """Ask for it, wait for it, and say what came of it."""
         end = time.monotonic() + wait
+        self._others = {each.job.job: each for each in found.active if not self._meant(each)}
         asked = self._ask(found)
         pause, said = _FIRST_LOOK, None
         while self._is_left(found):
@@ -236,8 +239,8 @@ class _Cancelling:
             return before
         place = beat.phase, beat.step
         if place != before:
-            step = "" if beat.step is None else f"at step {beat.step:,} "
-            say(self._console, f"rank 0 is {step}({beat.phase})")
+            step = "" if beat.step is None else f", step {beat.step:,}"
+            say(self._console, f"rank 0: {beat.phase}{step}")
         return place
 
     def _say_unfinished(self, by_file: bool) -> None:
@@ -262,6 +265,9 @@ class _Cancelling:
                 say(self._console, f"the newest checkpoint is of step {last.step:,} ({when(last.time)})")
             elif self._now or (self._run / "exit.json").exists():
                 say(self._console, "there is no checkpoint")
+        for job in self._others.keys() - {each.job.job for each in found.active}:
+            what = active.what(self._run, self._others[job].job)
+            say(self._console, f"{what}: job {job} is gone, too: SLURM drops what waits for a job that was cancelled")
         stays = [each for each in found.active if not self._meant(each)]
         for each in stays:
             say(self._console, f"stays: {active.words(self._run, each)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -119,3 +120,17 @@ def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
         except (KeyError, TypeError):  # of another version, or damaged
             continue
     return [launch for launch in found.values() if stage is None or launch.stage == stage]
+
+
+def is_all(past: Sequence[Launch], stages: int | None) -> bool:
+    """Whether no more comes of a job in the background of this machine for a run, though it may have others to do.
+
+    Args:
+        past: launches of the job for the run, in order.
+        stages: that it does one after the other; None where that is not known.
+    """
+    last = past[-1].end if past else None
+    if last is None:
+        return False
+    done = {launch.stage for launch in past if launch.end is not None and launch.end.next == "done"}
+    return last.next == "end" or (stages is not None and len(done) >= stages)

@@ -6,8 +6,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm import jobs, scheduler, transport
-from slurm.active import Active
+from slurm import jobs, scheduler
+from slurm.active import Active, is_here
 from slurm.jobs import Job
 from slurm.launches import launches
 from slurm.scheduler import JobState, SchedulerError
@@ -55,7 +55,7 @@ def look(run: Path) -> Found:
     for job in sent:
         states = tuple(known[number] for number in job.numbers if number in known)
         left = tuple(state for state in states if state.waits or state.runs)
-        if left or (job.where == "local" and job.host == socket.gethostname() and transport.is_alive(run, job)):
+        if left or (job.where == "local" and is_here(run, job)):
             found.append(Active(job, left))
         elif job.where == "local" and job.host != socket.gethostname() and job.job in last and is_open(job.job):
             elsewhere.append(job)

@@ -74,15 +74,19 @@ def _of_attempt(found: list[Part], number: int) -> list[Part]:
 
 def _show(part: Part, rank: int, console: Console, lines: int) -> Tail | None:
     """The last lines of a rank's log; returns where to go on."""
-    say(console, f"==> {part.words}")
     processes = _processes(part)
     if processes is not None and rank >= processes:
-        raise UserError(f"--rank {rank}: there were {processes} processes, ranks 0 to {processes - 1}")
+        there = "is only rank 0" if processes == 1 else f"are ranks 0 to {processes - 1:,}"
+        raise UserError(f"--rank {rank}: in this launch ({part.words}) there {there}; name one of them")
+    say(console, f"==> {part.words}")
     log = part.log(rank)
     if log is None:
         say(console, _in_the_terminal(part))
         return None
-    say(console, f"==> {log}" if log.exists() else f"there is no log of rank {rank} yet: {log}")
+    missing = f"there is no log of rank {rank} yet: {log}"
+    if part.end is not None:
+        missing = f"rank {rank} wrote nothing before the launch ended: there is no {log}"
+    say(console, f"==> {log}" if log.exists() else missing)
     tail = Tail(log, lines)
     write_out(tail, console)
     return tail

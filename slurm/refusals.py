@@ -38,7 +38,7 @@ _HINTS = {
     "socket timed out": "The controller took too long, and may have the job all the same: look at `squeue --me` before "
     "you try again",
 }
-"""By words of sbatch, in lower case; the first ones that it says count."""
+"""By words of sbatch, in lower case; the first of these that it says counts."""
 
 
 def hint(said: str) -> str:

@@ -124,14 +124,14 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     elif each.steps is not None:
         yield "step", f"0 of {each.steps:,}"
     if each.loss is not None or each.validation_loss is not None:
-        at = f"validation {_number(each.validation_loss, '.4f')} at step {each.validation_step}"
+        at = f"validation {_number(each.validation_loss, '.4f')} at step {each.validation_step or 0:,}"
         yield "loss", _number(each.loss, ".4f") + (f"; {at}" if each.validation_step is not None else "")
     if each.tokens_per_second is not None:
         mfu = f", MFU {each.mfu:.1%}" if each.mfu is not None else ""
         pace = f", {each.step_seconds:.3g} s a step" if each.step_seconds is not None else ""
         yield "speed", f"{each.tokens_per_second:,.0f} tokens/s{mfu}{pace}"
-    if each.seconds_left is not None:
-        starts = "" if each.starts_left is None else f", {counted(each.starts_left, 'more start')} of its job"
+    if each.seconds_left:  # of a run that is through, nothing is
+        starts = "" if not each.starts_left else f", {counted(each.starts_left, 'more start')} of its job"
         yield "left", f"{duration(each.seconds_left)}{starts}"
     if each.checkpoint is not None:
         age = "" if each.checkpoint_seconds is None else f", {duration(each.checkpoint_seconds)} ago"
@@ -139,8 +139,9 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     if each.newest_beat is not None and each.oldest_beat is not None:
         old = each.oldest_beat
         place = "" if old.step is None else f", step {old.step:,}"
-        text = f"{each.beating:,} of {counted(each.ranks or each.beating, 'rank')}; newest "
-        text += f"{duration(each.newest_beat.seconds)} ago, oldest {duration(old.seconds)} ago"
+        text = f"{each.beating:,} of {counted(each.ranks or each.beating, 'rank')}; "
+        text += "" if each.beating == 1 else f"newest {duration(each.newest_beat.seconds)} ago, oldest "
+        text += f"{duration(old.seconds)} ago"
         yield "heartbeat", f"{text} (rank {old.rank} on {old.node}{place}, {old.phase})"
     if each.goodput is not None:
         values = {key: value for key, value in each.goodput.items() if key != "share"}
@@ -186,7 +187,7 @@ def _attempt(row: Try) -> str:
     text += f"{duration(row.seconds)}: {row.outcome}"
     text += f": {_cut(row.reason)}" if row.reason and row.reason != row.outcome else ""
     # What a launch says of its end has it already.
-    if row.next is None or f"; {row.next}: " in row.reason:
+    if row.next in (None, row.outcome) or f"; {row.next}: " in row.reason:
         return text
     return text + ("; the scheduler decides" if row.next == "scheduler" else f"; then {row.next}")
 

@@ -16,7 +16,7 @@ from pipeline.train.attempts import Attempt
 from pipeline.train.heartbeat import ENDED, HUNG, Beat
 from pipeline.train.lock import when
 from slurm.jobs import Job, Stage, Where
-from slurm.launches import Launch, Next
+from slurm.launches import Launch, Next, is_all
 from slurm.scheduler import Accounted, JobState
 from slurm.status_files import Facts
 
@@ -112,9 +112,11 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
         from slurm.transport import is_alive  # submitit takes a while to import
 
         unknown = job.host != socket.gethostname()
-        if not unknown and is_alive(facts.run, job) and _has_more(facts, job):
+        past, submission = facts.launches_of(job), facts.submission(job)
+        stages = None if submission is None else 1 + len(submission.then)
+        if not unknown and is_alive(facts.run, job) and not is_all(past, stages):
             # The process of a sweep does one run after the other.
-            begun = bool(facts.launches_of(job))
+            begun = bool(past)
             state = JobState(job.job, "RUNNING", nodes=job.host, start=job.time)
             states = [state if begun else JobState(job.job, "PENDING", "its turn has not come")]
     elif answer.states is None:
@@ -142,16 +144,6 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
         waits=first.waits or (unknown and not may_run),
         runs=first.runs or may_run,
     )
-
-
-def _has_more(facts: Facts, job: Job) -> bool:
-    """Whether a local process that lives has not ended with this run yet."""
-    past = facts.launches_of(job)
-    if not past or past[-1].end is None:
-        return True
-    submission = facts.submission(job)
-    done = {launch.stage for launch in past if launch.end is not None and launch.end.next == "done"}
-    return past[-1].end.next != "end" and (submission is None or len(done) <= len(submission.then))
 
 
 def _is_of(launch: Launch, job: QueuedJob) -> bool:

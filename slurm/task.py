@@ -6,6 +6,7 @@ It takes its place among the ranks from SLURM's variables and then is the `pipel
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +36,9 @@ def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["train"]:
         os.environ.update(ranks_environment(dict(os.environ)))
+    if words[:1] == ["eval"]:
+        # Sent ahead of the end of the time; there is nothing to save, and what is left may be enough.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     if LOGS in os.environ:
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file(Path(os.environ[LOGS]), rank))

@@ -46,21 +46,33 @@ _RANK_VARIABLES = (
 )
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _OURS = {
+    "account": "account",
     "array": "slurm.array.tasks",
     "chdir": None,
+    "constraint": "constraint",
+    "cpus-per-task": "cpus_per_task",
     "dependency": None,
     "error": None,
+    "exclude": "exclude",
+    "exclusive": "exclusive",
     "gpus": "gpus_per_node",
+    "gpus-per-node": "gpus_per_node",
     "job-name": None,
+    "kill-on-invalid-dep": None,
+    "mem": "mem_gb",
+    "no-kill": "slurm.spare_nodes",
     "nodes": "slurm.nodes",
     "ntasks": "slurm.processes_per_node",
     "ntasks-per-node": "slurm.processes_per_node",
     "open-mode": None,
     "output": None,
+    "partition": "partition",
+    "qos": "qos",
     "requeue": "slurm.chain",
     "no-requeue": "slurm.chain",
     "signal": None,
     "time": "time",
+    "wckey": "wckey",
     "wrap": None,
 }
 """Options of sbatch that follow from others or are needed as they are, and the key that decides them."""
@@ -239,6 +251,7 @@ def _parameters(
         "exclusive": resources.exclusive or None,
         **gpus,
         "dependency": dependency,
+        "array_parallelism": planned.tasks,  # by default 256 at a time
         "wckey": site.wckey,
         "signal_delay_s": seconds,
         "stderr_to_stdout": True,
@@ -283,7 +296,7 @@ def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[s
     if planned.resources.cpus_per_task:
         found["SRUN_CPUS_PER_TASK"] = str(planned.resources.cpus_per_task)  # since 22.05 srun does not know it
     if code is not None:
-        rest = os.environ.get("PYTHONPATH")
+        rest = found.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
         found["PYTHONPATH"] = f"{code}{os.pathsep}{rest}" if rest else str(code)
     return found
 

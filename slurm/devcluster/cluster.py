@@ -147,6 +147,10 @@ class DevCluster:
             self._start_slurmd(name)
         self._wait_for_nodes([name])
 
+    def restart(self) -> None:
+        """Start the daemons that have ended."""
+        self._start(lambda _: None)
+
     def down(self, *, purge: bool = False) -> None:
         """End all jobs and daemons. The folder stays, with the logs and the accounting, unless it is to be purged.
 

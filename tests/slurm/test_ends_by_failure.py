@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -10,16 +12,19 @@ import pytest
 import yaml
 
 import slurm
+from pipeline.train.lock import Lock
 from slurm import scheduler
 from tests.slurm.training import Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
-def test_a_node_is_lost(train: Run, whole: Path) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_node_is_lost(train: Run, whole: Path, place: int) -> None:
+    """The batch process is on the first one."""
     (job,) = train.submit()
     train.until_step(15)
-    lost = train.launches()[0].nodes[1]
+    lost = train.launches()[0].nodes[place]
     train.cluster.kill_node(lost)
     train.until(lambda: len(train.launches()) == 2, why="the second start")
     second = train.launches()[1]
@@ -122,6 +127,47 @@ def test_an_unhealthy_node_is_not_used(train: Run, whole: Path) -> None:
     assert bad not in launch.nodes and len(launch.nodes) == 2
     (log,) = (train.folder / "slurm" / "jobs").glob("*_log.out")
     assert f"{bad} is unhealthy" in log.read_text()
+
+
+@pytest.mark.parametrize("train", [("slurm.train.options={begin: now+10}",)], indirect=True)
+def test_what_is_refused_is_not_started_again(train: Run) -> None:
+    (job,) = train.submit()
+    lock = Lock.take(train.folder)  # somebody trains by hand meanwhile
+    train.until_over()
+    lock.release()
+    (launch,) = train.launches()
+    assert launch.end is not None and (launch.end.code, launch.end.next) == (2, "end")
+    assert f"run folder {train.folder} is in use" in launch.end.reason
+    assert scheduler.jobs([job])[job].state == "FAILED"
+    train.check_left()
+
+
+@pytest.mark.parametrize("train", [("train.optimizer.lr=1e30", "train.faults.on_nonfinite=stop")], indirect=True)
+def test_numbers_that_go_wrong_end_the_run(train: Run) -> None:
+    train.submit()
+    train.until_over()
+    (launch,) = train.launches()
+    assert launch.end is not None and (launch.end.code, launch.end.next) == (77, "end")
+    train.check_left()
+
+
+def test_the_controller_is_away_when_the_job_has_to_decide(train: Run, whole: Path) -> None:
+    (job,) = train.submit()
+    train.until_step(12)
+    controller = train.cluster.daemons()["slurmctld"]
+    assert controller is not None
+    os.kill(controller, signal.SIGKILL)
+    for rank in range(4):
+        train.kill(rank, signal.SIGUSR2)
+    train.until((train.folder / "exit.json").exists, why="the end of the processes")
+    time.sleep(3)
+    train.cluster.restart()
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
+    train.until_over()
+    train.check(whole)
+    first, second = train.launches()
+    assert first.end is not None and (first.end.code, first.end.next) == (75, "requeue")
+    assert (second.job, second.restarts, second.checkpoint) == (job, 1, first.end.checkpoint)
 
 
 def _beats(train: Run, number: int) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from rich.console import Console
 
 from pipeline.config.load import load
 from pipeline.data import store
+from pipeline.errors import EXIT_REFUSED
 from pipeline.eval.reports import report_path
 from pipeline.train.checkpoint.manager import Checkpoints
 from slurm import evaluations, jobs, scheduler
@@ -281,3 +285,16 @@ def show(file: Path) -> str:
     shown = tiny.pipeline("eval", file, "--table", "--json")
     assert shown.returncode == 0, shown.stderr
     return shown.stdout
+
+
+def test_what_is_told_ahead_of_the_end_of_a_jobs_time_does_not_end_an_evaluation(tmp_path: Path) -> None:
+    """It has nothing to save: the time that is left may be enough."""
+    command = [sys.executable, "-m", "slurm.task", "eval", str(tiny.write_run(tmp_path))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        while not int(status.read_text().partition("SigIgn:")[2].split()[0], 16) >> (signal.SIGUSR2 - 1) & 1:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR2)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == EXIT_REFUSED and "heldout" in said

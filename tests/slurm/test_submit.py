@@ -109,8 +109,14 @@ def test_the_script_of_other_sites(tmp_path: Path) -> None:
     assert not [each for each in given if "gpu" in each]
 
 
+def test_all_tasks_of_a_large_array_may_run_at_a_time(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"slurm.array.tasks": 500})
+    assert "--array=0-499%500" in options(script_of(config, "preprocess"))
+
+
 @pytest.mark.parametrize(
-    ("option", "todo"), [("time", "set time"), ("output", "leave it out"), ("--mem", "without dashes")]
+    ("option", "todo"),
+    [("time", "set time"), ("partition", "set partition"), ("output", "leave it out"), ("--mem", "without dashes")],
 )
 def test_options_that_other_keys_decide_are_refused(tmp_path: Path, option: str, todo: str) -> None:
     config = config_of(tmp_path, {"slurm.train": {"options": {option: "1"}}})

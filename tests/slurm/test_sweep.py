@@ -18,7 +18,8 @@ from rich.console import Console
 from pipeline.config.load import load
 from pipeline.data.preprocess import preprocess
 from pipeline.errors import UserError
-from slurm import jobs
+from slurm import active, jobs
+from slurm.control import cancel
 from slurm.devcluster import DevCluster
 from slurm.launches import launches
 from slurm.sweep import RunsFailed, sweep
@@ -245,6 +246,23 @@ def test_in_the_background_one_after_the_other(
     assert len({job.job for name in begun for job in jobs.sent(folder / name)}) == 1
 
 
+@pytest.mark.parallel
+def test_a_run_that_is_done_is_left_alone_by_what_asks_for_its_end(
+    run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*fresh, "train.duration=4 steps,100000 steps"]
+    do(run_file, words, local=True)
+    done, next_one = (tmp_path / "run/sweeps/duration" / f"duration={steps}_steps" for steps in (4, 100_000))
+    try:
+        wait_for(lambda: states(run_file, words, capfd) == {done.name: "done", next_one.name: "running"})
+        cancel(done, Console(), now=False, chain=False, wait=5)
+        assert "nothing of" in capfd.readouterr().out
+        assert not (done / "stop").exists() and jobs.cancelled(done) is None
+        assert not active.of(done) and active.of(next_one)
+    finally:
+        cancel(next_one, Console(), now=True, chain=False, wait=60)
+
+
 @pytest.mark.slurm
 def test_an_array_of_jobs_each_of_which_goes_on_by_itself(
     run_file: Path, fresh: list[str], tmp_path: Path, cluster: DevCluster, capfd: pytest.CaptureFixture[str]
@@ -293,7 +311,7 @@ def test_what_the_cluster_does_not_allow_is_told_before_anything_is_sent(
     run_file: Path, fresh: list[str], tmp_path: Path, cluster: DevCluster
 ) -> None:
     many = "train.optimizer.lr=" + ",".join(f"{number}e-5" for number in range(1, 103))
-    with pytest.raises(UserError, match="MaxArraySize"):
+    with pytest.raises(UserError, match="102 runs .*MaxArraySize.* fewer values"):
         do(run_file, [*fresh, many, "slurm.profile=devcluster"], slurm=True)
     # Of two groups, with resources of their own, the second one asks for more time than its partition gives.
     words = [*fresh, LR, "slurm.train.time=5,30", "slurm.profile=devcluster", "slurm.train.partition=short"]
