@@ -29,6 +29,8 @@ class Allocation:
         self.nodes = list(nodes)
         self.unhealthy: set[str] = set()
         """Found so since the job began."""
+        self._taken: set[str] = set()
+        """Nodes that the scheduler has taken from the job."""
         self.end = self._end_time()
         """When its time is over, in seconds since 1970; None without a limit."""
         self._say = say
@@ -42,11 +44,20 @@ class Allocation:
         """Nodes that are lost, as far as the controller knows, or unhealthy."""
         try:
             states = scheduler.node_states(self.nodes)
+            left = self._left()
         except SchedulerError as error:
             self._say(f"warning: {error}")
-            states = {}
+            states, left = {}, self.nodes
+        self._taken |= set(self.nodes) - set(left)
         lost = {node for node, state in states.items() if state.endswith("*") or state.startswith(("down", "fail"))}
-        return [node for node in self.nodes if node in lost | self.unhealthy]
+        return [node for node in self.nodes if node in lost | self._taken | self.unhealthy]
+
+    def _left(self) -> list[str]:
+        """Nodes that the job still has: one that was lost is taken from it for good, also when it comes back."""
+        details = scheduler.details(self.job)
+        if details.get("JobState") != "RUNNING":  # of a job that ends the nodes leave one by one
+            return self.nodes
+        return scheduler.hostnames(details.get("NodeList", "").replace("(null)", "")) or self.nodes
 
     def is_running(self) -> bool:
         """Whether the scheduler counts the job as running, and not as one that it is about to end."""

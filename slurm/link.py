@@ -232,7 +232,8 @@ class Link:
         """Do what was decided; returns the exit code of the job."""
         avoid = sorted({*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)})
         if how.next == "requeue":
-            self._requeue(avoid)
+            if refused := self._requeue(avoid):
+                return self._leave_refused(how, refused)
         elif how.next == "next link":
             waiting = self._waiting_links()
             if not waiting:
@@ -247,15 +248,28 @@ class Link:
         self._say(report.write(self._run, self._submission.stage))
         return how.code
 
-    def _requeue(self, avoid: Sequence[str]) -> None:
-        """Back into the queue. From then on the scheduler ends this process."""
+    def _requeue(self, avoid: Sequence[str]) -> str | None:
+        """Back into the queue. From then on the scheduler ends this process. Returns why not, if it is refused."""
         assert self._allocation is not None
         if avoid:
             self._say(f"from now on this job is kept from {', '.join(avoid)}")
-        scheduler.requeue(self._job)
+        try:
+            scheduler.requeue(self._job)
+        except scheduler.SchedulerError as error:
+            if self._allocation.is_running():  # else it was done, though the answer got lost, or somebody ends the job
+                return str(error)
         if avoid:
             # Only a job that waits can be told so. It does not start before this process is gone.
             self._allocation.exclude(self._job, avoid)
+        return None
+
+    def _leave_refused(self, how: LaunchEnd, why: str) -> int:
+        """The job cannot go back into the queue: that is the end of it, which must not look like a good one."""
+        last = launches(self._run, self._submission.stage)[-1]
+        text = f"{how.reason}, but that was refused: {why}"
+        end(self._run, last, replace(how, next="end", reason=text, time=time.time()))
+        self._say(report.write(self._run, self._submission.stage))
+        return EXIT_OTHER
 
     def _end_chain(self) -> None:
         """Take the links that wait out of the queue: there is nothing for them to do."""

@@ -158,7 +158,7 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     if each.last_evaluation is not None:
         last = each.last_evaluation
         scores = f"loss {_number(last.get('loss'), '.4f')}, {_number(last.get('bits_per_byte'), '.4f')} bits per byte"
-        yield "evaluations", f"{each.evaluations:,}; the last of step {last['step']}: {scores}"
+        yield "evaluations", f"{each.evaluations:,}; the last of step {last['step']:,}: {scores}"
     if each.scheduler is not None:
         yield "scheduler", f"did not answer ({each.scheduler}); what is shown is from files"
     for problem in each.problems:

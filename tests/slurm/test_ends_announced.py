@@ -120,3 +120,18 @@ def _preempt(train: Run, job: str) -> None:
     words = f"sbatch --parsable --partition=urgent --nodes={nodes} --exclusive --output=/dev/null --wrap".split()
     text = scheduler.ask([*words, "sleep 3"])
     train.until(lambda: len(train.launches()) == 2, why=f"the second start, after job {text.strip()}")
+
+
+def test_a_requeue_that_is_refused(train: Run) -> None:
+    """It is told where the run is looked at, and the job counts as failed."""
+    (job,) = train.submit()
+    train.until_step(5)
+    scheduler.update(job, {"Requeue": "0"})
+    scheduler.ask(["scancel", "--signal=USR2", job])
+    train.until_over()
+    (launch,) = train.launches()
+    assert launch.end is not None and (launch.end.code, launch.end.next) == (75, "end")
+    assert "scontrol requeue" in launch.end.reason and "slurm.chain=singleton" in launch.end.reason
+    assert scheduler.jobs([job])[job].state == "FAILED"
+    assert launch.end.checkpoint >= 5
+    train.check_left()

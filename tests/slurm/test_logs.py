@@ -98,7 +98,7 @@ def test_the_newest_launch_or_that_of_an_attempt(run: Path) -> None:
     assert shown(run, attempt=1, lines=0).count("step ") == 100
     assert shown(run, attempt=1, rank=3).endswith("I am rank 3\n")
     assert "there is no log of rank 2 yet" in shown(run, rank=2)
-    with pytest.raises(UserError, match="--rank 4: there were 4 processes"):
+    with pytest.raises(UserError, match="--rank 4: .* there are ranks 0 to 3; name one"):
         shown(run, rank=4)
     with pytest.raises(UserError, match="--attempt 9: .* there are 1 to 3"):
         shown(run, attempt=9)
