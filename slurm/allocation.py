@@ -72,15 +72,18 @@ class Allocation:
                 time.sleep(_AGAIN)
 
     def is_over_time(self) -> bool:
-        """Whether the time limit is reached."""
-        return self.end is not None and time.time() >= self.end - 1
-
-    def exclude(self, job: str, nodes: Sequence[str]) -> None:
-        """A waiting job is not to run on these nodes."""
+        """Whether the scheduler ends the job because its time limit is reached."""
         try:
-            have = scheduler.details(job).get("ExcNodeList", "(null)")
-            before = [] if have == "(null)" else [have]
-            scheduler.update(job, {"ExcNodeList": ",".join([*before, *nodes])})
+            return scheduler.details(self.job).get("Reason") == "TimeLimit"
+        except SchedulerError:
+            return False
+
+    def keep_from(self, job: str, nodes: Sequence[str]) -> None:
+        """A waiting job is to run on none of these nodes, and may on those that it was kept from before."""
+        try:
+            have = scheduler.details(job).get("ExcNodeList", "(null)").replace("(null)", "")
+            if set(scheduler.hostnames(have)) != set(nodes):
+                scheduler.update(job, {"ExcNodeList": ",".join(nodes)})
         except SchedulerError as error:
             self._say(f"warning: {error}")
 

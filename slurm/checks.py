@@ -30,9 +30,10 @@ from pipeline.train.schedule import Schedule
 from pipeline.train.start import open_validation
 from slurm.cluster_checks import check_cluster
 from slurm.findings import Findings
-from slurm.forecast import START_S, Forecast, before_end, forecast, free_space, links_needed, nearest
+from slurm.forecast import START_S, Forecast, forecast, free_space, links_needed, nearest
 from slurm.jobs import Where
 from slurm.plan import PlannedJob
+from slurm.reserve import signal_seconds
 from slurm.words import duration, minutes
 
 _FEW_FILES = 10_000
@@ -41,7 +42,9 @@ _TIGHT = 2
 """Times the room that checkpoints need, below which it is tight."""
 
 
-def check(config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where) -> list[str]:
+def check(
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
+) -> list[str]:
     """Look for all that would end the jobs of a run at their start, or that is probably not meant.
 
     Args:
@@ -49,6 +52,7 @@ def check(config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where
         site: where it runs.
         planned: its jobs.
         where: on a cluster or on this machine.
+        dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
 
     Returns:
         Warnings, a sentence each.
@@ -69,7 +73,7 @@ def check(config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where
         if job.stage == "eval":
             _check_evaluation(config, job, planned, makes_data, found)
     if where == "slurm":
-        check_cluster(config, site, planned, found)
+        check_cluster(config, site, planned, found, dry_run=dry_run)
     found.raise_problems()
     return found.warnings
 
@@ -239,11 +243,11 @@ def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Finding
     if given is not None and limit <= 2 * given:
         found.problem(
             f"slurm.train.time is {minutes(job.minutes)}, and launch.stop_before_end_seconds={given:g} takes half of "
-            f"it or more; set slurm.train.time to at least {int(2 * given / 60) + 1} minutes, or a lower "
+            f"it or more; set slurm.train.time to at least {minutes(int(2 * given / 60) + 1)}, or a lower "
             "launch.stop_before_end_seconds (without the key it is measured)"
         )
         return
-    reserve = START_S + before_end(config.launch, limit)
+    reserve = START_S + signal_seconds(config, job.minutes)
     links = links_needed(ahead.seconds or 0.0, limit, reserve)
     if links is None:
         found.warn(

@@ -19,7 +19,9 @@ from slurm.scheduler import Association, Partition
 from slurm.words import minutes
 
 
-def check_cluster(config: Config, site: SiteConfig, planned: Sequence[PlannedJob], found: Findings) -> None:
+def check_cluster(
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], found: Findings, *, dry_run: bool = False
+) -> None:
     """Compare jobs with what the scheduler says, which is asked once for each thing.
 
     Args:
@@ -27,7 +29,11 @@ def check_cluster(config: Config, site: SiteConfig, planned: Sequence[PlannedJob
         site: its profile.
         planned: its jobs.
         found: gets what is wrong.
+        dry_run: nothing will be sent: that there is no scheduler is a warning.
     """
+    if not scheduler.here() and dry_run:
+        found.warn("no SLURM here: partition, account, limits were not checked")
+        return
     if not scheduler.here():
         found.problem(
             "sbatch is not on the path: run this on a login node of the cluster (`module load slurm` at some), or with "
@@ -35,11 +41,18 @@ def check_cluster(config: Config, site: SiteConfig, planned: Sequence[PlannedJob
         )
         return
     with found.collecting():
-        partitions, settings = scheduler.partitions(), scheduler.configuration()
+        try:
+            partitions, settings = scheduler.partitions(), scheduler.configuration()
+        except scheduler.SchedulerError as error:
+            if not dry_run:
+                raise
+            found.warn(f"partition, account, limits were not checked: {error}")
+            return
         everything = [_Asked(job, config.slurm.profile) for job in planned]
         for asked in everything:
             _check_partitions(asked, partitions, settings, found)
             _check_array(asked, settings, found)
+            _check_features(asked, partitions, found)
         if settings.get("JobRequeue") == "0" and any(job.chain == "requeue" for job in planned):
             found.warn(
                 "jobs are not requeued here unless they ask for it (JobRequeue=0), as these do; if that is refused, "
@@ -112,7 +125,7 @@ def _misfits(asked: _Asked, partition: Partition) -> Iterator[str]:
     if partition.minutes is not None and job.minutes > partition.minutes:
         yield (
             f"{section}.time is {minutes(job.minutes)}, but partition {name} allows {minutes(partition.minutes)}; set "
-            f"{asked.where('time')} to at most {partition.minutes}min"
+            f"{asked.where('time')} to at most that"
             + (", training goes on in the next job" if job.stage == "train" else ", or name another partition")
         )
     spare = f" + slurm.spare_nodes={job.spare_nodes}" if job.spare_nodes else ""
@@ -174,6 +187,18 @@ def _check_array(asked: _Asked, settings: Mapping[str, str], found: Findings) ->
         )
 
 
+def _check_features(asked: _Asked, partitions: Mapping[str, Partition], found: Findings) -> None:
+    """A feature that no node has is refused."""
+    constraint = asked.job.resources.constraint
+    there = frozenset[str]().union(*(partition.features for partition in partitions.values()))
+    names = re.findall(r"[^\s&|,()\[\]*]+", re.sub(r"\*\d+", "", constraint or ""))
+    if missing := [name for name in dict.fromkeys(names) if name not in there]:
+        found.problem(
+            f"{asked.section}.constraint={constraint}: no node here has the feature {' or '.join(missing)}; "
+            + (f"set {asked.where('constraint')} to some of: {', '.join(sorted(there))}" if there else "leave it out")
+        )
+
+
 def _check_accounts(jobs: Sequence[_Asked], settings: Mapping[str, str], found: Findings) -> None:
     """Accounts and qualities of service against those of this user."""
     name = user()
@@ -206,7 +231,7 @@ def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[
                 f"{asked.section}.account={account} is no account of the user {name}; set {asked.where('account')} to "
                 f"one of: {have}",
             )
-            return
+            account, rows = None, mine
     names = asked.job.resources.partition
     wanted = set(names.split(",")) if names else set()
     if wanted and not any(not row.partition or row.partition in wanted for row in rows):

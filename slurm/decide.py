@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED
 from slurm.jobs import Stage
 from slurm.launches import Launch, Next
+from slurm.plan import KEYS
 from slurm.submission import Chain
 
 _FINAL = {
@@ -61,7 +62,8 @@ def decide(now: Situation) -> tuple[Next, str]:
     if now.code == EXIT_STOPPED:
         return _go_on(now)
     if now.stage != "train":
-        return "end", "only training is started again after a failure"
+        more = f"its time was over, raise slurm.{KEYS[now.stage]}.time; " if now.over_time else ""
+        return "end", f"{more}only training is started again after a failure"
     if now.crashes > now.max_restarts:
         return "end", (
             f"{now.crashes} such ends in a row without a newer checkpoint (slurm.max_restarts={now.max_restarts})"
@@ -119,9 +121,14 @@ def _accused(launch: Launch) -> set[str]:
 def _row(launches: Sequence[Launch], checkpoint: int) -> list[Launch]:
     found: list[Launch] = []
     for launch in reversed(launches):
-        if launch.end is not None and (not launch.crashed or launch.end.checkpoint < checkpoint):
+        ended_by_scheduler = launch.end is not None and launch.end.next == "scheduler"
+        if launch.end is not None and launch.end.checkpoint < checkpoint:
+            break
+        if launch.end is not None and not launch.crashed and not ended_by_scheduler:
             break
         if launch.end is None and launch.checkpoint < checkpoint:
             break
+        if ended_by_scheduler:
+            continue  # nobody's fault, though it left nothing newer
         found.append(launch)
     return found

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.config.run import LaunchConfig
 from pipeline.config.slurm import SiteConfig
 from pipeline.config.train import CheckpointConfig
 from pipeline.data.accounting import run_length
@@ -37,8 +36,6 @@ ASSUMED_MFU = 0.35
 """Share of the peak that a run is taken to reach before it has been measured, attention counted whole."""
 START_S = 180.0
 """Taken for the start of a job: processes, packages, data, checkpoint."""
-_STOP_S, _STOP_SHARE = 120.0, 4
-"""Taken for the stop before the end of a job where it is measured while training: seconds, and at most this part."""
 _ROWS = 1000
 """Of metrics.jsonl, its last ones."""
 _PLENTY = 10**15
@@ -185,12 +182,6 @@ def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:
             stepping += row["step_seconds"]
         else_ += row.get("save_blocked", 0.0) + row.get("validation_seconds", 0.0)
     return statistics.median(rates) / (1 + else_ / stepping) if stepping else None
-
-
-def before_end(launch: LaunchConfig, limit: float) -> float:
-    """Seconds before the end of a job of `limit` seconds at which training saves and stops."""
-    given = launch.stop_before_end_seconds
-    return min(_STOP_S, limit / _STOP_SHARE) if given is None else given
 
 
 def links_needed(seconds: float, limit: float, reserve: float) -> int | None:

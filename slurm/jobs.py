@@ -91,11 +91,23 @@ def note(run: Path, job: Job) -> None:
         lines.close()
 
 
+def note_withdrawn(run: Path, job: Job) -> None:
+    """Write down that a job was taken back at once, because one that belongs to it was refused."""
+    lines = store.JsonLines(folder(run) / "jobs.jsonl")
+    try:
+        lines.write({"withdrawn": job.job, "time": time.time()})
+    finally:
+        lines.close()
+
+
 def sent(run: Path) -> list[Job]:
-    """All jobs of a run in the order in which they were sent."""
+    """All jobs of a run in the order in which they were sent, but those that were taken back at once."""
     known = {field.name for field in fields(Job)}
-    found = []
+    found: list[Job] = []
     for line in store.read_json_lines(folder(run) / "jobs.jsonl"):
+        if "withdrawn" in line:
+            found = [job for job in found if job.job != line["withdrawn"]]
+            continue
         with suppress(TypeError):
             values = {key: value for key, value in line.items() if key in known}
             found.append(Job(**{**values, "after": tuple(values.get("after", ()))}))

@@ -22,8 +22,10 @@ import orjson
 from rich.console import Console
 
 from pipeline.console import say
+from pipeline.data.machine import node_name
 from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.lock import clear
 from pipeline.train.run_folder import last_attempt
 from slurm import jobs, permissions, report, scheduler
 from slurm.allocation import Allocation
@@ -41,7 +43,10 @@ _LOOK = 10.0
 _PAUSE = 5.0
 """Seconds before a launch after a crash, times the crashes in a row: a node or file system may need a moment."""
 _LONGEST_PAUSE = 60.0
-_WITHOUT_QUEUE: dict[Next, Next] = {"requeue": "relaunch", "scheduler": "end"}
+_WITHOUT_QUEUE = ("requeue", "scheduler")
+"""What a job of this machine alone cannot do."""
+_NOBODY = 300.0
+"""Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
 
 def run_link(file: str, link: int = 1) -> str:
@@ -97,6 +102,9 @@ class Link:
         """Signals that came to this process."""
         self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
         self._looked = 0.0
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._launched: Launch | None = None
+        """Of which nothing is noted yet but that it has begun."""
 
     def run(self) -> tuple[Next, int]:
         """To the end of this start: what follows, and the exit code of the job."""
@@ -133,6 +141,9 @@ class Link:
         logs.mkdir(parents=True)
         warnings = self._examine(logs) if self._allocation and submission.doctor else []
         nodes = self._nodes()
+        if submission.stage == "train":
+            self._wait_for_the_last()
+            self._watch_over()
         attempt = last_attempt(self._run)
         launch = begin(
             self._run,
@@ -146,9 +157,10 @@ class Link:
             logs=str(logs.relative_to(self._run)),
             checkpoint=self._checkpoint(),
         )
+        self._launched = launch
         for line in warnings:
             self._say(line)
-        if signal.SIGTERM in self._told:
+        if signal.SIGTERM in self._told or jobs.cancelled(self._run, submission.stage):
             ending = Ending(EXIT_STOPPED, "the job was ended before its processes were started")
         elif self._allocation and len(nodes) < submission.nodes:
             down = self._allocation.down()
@@ -222,25 +234,23 @@ class Link:
                 needed=submission.nodes,
             )
         )
-        if not self._allocation:  # there is no queue here
-            following = _WITHOUT_QUEUE.get(following, following)
+        if not self._allocation and following in _WITHOUT_QUEUE:
+            following, why = "end", "there is no queue here; submit it again to go on"
         code = f" (code {ending.code})" if ending.code else ""
         text = ending.reason if following == "done" else f"{ending.reason}{code}; {following}: {why}"
         return replace(how, next=following, reason=text)
 
     def _leave(self, how: LaunchEnd) -> int:
         """Do what was decided; returns the exit code of the job."""
-        avoid = sorted({*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)})
         if how.next == "requeue":
-            if refused := self._requeue(avoid):
+            if refused := self._requeue(self._avoid(how)):
                 return self._leave_refused(how, refused)
         elif how.next == "next link":
             waiting = self._waiting_links()
             if not waiting:
                 self._say("this was the last link of the chain; submit the run again to go on")
-            if avoid and waiting and self._allocation:
-                self._say(f"the next link is kept from {', '.join(avoid)}")
-                self._allocation.exclude(waiting[0], avoid)
+            elif self._allocation:
+                self._keep_from(waiting[0], self._avoid(how))
         elif how.next in ("done", "end") and self._submission.stage == "train":
             self._end_chain()
         if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
@@ -248,20 +258,31 @@ class Link:
         self._say(report.write(self._run, self._submission.stage))
         return how.code
 
+    def _avoid(self, how: LaunchEnd) -> list[str]:
+        """Nodes that the next job should not have."""
+        return sorted({*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)})
+
     def _requeue(self, avoid: Sequence[str]) -> str | None:
         """Back into the queue. From then on the scheduler ends this process. Returns why not, if it is refused."""
         assert self._allocation is not None
-        if avoid:
-            self._say(f"from now on this job is kept from {', '.join(avoid)}")
+        if signal.SIGTERM in self._told and not self._allocation.is_over_time():
+            return "the scheduler has just ended the job"
         try:
             scheduler.requeue(self._job)
         except scheduler.SchedulerError as error:
             if self._allocation.is_running():  # else it was done, though the answer got lost, or somebody ends the job
                 return str(error)
-        if avoid:
-            # Only a job that waits can be told so. It does not start before this process is gone.
-            self._allocation.exclude(self._job, avoid)
+        # Only a job that waits can be told so. It does not start before this process is gone.
+        self._keep_from(self._job, avoid)
         return None
+
+    def _keep_from(self, job: str, avoid: Sequence[str]) -> None:
+        """Beside the nodes that the user does not want."""
+        assert self._allocation is not None
+        if avoid:
+            self._say(f"job {job} is kept from {', '.join(avoid)}")
+        unwanted = scheduler.hostnames(self._submission.resources.exclude or "")
+        self._allocation.keep_from(job, [*unwanted, *(node for node in avoid if node not in unwanted)])
 
     def _leave_refused(self, how: LaunchEnd, why: str) -> int:
         """The job cannot go back into the queue: that is the end of it, which must not look like a good one."""
@@ -336,8 +357,24 @@ class Link:
         found = Checkpoints.of_run(self._run).latest() if self._submission.stage == "train" else None
         return found.step if found else 0
 
+    def _wait_for_the_last(self) -> None:
+        """Clear the run's lock of a holder that is gone.
+
+        The processes themselves may be in a container, where the scheduler cannot be asked about another job. One that
+        is not gone yet may be leaving; if it stays, training says who it is.
+        """
+        until = time.monotonic() + _NOBODY
+        while (why := clear(self._run, self._job)) and time.monotonic() < until and not self._told:
+            self._say(f"waiting: {why}")
+            time.sleep(_LOOK)
+
     def _look(self) -> None:
         """While the processes run."""
+        if signal.SIGTERM in self._told and self._launched is not None:
+            # This process may be killed before it can note how they ended.
+            text, now = "the scheduler ends this job", time.time()
+            end(self._run, self._launched, LaunchEnd(EXIT_STOPPED, text, "scheduler", self._checkpoint(), now))
+            self._launched = None
         if self._evaluations is not None and time.monotonic() - self._looked > _LOOK:
             self._evaluations.look()
             self._looked = time.monotonic()
@@ -357,11 +394,30 @@ class Link:
         try:
             yield
         finally:
+            if self._guard is not None:
+                self._guard.terminate()
             if self._evaluations is not None:
                 self._evaluations.look()
             # What is left to do is to leave; a requeue has the scheduler end this process meanwhile.
             for number in before:
                 signal.signal(number, signal.SIG_IGN)
+
+    def _watch_over(self) -> None:
+        """Let another node look after the job, where it lives on if this process's node is lost; see `slurm.guard`."""
+        if self._allocation is None or not self._submission.spare_nodes:
+            return
+        if self._guard is not None and self._guard.poll() is None:
+            return
+        down = {*self._allocation.down(), node_name()}
+        others = [node for node in self._allocation.nodes if node not in down]
+        if others:
+            words = ("-m", "slurm.guard", self._job, str(self._run))
+            command = Step(self._submission, words, (others[-1],), 1, self._run, {}).command(outside=True)
+            # It has nothing to say but what ends with it; its own session, as for the ranks.
+            nowhere = subprocess.DEVNULL
+            self._guard = subprocess.Popen(
+                command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
+            )
 
     def _started(self, process: subprocess.Popen[bytes]) -> None:
         self._step = process

@@ -11,9 +11,10 @@ from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.console import say
 from pipeline.data.progress import counted, size
-from slurm.forecast import START_S, Course, Disk, Forecast, before_end, forecast, links_needed
+from slurm.forecast import START_S, Course, Disk, Forecast, forecast, links_needed
 from slurm.jobs import Where
 from slurm.plan import PlannedJob
+from slurm.reserve import signal_seconds
 from slurm.words import duration, minutes
 
 _LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
@@ -146,7 +147,7 @@ def _time_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, 
     yield f"step: {duration(step)}, {count(rate)} tokens/s ({ahead.how})"
     starts = 1
     if where == "slurm":
-        stop = before_end(config.launch, limit)
+        stop = signal_seconds(config, job.minutes)
         needed = links_needed(ahead.seconds, limit, START_S + stop)
         if needed is None:
             yield f"time: {duration(ahead.seconds)} of steps; {minutes(job.minutes)} a job leave none for them"

@@ -19,21 +19,21 @@ def honour(config: Config) -> None:
     Raises:
         UserError: there is no such group, or this user may not give folders to it.
     """
-    mask = int(config.slurm.umask, 8)
-    os.umask(mask)
+    if config.slurm.umask is not None:
+        os.umask(int(config.slurm.umask, 8))
     group = config.slurm.group
     if group is None:
         return
     make_writable(config.run.dir)
     for folder in (config.run.dir, jobs.folder(config.run.dir)):
         folder.mkdir(exist_ok=True)
-        _give(folder, group, mask)
+        _give(folder, group)
 
 
-def _give(folder: Path, group: str, mask: int) -> None:
+def _give(folder: Path, group: str) -> None:
     """To a group, also what will be made in it."""
     try:
-        before = folder.stat()
+        before, mask = folder.stat(), _umask()
         shutil.chown(folder, group=group)
         folder.chmod(stat.S_IMODE(before.st_mode) | stat.S_ISGID | (stat.S_IRWXG & ~mask))
     except LookupError:
@@ -45,3 +45,10 @@ def _give(folder: Path, group: str, mask: int) -> None:
             f"slurm.group = {group}: {folder} cannot be given to it ({error.strerror}); name a group that you are in "
             "(`id -Gn` lists them)"
         ) from None
+
+
+def _umask() -> int:
+    """Of this process; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -18,7 +18,7 @@ from slurm.submission import Chain
 
 StageName = Literal["preprocess", "train", "eval"]
 """What a user asks for; preprocessing becomes two jobs."""
-_KEYS: dict[Stage, StageName] = {"preprocess": "preprocess", "finish": "preprocess", "train": "train", "eval": "eval"}
+KEYS: dict[Stage, StageName] = {"preprocess": "preprocess", "finish": "preprocess", "train": "train", "eval": "eval"}
 _DEFAULT_TIME = 60
 """Minutes, where neither the run file nor the profile has a time."""
 
@@ -108,19 +108,29 @@ def train_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int
         return 1, config.launch.processes or fixed_processes(config.parallel)
     nodes, here = config.slurm.nodes, config.slurm.processes_per_node or site.gpus_per_node or 1
     total = nodes * here
-    text = f"slurm.nodes={nodes} with {here} processes on each ({_why(config, site)}) are {total}"
+    each = f"{here} process{'es' if here > 1 else ''} on each node"
+    text = f"slurm.nodes={nodes} with {each} ({_why(config, site)}) are {total} in all"
     if config.launch.processes not in (None, total):
         raise UserError(f"launch.processes is {config.launch.processes}, but {text}; leave launch.processes out")
     try:
         resolve(config.parallel, total)
-    except UserError as error:
-        raise UserError(f"{text}. {error}") from None
+    except UserError:
+        needed = fixed_processes(config.parallel)
+        rest = -1 in (config.parallel.dp_shard, config.parallel.dp_replicate)
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        named = [f"{axis} {size}" for axis in axes if (size := getattr(config.parallel, axis)) > 1]
+        raise UserError(
+            f"{text}, but parallel ({' x '.join(named) or 'no axis above 1'}) needs "
+            + (f"a multiple of {needed}; " if rest else f"{needed}; ")
+            + f"change slurm.nodes, slurm.processes_per_node (by default gpus_per_node of the profile "
+            f"{config.slurm.profile}) or parallel" + ("" if rest else " (dp_shard: -1 takes all there are)")
+        ) from None
     return nodes, here
 
 
 def resources_of(config: Config, site: SiteConfig, stage: Stage) -> ResourcesConfig:
     """What a job of a stage asks for: run file over the profile's stage over its defaults."""
-    key = _KEYS[stage]
+    key = KEYS[stage]
     merged: dict[str, object] = {"time": _DEFAULT_TIME}
     options: dict[str, str] = {}
     layers: tuple[ResourcesConfig, ...] = (site.defaults, getattr(site, key), getattr(config.slurm, key))

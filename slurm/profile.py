@@ -72,13 +72,13 @@ def _find(name: str) -> Path:
         return file
     if name not in shipped():
         near = difflib.get_close_matches(name, shipped(), n=1)
-        guess = f"; did you mean {near[0]}? " if near else ". "
+        guess = f"; did you mean {near[0]}? If not, " if near else "; "
         raise UserError(f"slurm.profile = {name}: no profile has this name{guess}{_names()}")
     return _FOLDER / f"{name}.yaml"
 
 
 def _names() -> str:
-    return f"Those that ship are {', '.join(shipped())}; for a file of your own write its path, like ./site.yaml"
+    return f"those that ship are {', '.join(shipped())}; for a file of your own write its path, like ./site.yaml"
 
 
 def _all_keys() -> str:

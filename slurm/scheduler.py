@@ -20,6 +20,8 @@ SECONDS = 30.0
 """A command that takes longer is given up."""
 _GONE = ("Invalid job id",)
 """What the commands say of a job that ended so long ago that the controller has forgotten it."""
+_NOT_CONFIGURED = ("DNS SRV", "configuration source")
+"""What they say where there is no slurm.conf."""
 
 
 class SchedulerError(MachineError):
@@ -33,6 +35,11 @@ class SchedulerError(MachineError):
 
     def __init__(self, command: Sequence[str], said: str, hint: str = "") -> None:
         text = said.strip() or "it said nothing"
+        if any(words in text for words in _NOT_CONFIGURED):
+            text = (
+                "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF (a dev "
+                'cluster: `eval "$(python -m slurm.devcluster env)"`)'
+            )
         super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))
         self.command = list(command)
         self.said = text
@@ -83,8 +90,9 @@ def ask(command: Sequence[str], hint: str = "", *, seconds: float = SECONDS) -> 
             command, capture_output=True, text=True, timeout=seconds, check=False, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
-        where = "run this on a login node of the cluster, or without --slurm (--local uses this machine)"
-        raise SchedulerError(command, f"{command[0]} is not on the path", where) from None
+        raise SchedulerError(
+            command, f"{command[0]} is not on the path", "Run this on a login node of the cluster"
+        ) from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(command, f"no answer for {seconds:g} seconds", hint) from None
     if done.returncode != 0:
@@ -228,6 +236,8 @@ class Partition:
     """Those that are not down, drained or reserved for repair: idle or at work."""
     gres: tuple[str, ...]
     """What nodes have, like `gpu:h100:8`; one for each kind of node."""
+    features: frozenset[str] = frozenset()
+    """Of some of its nodes, for `constraint`."""
 
 
 def partitions() -> dict[str, Partition]:
@@ -238,8 +248,8 @@ def partitions() -> dict[str, Partition]:
     """
     found: dict[str, Partition] = {}
     # A line for each kind of node in a partition.
-    for line in ask(["sinfo", "--all", "--noheader", "--format", "%P|%a|%l|%s|%F|%G"]).splitlines():
-        name, state, limit, sizes, counts, gres = (word.strip() for word in line.split("|"))
+    for line in ask(["sinfo", "--all", "--noheader", "--format", "%P|%a|%l|%s|%F|%G|%f"]).splitlines():
+        name, state, limit, sizes, counts, gres, features = (word.strip() for word in line.split("|"))
         default, name = name.endswith("*"), name.removesuffix("*")
         busy, idle, _, total = (_count(word) for word in counts.split("/"))
         most = sizes.rpartition("-")[2]
@@ -253,6 +263,7 @@ def partitions() -> dict[str, Partition]:
             total + (before.nodes if before else 0),
             busy + idle + (before.usable if before else 0),
             (*(before.gres if before else ()), gres),
+            (before.features if before else frozenset()).union(features.split(",")) - {"(null)"},
         )
     return found
 

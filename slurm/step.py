@@ -45,10 +45,12 @@ class Step:
         """What srun itself says of its tasks."""
         return self.logs / "srun.log"
 
-    def command(self) -> list[str]:
-        """The whole command line."""
+    def command(self, *, outside: bool = False) -> list[str]:
+        """The whole command line; `outside` of a container, with the interpreter of this process."""
         site = self.submission.site
         python = [*shlex.split(site.container_prefix), site.python or sys.executable, *self.words]
+        if outside:
+            python = [sys.executable, *self.words]
         if not self.nodes:
             return python
         number = len(self.nodes)

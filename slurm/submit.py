@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -59,13 +59,13 @@ def submit(
     else:
         planned = [eval_job(config, site, step)]
     for job in planned:
-        transport.refuse_our_options(job.resources.options)
+        transport.refuse_our_options(job, site)
     run = config.run.dir
     if not dry_run and (found := active.of(run, planned)):
         return active.attach(config, planned, found, console)
     from slurm import checks  # torch is among what it needs
 
-    warnings = checks.check(config, site, planned, where)
+    warnings = checks.check(config, site, planned, where, dry_run=dry_run)
     if dry_run:
         _show(config, site, planned, where, warnings, console)
         return []
@@ -131,20 +131,17 @@ def send_all(
     if where == "local":
         return [_send_local(run, planned, files)]
     numbers: dict[PlannedJob, str] = {}
-    sent: list[Job] = []
-    try:
+    with all_or_none() as sent:
         for job, file in zip(planned, files, strict=True):
             for link in range(1, job.links + 1):
                 waits = _waits(job, link, numbers)
                 dependency = ",".join(waits) or None
                 number = transport.send(run, job, [file], where=where, dependency=dependency, link=link)
+                sent.numbers.append(number)
                 after = tuple(part.partition(":")[2] for part in waits if ":" in part)
-                sent.append(_noted(run, job, file, number, where, link=link, after=after))
+                sent.noted.append((run, _noted(run, job, file, number, where, link=link, after=after)))
                 numbers[job] = number
-    except BaseException as error:
-        _take_back(sent, error)
-        raise
-    return sent
+    return [job for _, job in sent.noted]
 
 
 def write_submission(
@@ -226,20 +223,46 @@ def _noted(run: Path, planned: PlannedJob, file: Path, number: str, where: Where
     return job
 
 
-def _take_back(sent: Sequence[Job], error: BaseException) -> None:
-    """Take jobs out of the queue again, since one that belongs to them was refused."""
-    numbers = [job.job for job in sent]
+@dataclass(frozen=True)
+class Sent:
+    """Jobs that belong together, so far."""
+
+    numbers: list[str] = field(default_factory=list)
+    """Of those that the scheduler has taken; of an array without the tasks."""
+    noted: list[tuple[Path, Job]] = field(default_factory=list)
+    """What was written down of them, with the folder of the run."""
+
+
+@contextmanager
+def all_or_none() -> Iterator[Sent]:
+    """What was sent inside is taken out of the queue again, if not all of it could be.
+
+    Raises:
+        MachineError: it was not; the message says what became of the jobs before.
+    """
+    sent = Sent()
+    try:
+        yield sent
+    except BaseException as error:
+        told = _take_back(sent)
+        if told and isinstance(error, Exception):
+            raise MachineError(f"{error}\n{told}") from error
+        raise
+
+
+def _take_back(sent: Sent) -> str:
+    """Returns what to tell of it."""
+    numbers = sent.numbers
     if not numbers:
-        return
+        return ""
     try:
         scheduler.cancel(numbers)
-        text = (
-            f"Nothing of the run stays in the queue: what was sent before it ({', '.join(numbers)}) was cancelled again"
-        )
     except scheduler.SchedulerError as other:
-        text = f"What was sent before it is still in the queue, since {other}; do `scancel {' '.join(numbers)}`"
-    if isinstance(error, Exception):
-        raise MachineError(f"{error}\n{text}") from error
+        return f"What was sent before it is still in the queue, since {other}; do `scancel {' '.join(numbers)}`"
+    for run, job in sent.noted:
+        with suppress(OSError):
+            jobs.note_withdrawn(run, job)
+    return f"Nothing of it stays in the queue: what was sent before it ({', '.join(numbers)}) was cancelled again"
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console
     from slurm.sweep_send import groups
 
     for group in groups(found.folder, left, where):
-        for warning in group.check(where):
+        for warning in group.check(where, dry_run=True):
             say(console, f"warning: {warning}")
         planned, count = group.planned, len(group.members)
         what = f"an array of {count} jobs, each" if count > 1 else f"a job for {group.members[0].name}"

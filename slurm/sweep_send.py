@@ -11,14 +11,13 @@ from pathlib import Path
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.hashing import value_hash
-from pipeline.errors import MachineError
 from pipeline.train.run_folder import make_writable
-from slurm import checks, jobs, permissions, plan, scheduler, snapshot, transport
+from slurm import checks, jobs, permissions, plan, snapshot, transport
 from slurm.jobs import Job, Where
 from slurm.plan import PlannedJob
 from slurm.profile import load_site
 from slurm.submission import read_submission
-from slurm.submit import write_submission
+from slurm.submit import all_or_none, write_submission
 from slurm.sweep_members import Member
 
 
@@ -44,13 +43,14 @@ class Group:
         """Where they run."""
         return load_site(self.config.slurm.profile)
 
-    def check(self, where: Where) -> list[str]:
+    def check(self, where: Where, *, dry_run: bool = False) -> list[str]:
         """What `submit` looks for; warnings.
 
         Raises:
             UserError: it would be refused.
         """
-        return checks.check(self.config, self.site, [self.planned], where)
+        transport.refuse_our_options(self.planned, self.site)
+        return checks.check(self.config, self.site, [self.planned], where, dry_run=dry_run)
 
 
 def planned_training(config: Config, where: Where) -> PlannedJob:
@@ -95,24 +95,20 @@ def send(folder: Path, wanted: Sequence[Group], where: Where) -> list[Job]:
     files = {member.name: _prepare(folder, group, member, where, code) for group in wanted for member in group.members}
     if where == "local":
         return _send_here(folder, wanted, files)
-    sent: list[str] = []
     found: list[Job] = []
-    try:
+    with all_or_none() as sent:
         for group in wanted:
             before: str | None = None
             for link in range(1, group.planned.links + 1):
                 dependency = f"afterany:{before}" if before else None
                 paths = [files[member.name] for member in group.members]
                 before = transport.send(folder, group.planned, paths, where=where, dependency=dependency, link=link)
-                sent.append(before)
+                sent.numbers.append(before)
                 numbers = [before] if len(paths) == 1 else [f"{before}_{task}" for task in range(len(paths))]
-                noted = [
-                    _note(member, group.planned, files[member.name], number, where, link)
-                    for member, number in zip(group.members, numbers, strict=True)
-                ]
-                found += noted if link == 1 else []
-    except scheduler.SchedulerError as error:
-        raise _taken_back(sent, error) from error
+                for member, number in zip(group.members, numbers, strict=True):
+                    job = _note(member, group.planned, files[member.name], number, where, link)
+                    sent.noted.append((member.folder, job))
+                    found += [job] if link == 1 else []
     return found
 
 
@@ -153,14 +149,3 @@ def _note(member: Member, planned: PlannedJob, file: Path, number: str, where: W
     job = jobs.new_job("train", number, where, planned.name, submission, link=link)
     jobs.note(member.folder, job)
     return job
-
-
-def _taken_back(sent: Sequence[str], error: scheduler.SchedulerError) -> MachineError:
-    """Take out of the queue what was sent before the refused job."""
-    if not sent:
-        return error
-    try:
-        scheduler.cancel(sent)
-    except scheduler.SchedulerError as other:
-        return MachineError(f"{error}\nWhat was sent before it is still queued ({other}): `scancel {' '.join(sent)}`")
-    return MachineError(f"{error}\nNothing of the sweep stays in the queue: {', '.join(sent)} were cancelled again")

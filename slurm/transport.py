@@ -11,12 +11,10 @@ import os
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +25,14 @@ from submitit.slurm.slurm import SlurmExecutor
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.errors import UserError
-from pipeline.train.attempts import metrics_path, rows_backwards
 from slurm import jobs, refusals, scheduler
 from slurm.jobs import Where
 from slurm.plan import PlannedJob
+from slurm.reserve import signal_seconds
 from slurm.submission import read_submission
 
 _FOREVER = 10 * 365 * 24 * 60
 """Minutes of a local job: nothing ends it but itself and `pipeline cancel`."""
-_ROWS = 2_000
-"""Of the metrics, the newest, by which the time for a save is judged."""
-_UNMEASURED, _LEAST = 120, 60
-"""Seconds before the end of its time at which a job is told: where nothing was measured, and at least."""
 _JOB_VARIABLES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI", "TORCHELASTIC_")
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
@@ -144,28 +138,13 @@ def script(run: Path, planned: PlannedJob, site: SiteConfig, code: Path, config:
     """The script that sbatch would be given, without the jobs that are waited for; or what a local job comes to."""
     if where == "local":
         lines = [f"export {name}={shlex.quote(value)}" for name, value in _exports(site, code, planned).items()]
-        return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", *planned.command])])
+        # Its run file is written when it is sent; the name has the time of that.
+        run_file = jobs.folder(run) / "submissions" / f"TIME-{planned.stage}.yaml"
+        first, *rest = planned.command
+        return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", first, str(run_file), *rest])])
     paper = _OnPaper(jobs.jobs_folder(run))
     paper.update_parameters(**_parameters(planned, site, code, signal_seconds(config, planned.minutes), None))
     return paper.text(planned.tasks)
-
-
-def signal_seconds(config: Config, minutes: int) -> int:
-    """How long before the end of its time a job is told, so that there is time for the step that runs and a save.
-
-    Twice what they have taken in this run so far, at least a minute and at most a quarter of the time.
-
-    Args:
-        config: of the run.
-        minutes: the job's time.
-    """
-    steps, saves = [], [0.0]
-    for row in islice(rows_backwards(metrics_path(config.run.dir)), _ROWS):
-        steps += [float(row["step_seconds"])] if "step_seconds" in row else []
-        saves += [float(row["save_seconds"])] if "save_seconds" in row else []
-    # Not the longest step: the first one of an attempt may have compiled for minutes.
-    needed = 2 * (statistics.median(steps) + max(saves)) if steps else float(_UNMEASURED)
-    return min(max(_LEAST, int(-(-needed // 1))), minutes * 60 // 4)
 
 
 def is_alive(run: Path, job: jobs.Job) -> bool:
@@ -226,7 +205,7 @@ def _parameters(
 ) -> dict[str, Any]:
     """Of submitit's executor."""
     resources = planned.resources
-    refuse_our_options(resources.options)
+    refuse_our_options(planned, site)
     more: dict[str, Any] = {key: value or True for key, value in resources.options.items()}
     more["requeue" if planned.chain == "requeue" else "no-requeue"] = True
     more["kill-on-invalid-dep"] = "yes"
@@ -261,18 +240,24 @@ def _parameters(
     }
 
 
-def refuse_our_options(options: Mapping[str, str]) -> None:
+def refuse_our_options(planned: PlannedJob, site: SiteConfig) -> None:
     """Some options of sbatch are decided by other keys.
 
     Raises:
         UserError: there is one of them.
     """
-    for name in options:
+    for name in planned.resources.options:
         if name.lstrip("-").replace("_", "-") != name:
             raise UserError(f"options has {name}; write the long name without dashes before it, with - inside it")
         if name in _OURS:
             todo = f"set {_OURS[name]} instead" if _OURS[name] else "leave it out, jobs need their own"
             raise UserError(f"options has {name}, which follows from other keys; {todo}")
+        if name == "gres" and planned.gpus_per_node and site.gpus_by == "gres":
+            raise UserError(
+                f"options has gres, which would take the place of the {planned.gpus_per_node} GPUs a node that the "
+                "profile asks for in the same way; set gpus_by: gpus-per-node there, or gpus_per_node: 0 and "
+                "slurm.processes_per_node, and have the GPUs in options.gres, too"
+            )
 
 
 def _setup(planned: PlannedJob, site: SiteConfig, code: Path | None) -> list[str]:

@@ -136,8 +136,9 @@ class SlurmConfig(Section):
     """Check every node before training starts on it (`pipeline doctor`)."""
     group: str | None = None
     """Unix group of the run folder, whose members may look after the run, too."""
-    umask: str = Field(default="0022", pattern=r"^0?[0-7]{3}$")
-    """Permissions that new files do not get: `0002` lets the group write, and so cancel or go on."""
+    umask: str | None = Field(default=None, pattern=r"^0?[0-7]{3}$")
+    """Permissions that new files do not get: `0002` lets the group write, and so cancel or go on. By default what
+    the shell that submits has."""
     array: ArrayConfig = ArrayConfig()
     """Preprocessing."""
     preprocess: ResourcesConfig = ResourcesConfig()

@@ -135,6 +135,29 @@ def refusal(run: Path) -> str | None:
     return None if found is None or why is None else _in_use(run, found, why)
 
 
+def clear(run: Path, job: str) -> str | None:
+    """Remove the lock of a run folder if the job that holds it is gone; returns why that may not be, if it may not.
+
+    Args:
+        run: folder.
+        job: that asks, none of whose processes trains now: a lock of its own is of a step that has ended. What lives on
+            of that, on a node that was lost, finds out at its next commit.
+    """
+    path = run / "lock"
+    with suppress(FileNotFoundError), _guard(path):
+        before = _bytes(path)
+        if before is None:
+            return None
+        found = _parse(path, before)
+        if "job" not in found:
+            return None  # whether that process lives training can find out itself
+        why = None if found["job"] == job else _why_not(found, _identity())
+        if why is not None:
+            return _in_use(run, found, why)
+        path.unlink()
+    return None
+
+
 def when(seconds: float) -> str:
     """A point in time, in seconds since 1970, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -24,6 +24,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, parallelize
 from pipeline.train.parallel.processes import Processes
+from pipeline.train.parallel.rank import LAUNCHER
 from pipeline.train.parallel.runner import Runner, build_runner
 
 
@@ -39,13 +40,28 @@ class Setup:
 
 def join(config: Config, ranks: Processes) -> torch.device:
     """Threads, device and process group of this rank; returns the device."""
-    cores = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
-    torch.set_num_threads(config.launch.threads or cores)
+    torch.set_num_threads(config.launch.threads or cores_of(ranks, os.environ))
     device = choose_device(config.launch.device, ranks)
     if device.type == "cpu":
         keep_freed_memory()
     processes.join(ranks, device, config.launch.time_limits)
     return device
+
+
+def cores_of(ranks: Processes, environment: Mapping[str, str]) -> int:
+    """Cores that this rank may use: its part of those that its process may run on.
+
+    In a task of srun no more than `--cpus-per-task`, since the scheduler may not bind tasks to their cores. Where it
+    does, and each rank is a task, they are this rank's alone.
+    """
+    cores = len(os.sched_getaffinity(0))
+    asked = environment.get("SLURM_CPUS_PER_TASK", "")
+    if not asked.isdecimal():
+        return max(1, cores // ranks.local_world_size)
+    place = (environment.get("SLURM_PROCID"), environment.get("SLURM_NTASKS"))
+    launched = LAUNCHER in environment or "TORCHELASTIC_RUN_ID" in environment
+    is_task = place == (str(ranks.rank), str(ranks.world_size)) and not launched
+    return max(1, min(cores, int(asked)) // (1 if is_task else ranks.local_world_size))
 
 
 def choose_device(wanted: str, ranks: Processes) -> torch.device:

@@ -126,7 +126,9 @@ class DevCluster:
         self._check_node(name)
         until = time.monotonic() + _END
         while found := self._processes_of_node(name):
-            processes.send(found, signal.SIGKILL)
+            # At one moment for all: none may act on the death of another, as srun has one do that cancels its step.
+            processes.send(found, signal.SIGSTOP)
+            processes.send(self._processes_of_node(name), signal.SIGKILL)
             if time.monotonic() > until:
                 raise MachineError(f"processes {sorted(found)} of node {name} do not die")
             time.sleep(0.05)

@@ -189,6 +189,15 @@ def test_without_slurm_it_says_where_to_go(run: Path, monkeypatch: pytest.Monkey
     assert "sbatch is not on the path" in message and "--local" in message
 
 
+def test_a_shell_without_slurm_conf(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "sinfo: error: fetch_config: DNS SRV lookup failed\nsinfo: fatal: Could not establish a configuration source"
+    message = str(scheduler.SchedulerError(["sinfo"], said))
+    assert message.startswith("`sinfo` failed: no SLURM is configured for this shell: ") and "\n" not in message
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(scheduler.SchedulerError, match=r"squeue is not on the path\nRun this on a login node[^-]*$"):
+        scheduler.jobs(["1"])
+
+
 def test_processes_and_time_of_a_job(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     overrides = ["slurm.processes_per_node=4", "slurm.nodes=2", "slurm.train.time=30", "train.batch_size=8"]
@@ -196,7 +205,7 @@ def test_processes_and_time_of_a_job(run: Path, monkeypatch: pytest.MonkeyPatch)
     config = load(run, [*overrides, "launch.stop_before_end_seconds=900"])
     _, message = found(config, where="slurm", site=site)
     assert "a node has 2 GPUs" in message and "slurm.processes_per_node=2 and slurm.nodes=4" in message
-    assert "slurm.train.time is 30 min" in message and "at least 31 minutes" in message
+    assert "slurm.train.time is 30 min" in message and "at least 31 min" in message
     _, message = found(load(run, ["launch.device=cuda"]), where="slurm")
     assert "launch.device=cuda, but the profile generic has nodes without GPUs" in message
 
@@ -216,15 +225,20 @@ def test_a_run_that_the_cluster_takes(cluster: DevCluster, run: Path) -> None:
 def test_what_the_cluster_would_refuse(cluster: DevCluster, run: Path) -> None:
     cases = {
         "slurm.train.partition=trane": ["there is no partition 'trane'", "train, grace, short, eval, urgent"],
-        "slurm.train={partition: short, time: 1h}": ["slurm.train.time is 1 h", "allows 5 min", "at most 5min"],
+        "slurm.train={partition: short, time: 1h}": ["slurm.train.time is 1 h", "allows 5 min", "at most that"],
         "slurm.train={partition: 'train,short', time: 1h}": ["partition short allows 5 min"],  # EnforcePartLimits=ALL
         "slurm.nodes=3 slurm.spare_nodes=1": ["slurm.nodes=3 + slurm.spare_nodes=1 is more than the 3 nodes"],
         "slurm.train.account=theirs": ["slurm.train.account=theirs is no account of the user", "one of: ", "dev"],
         "slurm.train.qos=express": ["slurm.train.qos=express is not open", "normal"],
+        "slurm.nodes=30 slurm.train={account: theirs, time: 9d, constraint: 'a100|ib*2'}": [
+            *("there are 4 problems", "is more than the 3 nodes", "slurm.train.time is 9 d", "is no account"),
+            "slurm.train.constraint=a100|ib*2: no node here has the feature a100 or ib; leave it out",
+        ],
+        "slurm.train={account: theirs, qos: express}": ["is no account", "slurm.train.qos=express is not open"],
     }
     for overrides, parts in cases.items():
         words = overrides.split(" slurm.")
-        config = load(run, [words[0], *(f"slurm.{word}" for word in words[1:]), "train.batch_size=12"])
+        config = load(run, [words[0], *(f"slurm.{word}" for word in words[1:]), "train.batch_size=60"])
         _, message = found(config, where="slurm")
         for part in parts:
             assert part in message, message

@@ -52,6 +52,23 @@ def test_a_node_is_lost_and_a_spare_one_takes_its_place(train: Run, whole: Path)
     train.check(whole)
 
 
+@pytest.mark.parametrize("train", [("slurm.spare_nodes=1",)], indirect=True)
+def test_the_batch_node_is_lost_of_a_job_with_spare_ones(train: Run, whole: Path) -> None:
+    """SLURM lets such a job live on without its batch process; a step on another node puts it back into the queue."""
+    (job,) = train.submit()
+    train.until_step(15)
+    lost = train.launches()[0].nodes[0]
+    train.cluster.kill_node(lost)
+    time.sleep(25)  # until the controller has noticed
+    train.cluster.start_node(lost)  # the job wants all three nodes
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
+    second = train.launches()[1]
+    assert (second.job, second.restarts) == (job, 1)
+    assert second.checkpoint >= 10
+    train.until_over()
+    train.check(whole)
+
+
 def test_a_rank_crashes(train: Run, whole: Path) -> None:
     (job,) = train.submit()
     train.until_step(15)

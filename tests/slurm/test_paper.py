@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 
 from pipeline.config.load import load
-from pipeline.config.run import LaunchConfig
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.config.train import CheckpointConfig
 from pipeline.train import metrics
@@ -19,9 +18,10 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from slurm import forecast as forecasting
 from slurm import local
-from slurm.forecast import before_end, forecast, links_needed, measured_rate, most_checkpoints, peak_flops
+from slurm.forecast import forecast, links_needed, measured_rate, most_checkpoints, peak_flops
 from slurm.paper import cost, count, show
 from slurm.plan import PlannedJob, plan
+from slurm.reserve import signal_seconds
 from slurm.words import duration
 from tests import tiny
 
@@ -65,10 +65,16 @@ def test_links_share_the_steps_and_each_has_its_start_and_stop() -> None:
     assert links_needed(10, limit=300, reserve=300) is None
 
 
-def test_the_stop_before_the_end_is_the_given_one_or_at_most_a_quarter() -> None:
-    assert before_end(LaunchConfig(stop_before_end_seconds=30), 7200) == 30
-    assert before_end(LaunchConfig(), 7200) == 120
-    assert before_end(LaunchConfig(), 240) == 60
+def test_the_stop_before_the_end_is_the_given_one_or_at_most_a_quarter(tmp_path: Path) -> None:
+    file = tiny.write_run(tmp_path)
+
+    def seconds(*overrides: str, minutes: int = 120) -> int:
+        return signal_seconds(load(file, overrides), minutes)
+
+    key = "launch.stop_before_end_seconds"
+    assert (seconds(), seconds(minutes=4)) == (120, 60)
+    assert (seconds(f"{key}=29.5"), seconds(f"{key}=0"), seconds(f"{key}=2000")) == (30, 1, 2000)
+    assert seconds(f"{key}=2000", minutes=10) == 300  # a stage that is shorter than training
 
 
 def test_the_rate_is_the_median_with_saves_and_validation_on_top() -> None:

@@ -40,7 +40,7 @@ def test_everything_wrong_in_a_file_is_told_at_once_by_line(tmp_path: Path) -> N
     ("name", "words"),
     [
         ("genric", ["no profile has this name; did you mean generic?", "generic, gres"]),
-        ("./nowhere.yaml", ["the file is not there", "generic, gres"]),
+        ("./nowhere.yaml", ["the file is not there; those that ship are", "generic, gres"]),
     ],
 )
 def test_a_profile_that_is_not_there(name: str, words: list[str]) -> None:

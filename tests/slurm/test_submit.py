@@ -24,6 +24,7 @@ from pipeline.train.lock import Lock
 from slurm import jobs, permissions, plan, scheduler, snapshot, transport
 from slurm.devcluster import DevCluster
 from slurm.profile import load_site
+from slurm.reserve import signal_seconds
 from slurm.scheduler import SchedulerError
 from slurm.submission import read_submission
 from slurm.submit import send_all, submit
@@ -124,15 +125,48 @@ def test_options_that_other_keys_decide_are_refused(tmp_path: Path, option: str,
         submit(config, ["train"], "slurm", Console(), dry_run=True)
 
 
+def test_gres_of_options_does_not_take_the_place_of_gpus(tmp_path: Path) -> None:
+    options = {"slurm.train": {"options": {"gres": "nvme:1"}}}
+    with pytest.raises(UserError, match="options has gres.* 4 GPUs a node .*gpus_by"):
+        submit(config_of(tmp_path, options, gpus_per_node=4), ["train"], "slurm", Console(), dry_run=True)
+    given = script_of(config_of(tmp_path, options, gpus_per_node=4, gpus_by="gpus-per-node")).splitlines()
+    assert {"#SBATCH --gres=nvme:1", "#SBATCH --gpus-per-node=4"} <= set(given)
+
+
+def test_processes_that_do_not_fit_the_layout(tmp_path: Path) -> None:
+    for degrees, needs in ({"tp": 2}, "a multiple of 2; "), ({"tp": 2, "dp_shard": 1}, "needs 2; "):
+        config = config_of(tmp_path, {"slurm.nodes": 3, "parallel": degrees})
+        with pytest.raises(UserError) as refused:
+            plan.train_processes(config, load_site(config.slurm.profile), "slurm")
+        message = str(refused.value)
+        assert message.startswith("slurm.nodes=3 with 1 process on each node (one on a node without GPUs) are 3 in all")
+        assert needs in message and "change slurm.nodes, slurm.processes_per_node" in message
+
+
+def test_a_dry_run_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    out = io.StringIO()
+    submit(config_of(tmp_path), ["preprocess", "train"], "slurm", Console(file=out, width=200), dry_run=True)
+    assert "warning: no SLURM here: partition, account, limits were not checked" in out.getvalue()
+    assert "#SBATCH --requeue" in out.getvalue()
+
+
+def test_a_dry_run_here_shows_the_command_with_its_run_file(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (job,) = plan.plan(config, load_site(config.slurm.profile), ["train"], "local")
+    text = transport.script(config.run.dir, job, load_site(config.slurm.profile), Path("/code"), config, "local")
+    assert text.endswith(f" -m pipeline train {config.run.dir}/slurm/submissions/TIME-train.yaml")
+
+
 def test_the_signal_comes_early_enough_for_a_step_and_a_save(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    assert transport.signal_seconds(config, 60) == 120
-    assert transport.signal_seconds(config, 4) == 60
+    assert signal_seconds(config, 60) == 120
+    assert signal_seconds(config, 4) == 60
     config.run.dir.mkdir()
 
     def measured(*rows: dict[str, float]) -> int:
         (config.run.dir / "metrics.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
-        return transport.signal_seconds(config, 60)
+        return signal_seconds(config, 60)
 
     assert measured({"step": 1, "step_seconds": 0.5}) == 60
     # The first step of an attempt takes long once.
@@ -155,6 +189,9 @@ def test_the_group_and_its_permissions(tmp_path: Path) -> None:
         (config.run.dir / "new").mkdir()
         assert (config.run.dir.stat().st_mode & 0o7777) == 0o2775
         assert ((config.run.dir / "new").stat().st_mode & 0o7777) == 0o2770
+        os.umask(0o077)
+        permissions.honour(config_of(tmp_path))
+        assert os.umask(0o022) == 0o077
     finally:
         os.umask(before)
 
@@ -339,13 +376,28 @@ def test_if_one_is_refused_those_before_it_leave_the_queue(clean: Path) -> None:
     site = load_site(config.slurm.profile)
     with pytest.raises(MachineError) as refused:
         send_all(config.run.dir, config, site, plan.plan(config, site, ["train"], "slurm"), "slurm", None)
-    (first,) = jobs.sent(config.run.dir)
+    assert jobs.sent(config.run.dir) == []
     message = str(refused.value)
+    found = re.search(r"Nothing of it stays in the queue: what was sent before it \((\d+)\) was cancelled", message)
+    assert found, message
     assert "QOSMaxSubmitJobPerUserLimit" in message and "lower slurm.links" in message
-    assert (
-        f"Nothing of the run stays in the queue: what was sent before it ({first.job}) was cancelled again" in message
-    )
-    until(lambda: details(first)["JobState"] == "CANCELLED")
+    until(lambda: scheduler.details(found[1])["JobState"] == "CANCELLED")
+
+
+@pytest.mark.slurm
+def test_what_was_sent_before_an_interrupt_leaves_the_queue(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = held(clean)
+    site = load_site(config.slurm.profile)
+    sent: list[str] = []
+
+    def note(run: Path, job: jobs.Job) -> None:
+        sent.append(job.job)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "note", note)
+    with pytest.raises(KeyboardInterrupt):
+        send_all(config.run.dir, config, site, plan.plan(config, site, ["train"], "slurm"), "slurm", None)
+    until(lambda: scheduler.details(sent[0])["JobState"] == "CANCELLED")
 
 
 @pytest.mark.slurm

@@ -1,0 +1,22 @@
+"""What a rank takes of its machine before the first weight."""
+
+import os
+
+import pytest
+
+from pipeline.train.parallel.processes import Processes
+from pipeline.train.setup import cores_of
+
+
+def test_ranks_share_the_cores_and_keep_to_those_that_srun_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    rank = Processes(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert cores_of(rank, {}) == 16
+    task = {"SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "5", "SLURM_NTASKS": "8"}
+    assert cores_of(rank, task) == 6  # not bound to them
+    # Ranks that a launcher has started share those of its task.
+    assert cores_of(rank, {**task, "PIPELINE_LAUNCHER": "1"}) == 1
+    assert cores_of(rank, {"SLURM_CPUS_PER_TASK": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert cores_of(rank, task) == 6  # bound
+    assert cores_of(rank, {}) == 1
