@@ -34,7 +34,7 @@ class Active:
 
     job: Job
     states: tuple[JobState, ...]
-    """Of it, or of the tasks of an array that have not ended; none of a local job."""
+    """Of it, or of the tasks of an array that have not ended; none of a local job that runs."""
 
 
 def of(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
@@ -96,7 +96,8 @@ def words(run: Path, active: Active) -> str:
     """`train: job 77 (RUNNING on n1, since ...)`."""
     job, name = active.job, what(run, active.job)
     if job.where == "local":
-        return f"{name}: process {job.job} on {job.host} (since {when(job.time)})"
+        since = active.states[0].reason if active.states else f"since {when(job.time)}"
+        return f"{name}: process {job.job} on {job.host} ({since})"
     state = next((state for state in active.states if state.runs), active.states[0])
     more = f", {len(active.states)} of {job.tasks} tasks" if job.tasks > 1 else ""
     if state.runs:

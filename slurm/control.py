@@ -95,13 +95,14 @@ def _change(run: Path, console: Console, change: Callable[[Sequence[str]], None]
     found = look(folder)
     if found.unknown is not None:
         raise found.unknown
-    waiting = [each for each in found.active if waits(each)]
+    waiting = [each for each in found.active if waits(each) and each.job.where == "slurm"]
     change([each.job.job for each in waiting])
     for each in waiting:
         say(console, f"{active.what(folder, each.job)}: job {each.job.job} {what}")
     for each in found.active:
         if each not in waiting:
-            say(console, f"not affected, since it runs: {active.words(folder, each)}")
+            why = "since it runs" if runs(each) else "since it is in no queue"
+            say(console, f"not affected, {why}: {active.words(folder, each)}")
     if not found.active:
         say(console, f"no job of {folder} waits")
 
@@ -182,7 +183,9 @@ class _Cancelling:
         to_cancel = []
         for each in filter(self._meant, found.active):
             trains = each.job.stage == "train" or each.job.where == "local"
-            if each.job.where == "local" and self._now:
+            if each.job.where == "local" and not runs(each):
+                self._pass_over(each)
+            elif each.job.where == "local" and self._now:
                 self._local.end(each.job)
             elif runs(each) and trains and not self._now:
                 by_file = True
@@ -192,10 +195,18 @@ class _Cancelling:
                 self._local.stop_other_stages(each.job)
         self._take_out(to_cancel)
         unseen = found.elsewhere or (found.unknown is not None and found.launched)
-        if by_file or unseen or (not found.active and is_held(self._run)):  # the last: by hand
+        by_hand = all(each.job.where == "local" and not runs(each) for each in found.active) and is_held(self._run)
+        if by_file or unseen or by_hand:
             self._touch()
             return True
         return False
+
+    def _pass_over(self, each: Active) -> None:
+        """The process that has it on its list looks whether it is cancelled before it begins."""
+        if each.job.job not in self._asked:
+            self._asked.add(each.job.job)
+            what = active.what(self._run, each.job)
+            say(self._console, f"{what}: process {each.job.job} has not begun with it, and will pass it over")
 
     def _take_out(self, each_of: Sequence[Active]) -> None:
         for each in each_of:

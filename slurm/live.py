@@ -55,7 +55,11 @@ def look(run: Path) -> Found:
     for job in sent:
         states = tuple(known[number] for number in job.numbers if number in known)
         left = tuple(state for state in states if state.waits or state.runs)
-        if left or (job.where == "local" and is_here(run, job)):
+        if job.where == "local" and is_here(run, job):
+            # The process of a sweep does one run after the other.
+            turn = () if job.job in last else (JobState(job.job, "PENDING", "its turn has not come"),)
+            found.append(Active(job, turn))
+        elif left:
             found.append(Active(job, left))
         elif job.where == "local" and job.host != socket.gethostname() and job.job in last and is_open(job.job):
             elsewhere.append(job)
@@ -65,10 +69,10 @@ def look(run: Path) -> Found:
 
 
 def waits(each: Active) -> bool:
-    """Whether it waits, or some tasks of it."""
+    """Whether it waits, or some tasks of it; a run of a sweep on this machine waits for its turn."""
     return any(state.waits for state in each.states)
 
 
 def runs(each: Active) -> bool:
     """Whether it runs, or some tasks of it."""
-    return each.job.where == "local" or any(state.runs for state in each.states)
+    return not each.states or any(state.runs for state in each.states)

@@ -17,7 +17,7 @@ from pipeline.config import Config
 from pipeline.config.load import load_run
 from pipeline.console import say
 from pipeline.errors import UserError
-from slurm import scheduler
+from slurm import scheduler, sweep_folder
 from slurm.scheduler import Accounted, SchedulerError
 from slurm.status_files import Facts, is_run
 from slurm.status_run import RunStatus, describe
@@ -37,7 +37,8 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
     """Print how runs are; nothing is changed.
 
     Args:
-        runs: run files or folders; by default the current folder if it is one of a run, else all below ./runs.
+        runs: run files or folders, also those of sweeps, for all their runs; by default the current folder if it is
+            one of a run or sweep, else all below ./runs.
         console: where to.
         watch: again and again, until Ctrl-C.
         as_json: one JSON object, with all digits; with `watch` one a line.
@@ -45,7 +46,7 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
     Raises:
         UserError: one of them does not exist, or there is none.
     """
-    named = dict(_named(run) for run in runs)
+    named = _named(runs)
     try:
         on_screen = watch and console.is_terminal and not as_json
         with Live(console=console, auto_refresh=False) if on_screen else nullcontext() as live:
@@ -81,25 +82,41 @@ def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list
     return [describe(each, answer, spent=spent) for each in facts]
 
 
-def _named(run: Path) -> tuple[Path, Config | None]:
-    if run.is_dir():
-        return Path(os.path.abspath(run)), None
-    config = load_run(run)
-    return config.run.dir, config
+def _named(runs: Sequence[Path]) -> dict[Path, Config | None]:
+    found: dict[Path, Config | None] = {}
+    beside = None
+    for run in runs:
+        path = Path(os.path.abspath(run))
+        members = sweep_folder.runs_of(path.parent)
+        if path in members:
+            found[path] = None
+        elif members:
+            beside = path  # `SWEEP/*` has its notes, jobs and results, too
+        elif path.is_dir():
+            found.update(dict.fromkeys(sweep_folder.runs_of(path) or [path]))
+        else:
+            config = load_run(run)
+            found[config.run.dir] = config
+    if beside is not None and not found:
+        raise UserError(f"{beside} is none of the runs of the sweep; `pipeline status {beside.parent}` shows them")
+    return found
 
 
 def _found() -> dict[Path, None]:
     here = Path.cwd()
     if is_run(here):
         return {here: None}
-    found = []
+    found = sweep_folder.runs_of(here)
     for folder, below, _ in os.walk(here / _RUNS):
         path = Path(folder)
         if is_run(path):
             found.append(path)
-        # What is inside of a run is its own: data, checkpoints.
+        for sweep in sweep_folder.sweeps_of(path):
+            found += sweep_folder.runs_of(sweep)
+        # What else is inside of a run is its own: data, checkpoints.
         if is_run(path) or len(path.relative_to(here).parts) > _DEEP:
             below.clear()
+        below[:] = [name for name in below if name != sweep_folder.SWEEPS]
     if not found:
         raise UserError(
             f"there is no run in {here / _RUNS}, and {here} is none itself; name run files or run folders, like "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import LaunchConfig
+from pipeline.errors import EXIT_OK
 from pipeline.train.attempts import Attempt, attempts, metrics_path
 from pipeline.train.checkpoint.committed import COMMIT
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -17,9 +18,10 @@ from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.lock import is_held
 from slurm.decide import suspects
-from slurm.launches import Launch
+from slurm.launches import Launch, LaunchEnd
 from slurm.status_files import Facts, Rows
 from slurm.status_state import Answer, QueuedJob, State, judge, node_of, queue, row_outcome
+from slurm.words import listed
 
 _LARGE = 2**26
 """Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""
@@ -266,11 +268,8 @@ def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], now: float) ->
     seen: dict[tuple[str, int, int], int] = {}
     for each in tries:
         launch = _launch_of(each, trained, now)
-        end = None if launch is None else launch.end
         if launch is not None:
             seen[launch.key] = len(found)
-        killed = each.end is not None and each.code is None and each.outcome == "killed"
-        told = end is not None and killed and end.code != 0
         found.append(
             Try(
                 number=each.number,
@@ -283,23 +282,33 @@ def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], now: float) ->
                 step=each.step,
                 begin=each.begin,
                 seconds=max(0.0, (now if each.end is None else each.end) - each.begin),
-                outcome=row_outcome(launch) if launch and told else each.outcome,
-                reason=end.reason if end and told else each.reason if each.end is not None else "",
+                outcome=each.outcome,
+                reason="" if each.end is None else listed(each.reason),
                 next=None,
             )
         )
-    # What followed on a launch followed on the last attempt in it.
+    # What a launch came to, its last attempt came to.
     for launch in trained:
         if launch.end is not None and launch.key in seen:
             place = seen[launch.key]
-            found[place] = _followed(found[place], launch.end.next)
+            found[place] = _with_end(found[place], launch, launch.end)
         elif launch.key not in seen:
             found.append(_without_attempt(launch, now))
     return sorted(found, key=lambda each: each.begin)
 
 
-def _followed(row: Try, following: str) -> Try:
-    return Try(**{**row.__dict__, "next": following})
+def _with_end(row: Try, launch: Launch, end: LaunchEnd) -> Try:
+    """Of a launch that failed it is known what failed first; an attempt may have noted what came of that."""
+    row = replace(row, next=end.next)
+    if launch.crashed or (row.outcome == "killed" and end.code != EXIT_OK):
+        row = replace(row, outcome=row_outcome(launch), reason=_cause(end))
+    return row
+
+
+def _cause(end: LaunchEnd) -> str:
+    """Why a launch ended, without what followed and why."""
+    before, found, _ = end.reason.rpartition(f"; {end.next}: ")
+    return listed(before if found else end.reason)
 
 
 def _without_attempt(launch: Launch, now: float) -> Try:
@@ -316,7 +325,7 @@ def _without_attempt(launch: Launch, now: float) -> Try:
         begin=launch.time,
         seconds=max(0.0, (end.time if end else now) - launch.time),
         outcome=row_outcome(launch),
-        reason=end.reason if end else "no attempt has begun",
+        reason=_cause(end) if end else "no attempt has begun",
         next=end.next if end else None,
     )
 

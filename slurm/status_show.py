@@ -168,7 +168,7 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
 def _job(job: QueuedJob) -> str:
     what = f"{job.job} {job.stage}"
     what += f", link {job.link}" if job.link > 1 else ""
-    what += f", step {job.step}" if job.step is not None else ""
+    what += f", step {job.step:,}" if job.step is not None else ""
     if job.tasks:
         state = ", ".join(f"{count:,} {state}" for state, count in job.tasks.items())
     else:

@@ -15,10 +15,12 @@ from pipeline.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK
 from pipeline.train.attempts import Attempt
 from pipeline.train.heartbeat import ENDED, HUNG, Beat
 from pipeline.train.lock import when
-from slurm.jobs import Job, Stage, Where
+from slurm import jobs
+from slurm.jobs import Cancelled, Job, Stage, Where
 from slurm.launches import Launch, Next, is_all
 from slurm.scheduler import Accounted, JobState
 from slurm.status_files import Facts
+from slurm.words import listed
 
 # fmt: off
 State = Literal[
@@ -118,7 +120,10 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
             # The process of a sweep does one run after the other.
             begun = bool(past)
             state = JobState(job.job, "RUNNING", nodes=job.host, start=job.time)
-            states = [state if begun else JobState(job.job, "PENDING", "its turn has not come")]
+            # Who is cancelled meanwhile stays in the list of the process, which passes it over.
+            by = jobs.cancelled(facts.run, job.stage)
+            turn = f"cancelled by {by.by}, its turn will be passed over" if by else "its turn has not come"
+            states = [state if begun else JobState(job.job, "PENDING", turn)]
     elif answer.states is None:
         unknown = True
     else:
@@ -252,7 +257,7 @@ def _at_work(facts: Facts, among: Sequence[QueuedJob]) -> Verdict | None:
         if last.stage == "train":
             why += "; its first step is not begun, or it is about to leave"
     else:
-        why = f"{what} starts again after: {last.end.reason}"
+        why = f"{what} starts again after: {listed(last.end.reason)}"
     if job.state == UNKNOWN:
         why += "; by the files alone"
     stage = job.stage if last is None else last.stage
@@ -275,7 +280,7 @@ def _waits(facts: Facts, waiting: Sequence[QueuedJob]) -> Verdict:
         state = "held" if job.held else "requeued"
     before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
     if before is not None and before.end is not None:
-        words.append(f"the last end: {before.end.reason}")
+        words.append(f"the last end: {listed(before.end.reason)}")
     return Verdict(state, _stage_name(job.stage), "; ".join(words))
 
 
@@ -301,7 +306,8 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
     last = tries[-1] if tries else None
     if last is not None and last.end is not None and (end is None or last.begin > end.time):
         of_job = facts.last_job("train")
-        end = _End(last.end, last.code, last.reason, last.code == EXIT_OK or of_job is None or last.job != of_job.job)
+        final = last.code == EXIT_OK or of_job is None or last.job != of_job.job
+        end = _End(last.end, last.code, listed(last.reason), final)
     if (hand := _by_itself(facts, "train", end)) is not None:
         end = hand
     lost = _lost(facts, answer, ("train",), end)
@@ -310,10 +316,8 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
     step = max((each.step for each in tries), default=0)
     if end is not None and end.code == EXIT_OK and lost is None:
         return Verdict("done", "train", "")
-    if facts.cancelled is not None:
-        how = "without saving" if facts.cancelled.now else "after a save"
-        who = f"by {facts.cancelled.by} at {when(facts.cancelled.time)}, {how}"
-        return Verdict("cancelled", "train", "; ".join(filter(None, (who, end.reason if end else ""))))
+    if facts.cancelled is not None and facts.cancelled.stages != ("eval",):
+        return _cancelled(facts, facts.cancelled, end)
     if lost is not None:
         return lost
     assert end is not None
@@ -322,6 +326,23 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
         why = f"all links have ended, at step {step:,}{of}; submit the run again to go on; the last end: {end.reason}"
         return Verdict("chain exhausted", "train", why)
     return Verdict(_OF_CODE.get(end.code, "failed"), "train", end.reason)
+
+
+def _cancelled(facts: Facts, by: Cancelled, end: _End | None) -> Verdict:
+    """Who has cancelled what.
+
+    Args:
+        facts: files of the run.
+        by: who, and when.
+        end: of the training; one that is older has nothing to do with it.
+    """
+    last = facts.launches[-1].stage if facts.launches else "train"
+    stage = by.stages[0] if by.stages else last
+    who = f"by {by.by} at {when(by.time)}"
+    if stage == "train":
+        who += ", without saving" if by.now else ", after a save"
+    told = end.reason if end is not None and end.time >= by.time else ""
+    return Verdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
 
 
 def _stage_ended(facts: Facts, answer: Answer, group: Sequence[Stage]) -> Verdict | None:
@@ -353,7 +374,7 @@ def _last_end(facts: Facts, stage: Stage) -> _End | None:
     launch = next((each for each in ended if each.crashed), ended[-1])
     how = launch.end
     assert how is not None
-    return _End(how.time, how.code, how.reason, how.next not in _AGAIN, how.next)
+    return _End(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
 
 
 def _by_itself(facts: Facts, stage: str, known: _End | None) -> _End | None:

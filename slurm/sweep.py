@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.console import alarm, say
+from pipeline.data.progress import counted
 from pipeline.errors import MachineError, RankFailed, UserError
 from slurm.jobs import Where
 from slurm.sweep_members import Member, Sweep, find_sweep, make_sweep, short_names, told
@@ -123,13 +124,7 @@ def _examined(member: Member, where: Where | None) -> Checked:
 
 def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console: Console) -> None:
     """What would be done."""
-    table = Table(
-        *short_names(found.keys).values(),
-        title=f"sweep {found.folder}",
-        title_justify="left",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(*short_names(found.keys).values(), box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("parameters", "steps"):
         table.add_column(column, justify="right")
     table.add_column("now")
@@ -138,24 +133,37 @@ def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console
         done = is_done(each.member.folder, each.steps)
         now = "done" if done else states[each.member.folder] or "to do"
         table.add_row(*each.member.values.values(), f"{each.parameters:,}", f"{each.steps:,}", now)
+    say(console, f"sweep {found.folder}")
     console.print(table)
     left = [each.member for each in checked if not is_done(each.member.folder, each.steps)]
     left = [member for member in left if not states[member.folder]]
-    if where != "slurm":
-        say(console, f"{len(left)} runs one after the other, each trained and then evaluated")
-        return
+    if where == "slurm":
+        _show_jobs(found.folder, left, console)
+    elif left:
+        say(console, f"{counted(len(left), 'run')} one after the other, each trained and then evaluated")
+    say(console, f"nothing was {'started' if where is None else 'sent'} and nothing was written (--dry-run)")
+
+
+def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
+    """The jobs that would be sent, and their scripts."""
+    from slurm import snapshot, transport
     from slurm.sweep_send import groups
 
-    for group in groups(found.folder, left, where):
-        for warning in group.check(where, dry_run=True):
-            say(console, f"warning: {warning}")
+    wanted = groups(folder, left, "slurm")
+    for warning in dict.fromkeys(warning for group in wanted for warning in group.check("slurm", dry_run=True)):
+        say(console, f"warning: {warning}")
+    for group in wanted:
         planned, count = group.planned, len(group.members)
-        what = f"an array of {count} jobs, each" if count > 1 else f"a job for {group.members[0].name}"
+        what = f"an array of {count:,} jobs, each" if count > 1 else f"a job for {group.members[0].name}"
+        nodes = counted(planned.nodes + planned.spare_nodes, "node")
+        processes = f"{planned.processes_per_node:,} process{'' if planned.processes_per_node == 1 else 'es'}"
         say(
             console,
-            f"{what} with {planned.nodes + planned.spare_nodes} nodes, {planned.processes_per_node} processes on each, "
-            f"for {minutes(planned.minutes)}: trained and then evaluated",
+            f"{what} with {nodes} x {processes}, for {minutes(planned.minutes)}: trained and then evaluated",
         )
+    for group in wanted:
+        text = transport.script(folder, group.planned, group.site, snapshot.place(folder), group.config, "slurm")
+        say(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")
 
 
 def _note(found: Sweep, checked: Sequence[Checked]) -> None:

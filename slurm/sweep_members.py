@@ -21,6 +21,7 @@ from pipeline.data.hashing import value_hash
 from pipeline.data.opening import dataset_folder
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN
 from pipeline.errors import UserError
+from slurm.sweep_folder import SWEEPS
 
 _MINE = ("run.dir", "data.dir")
 """Keys that the sweep sets."""
@@ -100,7 +101,7 @@ def make_sweep(run: Path, words: Sequence[str]) -> Sweep:
     base = next(iter(loaded.values()))[1]
     _refuse_missing_data(run, fixed, base)
     name = sweep_name(axes)
-    folder = base.run.dir / "sweeps" / name
+    folder = base.run.dir / SWEEPS / name
     members = tuple(
         Member(member, values, _placed(config, folder / member)) for member, (values, config) in loaded.items()
     )
@@ -120,7 +121,7 @@ def find_sweep(run: Path, words: Sequence[str]) -> Path:
     """
     axes = parse_axes(words)
     base = load(run, [f"{axis.key}={axis.values[0]}" for axis in axes])
-    return base.run.dir / "sweeps" / sweep_name(axes)
+    return base.run.dir / SWEEPS / sweep_name(axes)
 
 
 def told(problems: dict[str, list[str]], members: int) -> str:

@@ -25,10 +25,9 @@ from pipeline.train.attempts import metrics_path, rows_backwards
 from slurm.status import status
 from slurm.status_run import RunStatus
 from slurm.status_state import State
+from slurm.sweep_folder import SWEEP_FILE, noted
 from slurm.sweep_members import short_names
 
-SWEEP_FILE = "sweep.json"
-"""In the folder of a sweep: its runs, what sets them apart, and their steps."""
 _MEAN_OF = 10
 """Steps at the end whose losses are averaged."""
 _LOOK_BACK = 1_000
@@ -67,8 +66,8 @@ class Result:
 def note_members(folder: Path, values: Mapping[str, dict[str, str]], steps: Mapping[str, int]) -> None:
     """Write down the runs of a sweep; those that an earlier command has noted stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    noted = {name: {"values": values[name], "steps": steps[name]} for name in values}
-    store.put_json(folder / SWEEP_FILE, {"members": _noted(folder) | noted})
+    now = {name: {"values": values[name], "steps": steps[name]} for name in values}
+    store.put_json(folder / SWEEP_FILE, {"members": noted(folder) | now})
 
 
 def results(folder: Path) -> list[Result]:
@@ -77,13 +76,13 @@ def results(folder: Path) -> list[Result]:
     Raises:
         UserError: nothing of it was started.
     """
-    noted = _noted(folder)
-    if not noted:
+    members = noted(folder)
+    if not members:
         raise UserError(
             f"nothing of this sweep was started ({folder} has no {SWEEP_FILE}); leave --table out to start it"
         )
-    states = {each.run: each for each in status(dict.fromkeys(folder / name for name in noted), spent=False)}
-    found = [_result(states[folder / name], name, noted[name]["values"], int(noted[name]["steps"])) for name in noted]
+    states = {each.run: each for each in status(dict.fromkeys(folder / name for name in members), spent=False)}
+    found = [_result(states[folder / name], name, each["values"], int(each["steps"])) for name, each in members.items()]
     by = sorted_by(found)
     return sorted(found, key=lambda each: (_loss(each, by) is None, _loss(each, by) or 0.0))
 
@@ -119,19 +118,13 @@ def show_table(folder: Path, console: Console, *, as_json: bool) -> None:
         value = {"sweep": str(folder), "sorted_by": by, "best": best, "members": [asdict(each) for each in found]}
         print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
         return
-    console.print(_table(found, keys, best, folder))
+    say(console, f"sweep {folder}")
+    console.print(_table(found, keys, best))
     if best is not None:
         say(console, f"* best by {by.replace('_', ' ')}; also in {folder / 'table.csv'}")
     for each in found:
         if each.state in _FAILED:
             say(console, f"{each.name} {each.state}: {each.why}; `pipeline logs {folder / each.name} --first-error`")
-
-
-def _noted(folder: Path) -> dict[str, Any]:
-    with suppress(FileNotFoundError):
-        value = store.get_json(folder / SWEEP_FILE, "members")
-        return dict(value["members"])
-    return {}
 
 
 def _result(now: RunStatus, name: str, values: dict[str, str], steps: int) -> Result:
@@ -195,8 +188,8 @@ def _loss(result: Result, name: str) -> float | None:
     return value
 
 
-def _table(found: Sequence[Result], keys: Sequence[str], best: str | None, folder: Path) -> Table:
-    table = Table(title=f"sweep {folder}", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+def _table(found: Sequence[Result], keys: Sequence[str], best: str | None) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in short_names(keys).values():
         table.add_column(name, min_width=6, overflow="fold")
     table.add_column("state", no_wrap=True)

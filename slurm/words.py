@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def duration(seconds: float) -> str:
     """`45 s`, `12 min`, `3 h 05 min`, `4 d 7 h`."""
@@ -18,3 +20,8 @@ def minutes(count: int) -> str:
     if hours < 48:
         return f"{hours} h {rest:02d} min" if rest else f"{hours} h"
     return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
+
+
+def listed(reason: str) -> str:
+    """Why something ended, as a part of a list with semicolons: no full stop before one, nor at the end."""
+    return re.sub(r"(?<!\.)\.(?=;|$)", "", reason)

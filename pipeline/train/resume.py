@@ -58,13 +58,14 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "resume": ("run file", ""),
     "eval": ("run file", ""),
     "generate": ("run file", ""),
+    "slurm": ("run file", "where and how jobs are sent"),
 }
 """By key, which stands for all below it that have no entry of their own: who wins, and what else is to be said."""
 
 _SHOWN_CHARACTERS = 100
 _COMPARED_BY_FINGERPRINT = ("model", "train.objective")
 """A difference is refused or warned of already."""
-_OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume")
+_OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume", "slurm")
 """Where and how a start is made: says nothing about the run."""
 _ABSENT = object()
 

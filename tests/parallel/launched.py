@@ -60,7 +60,8 @@ def case_good(config: Config, rank: int) -> int:
     with open_run(config.run.dir) if rank == 0 else nullcontext() as folder:
         if folder is not None:
             folder.step = 7
-        print(f"out of rank {rank}")
+        # One write: ranks that share a terminal do not mix within it.
+        sys.stdout.write(f"out of rank {rank}\n")
         print(f"err of rank {rank}", file=sys.stderr)
         step: int = share(lambda: 7)
     return step

@@ -68,7 +68,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(root: Path) -> None:
     assert process.returncode == 75, err
     step = steps(run)
     assert step > saved
-    assert f"a stop request at step {step} of 100000; saved" in err
+    assert f"a stop request at step {step} of 100,000; saved" in err
     (logs,) = (run / "logs").iterdir()
     for rank, reason in {1: "a stop request", 2: "a stop request", 3: "SIGUSR2"}.items():
         record = json.loads((logs / f"rank-{rank:04d}.error.json").read_bytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -168,6 +169,23 @@ def test_a_job_in_the_background_of_this_machine(run: Path, stage: Stage, now: b
         assert jobs.cancelled(run, "eval"), "one process does them all"
         assert not (run / "stop").exists()
     finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_of_a_sweep_whose_turn_has_not_come(run: Path) -> None:
+    process = python(LOCAL, jobs.jobs_folder(run), run, "sleeps")
+    try:
+        until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        jobs.note(run, jobs.new_job("train", str(process.pid), "local", "name", "none.json"))
+        assert "since it is in no queue" in changed(hold, run)
+        text = cancelled(run)
+        assert "will pass it over\n" in text and text.endswith(f"{run} is cancelled\n")
+        assert process.poll() is None and not (run / "stop").exists()
+        assert jobs.cancelled(run, "train")
+    finally:
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
         process.kill()
         process.communicate()
 

@@ -142,7 +142,7 @@ def test_before_anything_was_launched(run: Path) -> None:
     assert "nothing of the run waits or runs any more" in followed
     assert followed.endswith("module: command not found\n")
     write(run, launched(run), 0, "it runs\n")
-    assert "78" not in shown(run)
+    assert "job 78" not in shown(run)
     later = jobs.new_job("train", "78", "slurm", "name", "none.json")
     jobs.note(run, later)
     later.log(run).write_text("module: command not found\n")

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from pipeline.data import store
 from pipeline.errors import UserError
+from pipeline.train.attempts import Running
 from pipeline.train.heartbeat import Beat, beat_file
 from slurm import jobs, launches, scheduler, status_run
 from slurm.devcluster import DevCluster
@@ -201,6 +202,30 @@ def test_who_cancelled(tmp_path: Path) -> None:
     assert found.state == "cancelled" and found.why.startswith(f"by {jobs.user()} at ")
 
 
+def test_what_was_cancelled_has_nothing_to_do_with_an_older_end(tmp_path: Path) -> None:
+    send(tmp_path)
+    how = LaunchEnd(75, "stop file at step 2; saved. Run the same command to go on.; end: asked", "end", 2, time.time())
+    launches.end(tmp_path, launch(tmp_path), how)
+    assert say(tmp_path).why == "stop file at step 2; saved. Run the same command to go on; end: asked"
+    send(tmp_path, "preprocess", "78")
+    jobs.note_cancelled(tmp_path, now=True, stages=("preprocess", "finish"))
+    found = say(tmp_path)
+    assert (found.state, found.stage) == ("cancelled", "preprocess")
+    assert "stop file" not in found.why and "saving" not in found.why
+
+
+def test_the_cause_goes_before_what_came_of_it(tmp_path: Path) -> None:
+    send(tmp_path)
+    begun = launch(tmp_path)
+    tried = Running(tmp_path, 1, 0, {"world_size": 2}, "hash")
+    tried.end(1, "[pair.cc:553] Connection closed by peer", 3)
+    cause = "rank 1 on n1: was killed by SIGKILL"
+    text = f"{cause}; relaunch: start 1 of 3 without a newer checkpoint"
+    launches.end(tmp_path, begun, LaunchEnd(1, text, "relaunch", 0, time.time(), 1, "n1"))
+    (row,) = say(tmp_path).attempts
+    assert (row.number, row.outcome, row.reason, row.next) == (1, "failed", cause, "relaunch")
+
+
 def test_a_chain_that_is_exhausted(tmp_path: Path) -> None:
     for link, job in enumerate(("77", "78"), start=1):
         send(tmp_path, job=job, link=link)
@@ -335,6 +360,24 @@ def test_several_runs_and_those_below_runs(
     (tmp_path / "empty").mkdir()
     show_status((tmp_path / "empty",), Console(width=200))
     assert "nothing known" in capsys.readouterr().out
+
+
+def test_the_runs_of_a_sweep(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/a/sweeps/lr"
+    shutil.copytree(run, folder / "lr=1")
+    (folder / "slurm").mkdir()
+    store.put_json(folder / "sweep.json", {"members": {"lr=1": {}, "lr=2": {}}})
+    both = ["runs/a/sweeps/lr/lr=1: done (train), ", "runs/a/sweeps/lr/lr=2: nothing known, "]
+    for named in ((), (folder,), (folder / "lr=2", *folder.iterdir())):
+        show_status(named, Console(width=60))
+        said = sorted(capsys.readouterr().out.splitlines())
+        assert len([line for line in said for start in both if line.startswith(start)]) == 2, said
+        assert not [line for line in said if "sweep.json" in line or line.startswith("runs/a/sweeps/lr/slurm")]
+    with pytest.raises(UserError, match="none of the runs of the sweep"):
+        show_status([folder / "sweep.json"], Console())
 
 
 def test_watching_ends_quietly(made: Path) -> None:

@@ -147,6 +147,11 @@ def test_dry_run_shows_and_writes_nothing(
     said = capfd.readouterr().out
     assert "4 runs one after the other" in said
     assert said.count("to do") == 4
+    assert said.startswith(f"sweep {tmp_path}") and said.endswith("nothing was written (--dry-run)\n")
+    do(run_file, [*fresh, LR, "model.layers=1,2", "slurm.train.time=10"], dry_run=True, slurm=True)
+    said = capfd.readouterr().out
+    assert "an array of 4 jobs, each with 1 node x 1 process, for 10 min" in said
+    assert "\n#SBATCH --array=0-3" in said and "nothing was sent" in said
     assert not (tmp_path / "run").exists()
 
 
