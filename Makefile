@@ -4,16 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: help quickstart install install-dev test test-parallel test-slurm test-all lint docs devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-slow test-slurm test-all lint docs devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   train and evaluate a small model on this machine's CPU, in minutes"
 	@echo "make test         the test suite"
-	@echo "make test-parallel  every combination of parallelism against one process, and runs that are killed"
+	@echo "make test-slow    every combination of parallelism against one process, and runs that are killed"
 	@echo "make test-slurm   jobs on a real SLURM, which is brought up for them"
 	@echo "make devcluster   a SLURM on this machine to try things on; down again: make devcluster-down"
-	@echo "make test-all     with the slow tests"
+	@echo "make test-all     all of these"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
@@ -25,14 +25,15 @@ quickstart: install
 test: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not slurm and not gpu"
 
-test-parallel: install-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "parallel and slow" tests/parallel
+test-slow: install-dev
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not slurm and not gpu"
 
 test-slurm: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
 
 test-all: install-dev
-	@$(BIN)/python -m pytest -m "not slurm"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slurm"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
 
 lint: install-dev
 	@$(BIN)/ruff check .

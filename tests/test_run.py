@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import orjson
+import pytest
 
 from pipeline.train.run_folder import read_metrics
 from tests import tiny
@@ -49,6 +50,7 @@ def test_run_then_again_then_further(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "eval" / "step-00000008.json").exists()
 
 
+@pytest.mark.slow
 def test_a_diverged_run_has_a_summary_and_no_traceback(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path, {"train.schedule": {"warmup": "0 steps"}, "train.duration": "2 steps"})
     done = tiny.pipeline("run", file, "train.optimizer.lr=1e38")
@@ -60,6 +62,7 @@ def test_a_diverged_run_has_a_summary_and_no_traceback(tmp_path: Path) -> None:
     assert again.returncode == 0 and "Traceback" not in again.stderr
 
 
+@pytest.mark.slow
 def test_what_a_crash_left_of_a_summary_is_written_anew(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path)
     assert tiny.pipeline("run", file).returncode == 0

@@ -36,6 +36,7 @@ def config_of(root, corpus, **data):
     return make_config(root, sources, heldout=0, preprocess=settings, **data)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_of_memory(tmp_path, corpus):
     expected = config_of(tmp_path / "expected", corpus, tokenizer={"train": {"vocab_size": 300, "max_bytes": 1000}})
     preprocess(expected)

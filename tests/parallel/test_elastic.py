@@ -90,6 +90,7 @@ def test_four_then_two_then_three_processes_by_the_launcher(root: Path) -> None:
     assert_same_course(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_phases_a_ramp_long_windows_and_skips(root: Path) -> None:
     """The numbers of processes do not divide the batches: samples that count for nothing fill them."""
     file, run = root / "all.yaml", root / "all"

@@ -72,6 +72,7 @@ def _train(file: Path, values: list[str]) -> dict[str, float]:
     return sums
 
 
+@pytest.mark.slow
 def test_an_average_goes_from_layout_to_layout(root: Path, processes: Callable[[int], Ranks]) -> None:
     before: Path | None = None
     for number, (name, row) in enumerate(CHAIN):

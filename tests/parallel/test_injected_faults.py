@@ -133,7 +133,10 @@ def assert_same_end(run: Path, whole: Path) -> None:
     assert exact(run) == exact(whole)
     assert weights_hash(run) == weights_hash(whole)
     assert list((run / "checkpoints").glob("*.tmp")) == []
-    assert steps_there(run) == steps_there(whole)
+    # A run that is done is not touched, though its last process was killed before it removed what is too old.
+    too_old = steps_there(run)[: -len(steps_there(whole))]
+    assert too_old in ([], [steps_there(whole)[0] - 1])
+    assert steps_there(run)[len(too_old) :] == steps_there(whole)
     assert not (run / "lock").exists()
     ended = orjson.loads((run / "exit.json").read_bytes())
     assert (ended["code"], ended["step"]) == (0, exact(whole)[-1]["step"])
@@ -201,7 +204,8 @@ def test_a_flipped_byte_is_found_on_load_and_by_the_tool(root: Path, whole: Path
 # Random instants.
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
 def test_ten_random_instants(root: Path, long_whole: Path, part: int) -> None:
     """A rank is killed from outside after a random time, or at a random call about a file of the run; then again.
 

@@ -299,6 +299,7 @@ def test_shards_and_replicas() -> None:
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_hybrid_shards() -> None:
     check([Case("1f1b", ONE, tied=True, replicate=2, shard=2), Case("zbv", TWO, replicate=2, shard=2)], 8)
 

@@ -35,7 +35,8 @@ def _train(file: Path, values: Sequence[str]) -> None:
     trainer.train(load(file, values))
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_same_layout_same_bits_twice_and_resumed(root: Path, schedule: str) -> None:
     values = [f"{key}={value}" for key, value in EIGHT.items()]
     values += [f"parallel.pipeline.schedule={schedule}", "model.layers=4", "train.micro_batch_size=2"]

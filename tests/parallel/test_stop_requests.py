@@ -103,6 +103,7 @@ def _train_with_a_straggler(file: Path, seconds: float) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_longer_than_the_others_is_named(root: Path) -> None:
     import socket
 

@@ -235,6 +235,7 @@ def test_two_ranks_equal_one_process() -> None:
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_four_ranks_equal_one_process() -> None:
     ranks.run(
         4,

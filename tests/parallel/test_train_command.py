@@ -171,6 +171,7 @@ def test_torchrun(root: Path, whole: Path) -> None:
     assert exact(run) == exact(whole)
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_rank_step_and_key(root: Path) -> None:
     command = tiny.command("train", root / "run.yaml", f"run.dir={root / 'memory'}", "launch.processes=2")
     command += ["train.batch_size=40000", "train.micro_batch_size=20000"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_the_time_limit_itself(train: Run) -> None:
     scheduler.cancel([first.job])
     train.until_over()
     train.check_left()
+
+
+@pytest.mark.parametrize("train", [("slurm.train.time=1", "launch.time_limits.step_seconds=600")], indirect=True)
+def test_the_time_limit_comes_while_a_rank_cannot_save(train: Run, whole: Path) -> None:
+    """Nothing of the ranks sees the announcement, and SLURM itself ends them all."""
+    (job,) = train.submit()
+    train.until_step(12)
+    train.kill(3, signal.SIGSTOP)
+    train.until(lambda: len(train.launches()) == 2, why="the second start", seconds=240)
+    train.until_over()
+    train.check(whole)
+    first, second, *_ = train.launches()
+    assert (second.job, second.restarts) == (job, 1)
+    assert first.end is not None and first.end.next == "requeue", first.end
+    assert second.checkpoint == first.end.checkpoint >= 10, "nothing beyond the last save"
 
 
 def test_preemption_without_grace(train: Run, whole: Path) -> None:

@@ -235,6 +235,7 @@ def states(run: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> di
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_in_the_background_one_after_the_other(
     run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,6 +253,7 @@ def test_in_the_background_one_after_the_other(
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_a_run_that_is_done_is_left_alone_by_what_asks_for_its_end(
     run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
