@@ -40,9 +40,19 @@ class NumericalError(UserError):
 
 
 class Stopped(Exception):
-    """A stop was asked for (signal, `stop` file) and everything needed to go on has been saved."""
+    """A stop was asked for (signal, `stop` file), and what is needed to go on is there.
+
+    Args:
+        message: why, where, and how to go on.
+        agreed: all ranks have stopped at the same step, and saved it. Otherwise it is this process that was told to
+            end, perhaps by who ends all ranks because another one has failed.
+    """
 
     exit_code = EXIT_STOPPED
+
+    def __init__(self, message: str = "", *, agreed: bool = False) -> None:
+        super().__init__(message)
+        self.agreed = agreed
 
 
 class MachineError(UserError):

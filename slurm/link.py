@@ -85,6 +85,8 @@ class Ending:
     node: str | None = None
     """Where it ran."""
     failed_nodes: tuple[str, ...] = ()
+    agreed: bool = False
+    """All ranks came to it together; a rank alone may have been told to end because another one had failed."""
 
 
 class Link:
@@ -181,7 +183,7 @@ class Link:
     def _judge(self, step: Step, status: int, launch: Launch, attempt: int) -> Ending:
         """How the processes ended: what they say themselves counts more than srun's exit code."""
         state = self._exit_state(attempt)
-        if state is not None and state.code in (EXIT_OK, EXIT_STOPPED):
+        if state is not None and state.agreed:
             return state
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
         failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, tail(step.said, 10_000))
@@ -203,7 +205,7 @@ class Link:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 state = orjson.loads((self._run / "exit.json").read_bytes())
                 if state["attempt"] > attempt:
-                    return Ending(int(state["code"]), str(state["reason"]))
+                    return Ending(int(state["code"]), str(state["reason"]), agreed=bool(state["agreed"]))
         return None
 
     def _decide(self, launch: Launch, ending: Ending) -> LaunchEnd:

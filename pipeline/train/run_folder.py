@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from pipeline.data import store
-from pipeline.errors import EXIT_OK, EXIT_STOPPED, MachineError, UserError, exit_code
+from pipeline.errors import EXIT_OK, EXIT_STOPPED, MachineError, Stopped, UserError, exit_code
 from pipeline.train.attempts import Running, correct, last_begun, metrics_path, rows_backwards, settle
 from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import beat_file, read_beat
@@ -70,15 +70,15 @@ class RunFolder:
         assert self.lock is not None, "rank 0 alone writes"
         self.lock.assert_mine()
 
-    def end(self, code: int, reason: str) -> None:
-        """Write how this attempt ended: `exit.json`, and its line in the ledger.
+    def end(self, code: int, reason: str, *, agreed: bool = False) -> None:
+        """Write how this attempt ended: `exit.json`, and its line in the ledger. For `agreed` see `Stopped`.
 
         The line has the goodput of the run so far, if the end was a peaceful one. After another one those who wait for
         this process may not wait until all metrics have been read.
         """
         if self.lock is None or not self.lock.is_mine():
             return  # who has it now writes there
-        exit_state = {"attempt": self.attempt, "code": code, "reason": reason, "step": self.step}
+        exit_state = {"attempt": self.attempt, "code": code, "reason": reason, "agreed": agreed, "step": self.step}
         store.put_json(self.path / "exit.json", exit_state)
         if self.running is None:
             return
@@ -149,15 +149,16 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         folder = RunFolder(path, _next_attempt(path), lock=lock)
         lock.note(folder.attempt)
         (path / "exit.json").unlink(missing_ok=True)
-        code, reason = EXIT_OK, "done"
+        code, reason, agreed = EXIT_OK, "done", True
         try:
             yield folder
         except BaseException as error:
             code, reason = exit_code(error), str(error) or type(error).__name__
+            agreed = isinstance(error, Stopped) and error.agreed
             raise
         finally:
             with suppress(OSError):  # a full disk, of which the exception speaks already
-                folder.end(code, reason)
+                folder.end(code, reason, agreed=agreed)
     finally:
         lock.release()
 
@@ -179,7 +180,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
     step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None
     with suppress(OSError):  # a full disk, say
         code, reason = exit_code(end), str(end) or type(end).__name__
-        how = {"code": code, "reason": reason}
+        how = {"code": code, "reason": reason, "agreed": isinstance(end, Stopped) and end.agreed}
         store.put_json(exit_file, {"attempt": last_attempt(run), "step": step, **state, **how})
         correct(run, start, code, reason)
 

@@ -337,7 +337,8 @@ class Trainer:
             requests.consume()
             if step < total:
                 self._watchdog.pause()
-                raise Stopped(f"{reason} at step {step:,} of {total:,}; saved. Run the same command to go on.")
+                message = f"{reason} at step {step:,} of {total:,}; saved. Run the same command to go on."
+                raise Stopped(message, agreed=True)
 
     def _rewind(self, rewind: Rewind, metrics: Metrics) -> None:
         """Go back to a checkpoint, and pass over the steps around a fault when the run comes to them again."""

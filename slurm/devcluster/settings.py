@@ -84,6 +84,11 @@ class Settings:
         return self.folder / "mysql"
 
     @property
+    def database_temporary(self) -> Path:
+        """Its own: a server that starts clears others' tables from a folder for temporary files that it shares."""
+        return self.folder / "tmp"
+
+    @property
     def database_socket(self) -> Path:
         return self.folder / "mysql" / "socket"
 
@@ -99,7 +104,7 @@ class Settings:
 
     def write(self) -> None:
         """Make the folders and write the configuration files."""
-        for name in ("etc", "log", "run", "state", *(f"spool/{node}" for node in self.nodes)):
+        for name in ("etc", "log", "run", "state", "tmp", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         # munged and slurmd refuse folders that others may write to, whatever the umask was.
         for path in (self.folder, *(self.folder / name for name in ("etc", "log", "run", "state", "spool"))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ _PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+def cluster() -> Iterator[DevCluster]:
     """A SLURM with three nodes whose commands the tests and what they start talk to.
 
     `PIPELINE_DEVCLUSTER` names the folder of one that is up; without it one is started and taken down again. Where that
@@ -33,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
         pytest.skip(reason)
     # Workers of pytest-xdist have one each.
     port = 18000 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    own = None if folder else DevCluster.up(tmp_path_factory.mktemp("devcluster"), port=port)
+    own = None if folder else DevCluster.up(_folder(), port=port)
     found = own or DevCluster.at(Path(str(folder)))
     before = {name: os.environ.get(name) for name in found.environment}
     os.environ.update(found.environment)
@@ -44,7 +45,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
         else:
             os.environ[name] = value
     if own is not None:
-        own.down()
+        own.down(purge=True)
+
+
+def _folder() -> Path:
+    """Not one of pytest's, which other users cannot enter: some tests send jobs as another user."""
+    folder = Path(tempfile.mkdtemp(prefix="devcluster-"))
+    folder.chmod(0o755)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def test_the_signal_ahead_of_the_time_limit(train: Run, whole: Path) -> None:
     assert train.codes() == [75, 0]
 
 
-@pytest.mark.parametrize("train", [("slurm.train.time=1", "train.batch_size=64")], indirect=True)
+@pytest.mark.parametrize("train", [("slurm.train.time=1", "train.batch_size=128")], indirect=True)
 def test_the_time_limit_itself(train: Run) -> None:
     train.submit()
     train.until(lambda: len(train.launches()) >= 2, why="the second start", seconds=150)

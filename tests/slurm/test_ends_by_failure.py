@@ -95,7 +95,7 @@ def test_a_rank_hangs(train: Run, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [("slurm.max_restarts=1",)], indirect=True)
-def test_crashes_without_progress_end_the_chain(train: Run, file: Path) -> None:
+def test_crashes_without_progress_end_the_chain(train: Run) -> None:
     (job,) = train.submit()
     for number in (1, 2):
         train.until(partial(_beats, train, number), why=f"signs of life of launch {number}")

@@ -130,6 +130,15 @@ def test_the_first_of_those_that_say_why(tmp_path: Path, fail) -> None:  # type:
     assert not stopped(tmp_path)
 
 
+def test_ranks_that_are_told_to_end_because_one_was_killed(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+    """As before training begins, when nobody waits for the one that was killed and so nobody fails by it."""
+    for rank in (0, 2, 3):
+        fail(rank, Stopped("SIGTERM came; what was committed is kept"))
+    killed = "srun: error: n1: task 1: Killed\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
+    failure = found(tmp_path, killed + "srun: error: n1: task 0: Killed\nsrun: error: n2: tasks 2-3: Killed\n")
+    assert (failure.rank, failure.signal) == (1, "SIGKILL")
+
+
 def test_only_consequences_are_better_than_nothing(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
     fail(2, lost_connection())
     fail(0, lost_connection())

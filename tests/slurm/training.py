@@ -29,12 +29,12 @@ def write(root: Path) -> Path:
     """The run file and its preprocessed data."""
     changes = {
         "launch": {"threads": 1, "device": "cpu", "heartbeat_seconds": 0.2, "time_limits": {"step_seconds": 10}},
-        "model": {"layers": 4, "dim": 64, "heads": 4, "vocab_multiple": 16},
+        "model": {"layers": 2, "dim": 64, "heads": 4, "vocab_multiple": 16},
         "parallel": {"tp": 2, "pp": 2},
         "train.precision": {"compute": "fp32"},
         "train.duration": f"{STEPS} steps",
         "train.sequence_length": 128,
-        "train.batch_size": 16,
+        "train.batch_size": 8,
         "train.micro_batch_size": 4,
         "train.validation": {"every_steps": 1000, "samples": 0},
         "train.checkpoint": {"every_steps": 10, "keep": 5},

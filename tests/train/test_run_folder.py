@@ -109,8 +109,9 @@ def test_whatever_the_metrics_hold_it_is_told_how_an_attempt_ended(tmp_path: Pat
     with pytest.raises(Stopped, match="SIGTERM at step 1"), open_run(tmp_path) as folder:
         folder.begin(0, layout={"dp": 1}, config="")
         metrics_path(tmp_path).write_text('{"step": 1, "attempt": 1, "step_seconds": "x", "time": []}\n')
-        raise Stopped("SIGTERM at step 1")
-    assert orjson.loads((tmp_path / "exit.json").read_bytes())["reason"] == "SIGTERM at step 1"
+        raise Stopped("SIGTERM at step 1", agreed=True)
+    end = orjson.loads((tmp_path / "exit.json").read_bytes())
+    assert (end["reason"], end["agreed"]) == ("SIGTERM at step 1", True)
     assert orjson.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[-1])["reason"] == "SIGTERM at step 1"
 
 
