@@ -91,7 +91,8 @@ class Site:
 
     def end(self, step: int) -> None:
         """The training is done."""
-        store.put_json(self.run / "exit.json", {"attempt": 1, "code": 0, "reason": "done", "agreed": True, "step": step})
+        end = {"attempt": 1, "code": 0, "reason": "done", "agreed": True, "step": step}
+        store.put_json(self.run / "exit.json", end)
 
     def sent(self) -> list[Job]:
         return jobs.sent(self.run)
