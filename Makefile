@@ -42,7 +42,7 @@ lint: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
-	@$(BIN)/python -m pipeline.train.reference docs/parallelism.md docs/checkpoints.md docs/slurm.md
+	@$(BIN)/python -m pipeline.train.reference docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md
 
 devcluster: install
 	@$(BIN)/python -m slurm.devcluster up --install

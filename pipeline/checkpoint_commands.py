@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from pipeline.arguments import AsJson, Overrides, RunOrFolder, Step
+from pipeline.arguments import AsJson, Overrides, RunOrFolder, Step, shard_bytes
 from pipeline.errors import EXIT_OTHER, UserError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def checkpoint_export(
     _, checkpoints = _open(run, overrides)
     from pipeline.train.checkpoint.export import export
 
-    print(export(checkpoints, to, step=step, weights=weights, max_shard=_bytes(max_shard), console=Console()))
+    print(export(checkpoints, to, step=step, weights=weights, max_shard=shard_bytes(max_shard), console=Console()))
 
 
 @checkpoint_app.command("average")
@@ -145,7 +145,7 @@ def checkpoint_average(
         steps=None if steps is None else _steps(steps),
         last=last,
         weights=weights,
-        max_shard=_bytes(max_shard),
+        max_shard=shard_bytes(max_shard),
         console=Console(),
     )
     print(said)
@@ -175,17 +175,3 @@ def _steps(text: str) -> list[int]:
     if not all(part.isdecimal() for part in steps):
         raise UserError(f"--steps takes numbers with commas between them, like 1000,2000, not {text!r}")
     return [int(part) for part in steps]
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    from pipeline.config.base import parse_bytes
-
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise UserError(f"--max-shard is {text!r}: {error}") from None
-    if size < 1:
-        raise UserError(f"--max-shard is {text!r}; a file must be allowed at least one byte")
-    return int(size)

@@ -18,6 +18,7 @@ from pipeline import __version__
 from pipeline.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step
 from pipeline.checkpoint_commands import checkpoint_app
 from pipeline.console import alarm
+from pipeline.convert_commands import convert_app
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, RankFailed, Stopped, UserError
 from pipeline.slurm_commands import add_to
 from pipeline.train.parallel.rank import begin_rank, is_consequence, is_rank, record_error
@@ -72,6 +73,7 @@ data_app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(convert_app, name="convert")
 add_to(app)
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm or --local: show what would be sent.")]

@@ -87,6 +87,8 @@ class ModelConfig(Section):
     """Attention stays inside a document and positions restart at its first token. False: windows are one text."""
     tie_embeddings: bool = False
     """The head uses the embedding's weights."""
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Tokens that have logits; by default as many as the tokenizer has ids. Models from elsewhere may have more."""
     vocab_multiple: int = Field(default=128, ge=1)
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
     logit_soft_cap: float | None = Field(default=None, gt=0)

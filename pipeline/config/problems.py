@@ -130,10 +130,10 @@ def _suggestion(path: KeyPath, root: type[Section]) -> str:
     section = section_at(root, tuple(parents))
     siblings = list(written_keys(section)) if section else []
     above = f"{dotted(tuple(parents))}." if parents else ""
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
-        return f"; did you mean {above}{near[0]}?"
     if elsewhere := [other for other in known if other.split(".")[-1] == name]:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
+        return f"; did you mean {above}{near[0]}?"
     last = {other.split(".")[-1]: other for other in reversed(known)}
     if near := difflib.get_close_matches(name, last, n=1, cutoff=0.75):
         return f"; did you mean {last[near[0]]}?"

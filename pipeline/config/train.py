@@ -161,12 +161,23 @@ class EmaConfig(Section):
 class InitFromConfig(Section):
     """Weights that a new run starts from. Nothing else is taken over: no moments, no steps, no place in the data."""
 
-    path: AbsPath
-    """A run folder, a checkpoint's folder, or a folder that `pipeline checkpoint export` or `average` wrote."""
+    path: AbsPath | None = None
+    """A run folder, a checkpoint's folder, or one that `pipeline checkpoint export` or `average`, or `pipeline convert
+    from-hf` wrote."""
+    hf: AbsPath | None = None
+    """Instead of `path`: the folder of a downloaded Hugging Face model."""
     step: int | None = Field(default=None, ge=0)
     """Of a run folder: which checkpoint; by default the newest one."""
     weights: Literal["model", "ema"] = "model"
     """The weights that were trained, or their moving average."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> InitFromConfig:
+        if (self.path is None) == (self.hf is None):
+            raise ValueError("give exactly one of path and hf (a Hugging Face model's folder)")
+        if self.hf is not None and (self.step is not None or self.weights != "model"):
+            raise ValueError("a Hugging Face model has one set of weights: leave step and weights out")
+        return self
 
 
 class WandbConfig(Section):

@@ -39,6 +39,8 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
     if config.model.positions == "learned":
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
+    if keys["vocab_size"] is None:
+        del keys["vocab_size"]  # checkpoints from before this key have none
     return keys
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.data.store import put
+from pipeline.train.huggingface.families import FAMILIES
+from pipeline.train.huggingface.families import Rule as TensorRule
 from pipeline.train.parallel.rules import RULES, WARNINGS, Rule
 from pipeline.train.parallel.schedules import SCHEDULES, play
 from pipeline.train.parallel.tested import TESTED, Combination
@@ -61,6 +63,24 @@ def tested() -> str:
     return _table(head, ((*key, _schedules_of(rows)) for key, rows in groups.items()))
 
 
+def families() -> str:
+    """A table of the families of Hugging Face's models."""
+    rows = ((f"`{each.model_type}`", f"`{each.architecture}`", each.what) for each in FAMILIES.values())
+    return _table(("model_type", "class in transformers", "in `model:`"), rows)
+
+
+def tensors(model_type: str) -> str:
+    """A table of a family's tensors and ours."""
+
+    def ours(rule: TensorRule) -> str:
+        text = ", ".join(f"`{name}`" for name in rule.ours)
+        text = f"{text}, one below the other" if len(rule.ours) > 1 else text
+        return f"{text}, transposed" if rule.transposed else text
+
+    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in FAMILIES[model_type].rules)
+    return _table(("there", "here"), rows)
+
+
 def _schedules_of(rows: Sequence[Combination]) -> str:
     if rows[0].layout.pp == 1:
         return ""
@@ -101,6 +121,11 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "tested": tested(),
     },
     "checkpoints.md": lambda: {"winners": winners()},
+    "huggingface.md": lambda: {
+        "families": families(),
+        "tensors of llama, mistral, qwen2 and qwen3": tensors("llama"),
+        "tensors of gpt2": tensors("gpt2"),
+    },
     "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},
 }
 """File name -> its tables by the name of their place."""

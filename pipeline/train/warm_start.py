@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import shares, source_point
 from pipeline.train.checkpoint.tensors import stored
 from pipeline.train.fingerprint import differences, model_fingerprint
+from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.init import local_range
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.parallelize import ParallelModel
@@ -66,20 +67,22 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
     """
     wanted = config.train.init_from
     assert wanted is not None
+    if wanted.hf is not None:
+        return _from_hf(wanted.hf, config, tokenizer, model)
     checkpoint = _checkpoint(wanted)
     # The hashes of everything that is read have been compared before it is.
     if checkpoint is not None:
         where, weights = checkpoint.path, wanted.weights
         share(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
-        lines = share(lambda: _check_meaning(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer))
+        lines = share(lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer))
         storage.read(where, model, weights=wanted.weights)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
-        where = wanted.path
+        where = _folder(wanted)
         export = _verified_export(wanted)
         files, weights = _exported(where), export["weights"]
         share(lambda: _check_fit(_shapes_of(files), model.spec, where))
-        lines = share(lambda: _check_meaning(export["fingerprints"]["model"], where, config, tokenizer))
+        lines = share(lambda: _check_run(export["fingerprints"]["model"], where, config, tokenizer))
         _read_exported(files, model)
         known = {"run": export["run"], "checkpoints": export["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
@@ -93,7 +96,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
 
 def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
     """The checkpoint that is meant, verified; None where the folder has weights that were exported."""
-    path = wanted.path
+    path = _folder(wanted)
     kind = share(lambda: _kind(wanted))
     if kind == "exported":
         return None
@@ -102,8 +105,13 @@ def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
     return source_point(Checkpoints.of_run(path), wanted.step)
 
 
+def _folder(wanted: InitFromConfig) -> Path:
+    assert wanted.path is not None, "the section sees to it"
+    return wanted.path
+
+
 def _kind(wanted: InitFromConfig) -> str:
-    path = wanted.path
+    path = _folder(wanted)
     if not path.is_dir():
         raise UserError(
             f"train.init_from.path: there is no folder {path}; name a run folder, a checkpoint in it, or a folder with "
@@ -125,10 +133,15 @@ def _kind(wanted: InitFromConfig) -> str:
     return "checkpoint" if is_checkpoint else "exported"
 
 
-def _check_fit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
+def _check_fit(
+    found: Mapping[str, Sequence[int]],
+    spec: DecoderSpec,
+    where: Path,
+    advice: str = "set `model` to that of the run that the weights are from",
+) -> None:
     """A `UserError` that names the first tensor that the model does not have as it is."""
     if problem := storage.misfit(found, spec, where):
-        raise UserError(f"train.init_from: {problem}; set `model` to that of the run that the weights are from")
+        raise UserError(f"train.init_from: {problem}; {advice}")
 
 
 def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
@@ -141,11 +154,15 @@ def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
     return {name: tensor.shape for name, tensor in found.items()}
 
 
-def _check_meaning(saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer) -> list[str]:
+def _check_run(saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Weights of a run, whose tokenizer lies beside them."""
+    return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config)]
+
+
+def _check_meaning(saved: dict[str, Any], config: Config) -> list[str]:
     """What the weights were trained as that this model is not, though they fit."""
-    lines = _check_tokenizer(Tokenizer.open(where), config, tokenizer, where)
     saved, now = (_what_computes(values) for values in (saved, model_fingerprint(config)))
-    return lines + [
+    return [
         f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
         for name, old, new in differences("model", saved, now)
     ]
@@ -153,7 +170,11 @@ def _check_meaning(saved: dict[str, Any], where: Path, config: Config, tokenizer
 
 def _what_computes(model: dict[str, Any]) -> dict[str, Any]:
     """The keys of `model` that decide what weights of the same shapes compute."""
-    keys = {key: value for key, value in model.items() if key not in ("init", "max_positions")}
+    # The tensors have shown what the vocabulary is. Defaults that follow from other keys may be written out.
+    spoken_for = ("init", "max_positions", "vocab_size", "vocab_multiple", "kv_heads", "head_dim", "ffn_dim")
+    keys = {key: value for key, value in model.items() if key not in spoken_for}
+    heads, dim = model["heads"], model["dim"]
+    keys["kv_heads"], keys["head_dim"] = model["kv_heads"] or heads, model["head_dim"] or dim // heads
     # Of how the weights were drawn, the base width of muP alone matters later: it scales attention and logits.
     return {**keys, "init": {"mup_base_dim": model["init"].get("mup_base_dim")}}
 
@@ -173,18 +194,61 @@ def _check_tokenizer(there: Tokenizer, config: Config, tokenizer: Tokenizer, whe
     return [f"warning: allowed: {difference}"]
 
 
+# A model of Hugging Face's
+
+
+def _from_hf(folder: Path, config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tuple[list[str], Origin]:
+    """Each rank reads the rows and columns that it has, wherever in their tensors they are."""
+
+    def opened() -> HuggingFaceFolder:
+        return HuggingFaceFolder(folder, vocab_multiple=config.model.vocab_multiple)
+
+    def check() -> list[str]:
+        found = opened()
+        shapes = {name: each.shape for name, each in found.tensors.items()}
+        _check_fit(shapes, model.spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
+        lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)
+        return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config)]
+
+    lines = share(check)
+    found = opened()
+    with torch.no_grad():
+        for name, rows, others, local in _local_parts(model):
+            local.zero_()
+            piece = found.read_piece(name, rows, *others)
+            if piece is not None:
+                local[: len(piece)].copy_(piece)
+    first = (
+        f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "
+        "schedule and the order of the data begin here"
+    )
+    return [first, *lines], Origin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
+
+
+def _local_parts(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
+    """What this rank has: name, rows and columns of each parameter, and the tensor that holds them."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        ranges = (local_range(parameter, dim) for dim in range(parameter.ndim))
+        rows, *others = (slice(each.start, each.stop) for each in ranges)
+        local = parameter.to_local()
+        if local.numel():
+            yield name, rows, others, local
+
+
 # Exported weights
 
 
 def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
     """What a folder says of the weights that were exported to it. Each rank reads and hashes a share of the files."""
+    folder = _folder(wanted)
 
     def said() -> dict[str, Any]:
         keys = ("files", "weights", "fingerprints", "run", "checkpoints")
-        about: dict[str, Any] = store.get_json(wanted.path / ORIGIN_FILE, *keys)
+        about: dict[str, Any] = store.get_json(folder / ORIGIN_FILE, *keys)
         if wanted.weights == "ema" and about["weights"] != "ema":
             raise UserError(
-                f"train.init_from.weights: ema, but {wanted.path} has the weights that were trained; export the "
+                f"train.init_from.weights: ema, but {folder} has the weights that were trained; export the "
                 "average (`pipeline checkpoint export --weights ema`), or leave `weights` out"
             )
         return about
@@ -194,9 +258,9 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
     problems: list[str] = []
     for name in shares(about["files"], ranks)[rank]:
         try:
-            problem = changed(wanted.path / name, about["files"][name][1])
+            problem = changed(folder / name, about["files"][name][1])
         except OSError as error:
-            problem = f"{wanted.path / name} cannot be read: {error.strerror}"
+            problem = f"{folder / name} cannot be read: {error.strerror}"
         problems += [problem] if problem else []
     found = gather(problems)
 
@@ -229,10 +293,6 @@ def _shapes_of(files: Mapping[str, Path]) -> Shapes:
 @torch.no_grad()
 def _read_exported(files: Mapping[str, Path], model: ParallelModel) -> None:
     """Each rank reads the rows and columns that it has."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        cut = tuple(slice(r.start, r.stop) for r in (local_range(parameter, dim) for dim in range(parameter.ndim)))
-        local = parameter.to_local()
-        if local.numel():
-            with safe_open(files[name], framework="pt") as tensors:
-                local.copy_(tensors.get_slice(name)[cut])
+    for name, rows, others, local in _local_parts(model):
+        with safe_open(files[name], framework="pt") as tensors:
+            local.copy_(tensors.get_slice(name)[(rows, *others)])

@@ -128,7 +128,7 @@ corpus: x
     [
         ("train.bach_size=1", "did you mean train.batch_size?"),
         ("model.batch_size=1", "did you mean train.batch_size or eval.batch_size or blend.phases.N.batch_size?"),
-        ("vocab_size=1", "did you mean tokenizer.train.vocab_size?"),
+        ("vocab_size=1", "did you mean model.vocab_size or tokenizer.train.vocab_size?"),
         ("trian.batch_size=1", "did you mean train?"),
         ("model.init.sdt=1", "did you mean model.init.std?"),
         ("eval.zzz=1", "eval has the keys split, batch_size"),

@@ -140,7 +140,7 @@ LAYOUTS = {
 }
 
 
-def _first_weights(file: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
+def first_weights(file: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
     """In a rank: start a run, and return the parameters of this rank, whole, as they are before the first step."""
     found: dict[str, torch.Tensor] = {}
     begin = trainer.Trainer.begin
@@ -171,7 +171,7 @@ def test_into_any_layout(
         overrides += ["train.schedule.warmup=0 steps", "parallel.pipeline.schedule=gpipe"][
             : 2 if layout == "pp2" else 1
         ]
-        by_rank = run_ranks(2, _first_weights, root / "run.yaml", overrides, connect=False)
+        by_rank = run_ranks(2, first_weights, root / "run.yaml", overrides, connect=False)
         found = {name: tensor for part in by_rank for name, tensor in part.items()}
         assert equal(found, weights)
 

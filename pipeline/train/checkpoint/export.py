@@ -55,7 +55,7 @@ def export(
         UserError: there is no such checkpoint, it is damaged or has no such weights, or `to` is there already.
         MachineError: `to` cannot be written.
     """
-    _is_free(to)
+    free_folder(to)
     return _write([checkpoints.at(step)], to, "export", weights, max_shard, console)
 
 
@@ -84,7 +84,7 @@ def average(
         UserError: as for `export`; or they are of different models or tokenizers, or there are not so many.
         MachineError: as for `export`.
     """
-    _is_free(to)
+    free_folder(to)
     if (steps is None) == (last is None):
         raise UserError("name the checkpoints to average, with either --steps 1000,2000 or --last 5")
     if last is not None:
@@ -99,7 +99,14 @@ def average(
     return _write([checkpoints.at(step) for step in sorted(steps)], to, "average", weights, max_shard, console)
 
 
-def _is_free(to: Path) -> None:
+def longest_windows(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest windows that a resolved run file trains with."""
+    phases = (config.get("blend") or {}).get("phases") or []
+    return max([int(config["train"]["sequence_length"]), *(phase.get("sequence_length") or 0 for phase in phases)])
+
+
+def free_folder(to: Path) -> None:
+    """A `UserError` where a folder that is to be made has something in it."""
     with store.writing(f"--to {to}"):
         taken = to.is_file() or (to.is_dir() and any(to.iterdir()))
     if taken:
@@ -114,7 +121,7 @@ def _write(
     tensors = _same_model(checkpoints, states, weights)
     total = sum(each.bytes for each in tensors.values())
     shards = plan_shards(tensors, max_shard)
-    with store.writing(f"--to {to}"), _made(Path(os.path.abspath(to))) as tmp:
+    with store.writing(f"--to {to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, f"{kind} (bytes)", total) as advance:
             files = write_shards(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
         Tokenizer.open(newest.path).save(tmp)
@@ -127,6 +134,7 @@ def _write(
                 "checkpoints": [{"step": each.step, "fingerprint": each.fingerprint} for each in checkpoints],
                 "weights": weights,
                 "tokens": states[-1]["tokens"],
+                "positions": longest_windows(states[-1]["config"]),
                 "fingerprints": {name: states[-1]["fingerprints"][name] for name in ("model", "tokenizer")},
                 "versions": states[-1]["versions"],
                 "files": files,
@@ -143,7 +151,7 @@ def _write(
 
 
 @contextmanager
-def _made(to: Path) -> Iterator[Path]:
+def made_folder(to: Path) -> Iterator[Path]:
     """A folder to write in, which becomes `to` when all is written."""
     to.parent.mkdir(parents=True, exist_ok=True)
     for old in to.parent.glob(f".{to.name}.*{store.TEMPORARY_SUFFIX}"):

@@ -23,18 +23,20 @@ from pipeline.train.checkpoint.committed import Files, record_of
 from pipeline.train.checkpoint.tensors import Stored
 
 INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
+"""By their names in the format."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
@@ -90,7 +92,7 @@ def _write(
     place = 0
     for name, each in tensors.items():
         header[name] = {
-            "dtype": _DTYPES[each.dtype],
+            "dtype": _NAMES[each.dtype],
             "shape": each.shape,
             "data_offsets": (place, place + each.bytes),
         }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config.model import ModelConfig, RopeScalingConfig
+from pipeline.errors import UserError
 
 # muP divides attention logits by head_dim instead of its root; the two agree for heads of this size.
 MUP_HEAD_DIM = 64
@@ -104,7 +105,17 @@ def decoder_spec(config: ModelConfig, vocab_size: int, max_positions: int) -> De
         config: The `model:` section.
         vocab_size: Largest token id + 1.
         max_positions: Rows of a learned position embedding (ignored by rope).
+
+    Raises:
+        UserError: The section has a smaller vocabulary.
     """
+    if config.vocab_size is not None:
+        if config.vocab_size < vocab_size:
+            raise UserError(
+                f"model.vocab_size: {config.vocab_size} is less than the tokenizer's {vocab_size} ids; leave it out, "
+                "or use the tokenizer that belongs to the model"
+            )
+        vocab_size = config.vocab_size
     norm = NormSpec(config.norm, config.norm_eps)
     head_dim = config.head_dim or config.dim // config.heads
     base_dim = config.init.mup_base_dim

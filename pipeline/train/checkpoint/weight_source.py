@@ -1,0 +1,154 @@
+"""Weights by name, wherever they are: in a run's checkpoint, or in a folder that they were exported to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from safetensors import safe_open
+from torch import Tensor
+
+from pipeline.config.model import ModelConfig
+from pipeline.data import store
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.committed import COMMIT, changed
+from pipeline.train.checkpoint.export import ORIGIN_FILE, longest_windows
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.tensors import Stored, read, stored
+from pipeline.train.checkpoint.weight_files import DTYPES
+
+Weights = Literal["model", "ema"]
+
+
+class WeightSource(Protocol):
+    """Tensors that were verified, read some at a time, and what they are."""
+
+    name: str
+    """Where they are."""
+    model: ModelConfig
+    """What they compute."""
+    positions: int
+    """The longest context of their training, in tokens."""
+    tokenizer: Tokenizer
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """By parameter name."""
+
+    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """Some of them, on the CPU."""
+
+
+def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource:
+    """The weights in a run folder, in a checkpoint's folder, or in one that `pipeline checkpoint export` has written.
+
+    Args:
+        path: one of these.
+        step: of a run folder; by default its latest.
+        weights: those that were trained, or their moving average.
+
+    Raises:
+        UserError: there are none, or they are damaged.
+    """
+    if (path / ORIGIN_FILE).is_file():
+        return _Exported(path, weights)
+    if (path / "checkpoints").is_dir():
+        return _InCheckpoint(Checkpoints.of_run(path).at(step), weights)
+    number = path.name.removeprefix("step-")
+    if (path / COMMIT).is_file() and number.isdigit():
+        return _InCheckpoint(Checkpoints(path.parent).at(int(number)), weights)
+    raise UserError(
+        f"{path} has no weights: name a run folder (with `checkpoints`), a checkpoint in it (with {COMMIT}), or a "
+        f"folder that was exported (with {ORIGIN_FILE})"
+    )
+
+
+@dataclass
+class _InCheckpoint:
+    checkpoint: Checkpoint
+    weights: Weights
+
+    def __post_init__(self) -> None:
+        state = self.checkpoint.state()
+        self.name = str(self.checkpoint.path)
+        self.model = ModelConfig(**state["fingerprints"]["model"])
+        self.positions = longest_windows(state["config"])
+        self.tokenizer = Tokenizer.open(self.checkpoint.path)
+        found = stored(self.checkpoint).get(self.weights)
+        if not found:
+            raise UserError(f"{self.name} has no moving average of the weights (train.ema was not set)")
+        self.tensors = found
+
+    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+        return read(self.checkpoint, self.weights, tensors)
+
+
+@dataclass
+class _Exported:
+    folder: Path
+    weights: Weights
+
+    def __post_init__(self) -> None:
+        about = store.get_json(self.folder / ORIGIN_FILE, "files", "weights", "fingerprints", "positions")
+        if self.weights == "ema" and about["weights"] != "ema":
+            raise UserError(f"{self.folder} has the weights that were trained, and not their moving average")
+        for name, (_, digest) in about["files"].items():
+            if problem := changed(self.folder / name, digest):
+                raise UserError(f"{problem}; export them again")
+        self.name = str(self.folder)
+        self.model = ModelConfig(**about["fingerprints"]["model"])
+        self.positions = int(about["positions"])
+        self.tokenizer = Tokenizer.open(self.folder)
+        self._files, self.tensors = tensors_in(self.folder)
+
+    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+        return read_tensors(self.folder, self._files, tensors)
+
+
+def tensors_in(folder: Path) -> tuple[dict[str, str], dict[str, Stored]]:
+    """The file of each tensor, and what it is, of all safetensors files in a folder.
+
+    Raises:
+        UserError: a file is none.
+    """
+    files, tensors = dict[str, str](), dict[str, Stored]()
+    for path in sorted(folder.glob("*.safetensors")):
+        found = tensors_of(path)
+        tensors |= found
+        files |= dict.fromkeys(found, path.name)
+    return files, tensors
+
+
+def tensors_of(path: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file; a `UserError` if it is none."""
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                piece = tensors.get_slice(name)
+                dtype = DTYPES.get(piece.get_dtype())
+                if dtype is None:
+                    raise UserError(f"{path}: {name} is {piece.get_dtype()}, which is no type that is read here")
+                found[name] = Stored(tuple(piece.get_shape()), dtype)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is no sound safetensors file ({error}); is the download complete?") from error
+    return found
+
+
+def read_tensors(folder: Path, files: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """Some tensors of files in a folder."""
+    by_file: dict[str, list[str]] = {}
+    for name in tensors:
+        by_file.setdefault(files[name], []).append(name)
+    values: dict[str, Tensor] = {}
+    for file, names in by_file.items():
+        with safe_open(folder / file, framework="pt") as opened:
+            values |= {name: opened.get_tensor(name) for name in names}
+    return values

@@ -1,0 +1,214 @@
+"""Models to Hugging Face's format and from it, a few tensors at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from rich.console import Console
+from torch import Tensor
+
+from pipeline.console import progress
+from pipeline.data import store
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.export import ORIGIN_FILE, free_folder, made_folder
+from pipeline.train.checkpoint.tensors import Stored, groups
+from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
+from pipeline.train.checkpoint.weight_source import Weights, WeightSource, open_weights
+from pipeline.train.huggingface.configs import Json, to_hf_config
+from pipeline.train.huggingface.families import Plan, plan_tensors
+from pipeline.train.huggingface.folder import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TOKENIZER_CONFIG_FILE,
+    HuggingFaceFolder,
+)
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.versions import versions
+
+MODEL_FILE = "model.yaml"
+"""What a run file includes to train on from a converted model."""
+Dtype = Literal["fp32", "bf16", "fp16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def to_hf(
+    source: Path,
+    to: Path,
+    *,
+    step: int | None = None,
+    weights: Weights = "model",
+    dtype: Dtype | None = None,
+    max_shard: int | None = 5 * 10**9,
+    console: Console,
+) -> str:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load; says what it wrote.
+
+    Args:
+        source: a run folder, a checkpoint's, or an exported one.
+        to: the folder that is made.
+        step: of a run folder; by default the latest.
+        weights: those that were trained, or their moving average.
+        dtype: of the weights; by default as they are stored.
+        max_shard: bytes of tensors in a file at most.
+        console: for the progress bar.
+
+    Raises:
+        UserError: there are no such weights, they are damaged, no supported family computes this model, or `to` is
+            there already.
+        MachineError: `to` cannot be written.
+    """
+    free_folder(to)
+    found = open_weights(source, step, weights)
+    vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
+    family, values = to_hf_config(found.model, vocab_size, found.positions)
+    plan = plan_tensors(family, decoder_spec(found.model, vocab_size, found.model.max_positions or found.positions))
+    kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in plan.theirs.items()}
+    tensors = {
+        name: Stored(shape, _DTYPES[dtype] if dtype else kinds[name]) for name, shape in plan.their_shapes.items()
+    }
+    total = sum(each.bytes for each in tensors.values())
+    shards = plan_shards(tensors, max_shard)
+    with store.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
+        with progress(console, "to-hf (bytes)", total) as advance:
+            write_shards(tmp, shards, lambda wanted: _their_tensors(found, plan, wanted), advance)
+        ends = {"bos_token_id": found.tokenizer.end_of_document, "eos_token_id": found.tokenizer.end_of_document}
+        name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        store.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
+        store.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
+        found.tokenizer.save(tmp)
+        store.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
+    return (
+        f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
+        f"{sum(each.numel for each in tensors.values()):,} parameters in {name}, {total:,} bytes in {len(shards)} "
+        f"file{'s' if len(shards) > 1 else ''}"
+    )
+
+
+def from_hf(
+    folder: Path,
+    to: Path,
+    *,
+    end_of_document: str | None = None,
+    max_shard: int | None = 5 * 10**9,
+    ignore: Collection[str] = (),
+    console: Console,
+) -> str:
+    """Write a folder that `train.init_from.path` takes, with the `model:` section that goes with it.
+
+    Args:
+        folder: a downloaded model.
+        to: the folder that is made.
+        end_of_document: token; by default the one that ends a text for the model.
+        max_shard: bytes of tensors in a file at most.
+        ignore: keys of config.json that the user says do not matter.
+        console: for the progress bar.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        UserError: it is no model, or none that is computed here, or `to` is there already.
+        MachineError: `to` cannot be written.
+    """
+    free_folder(to)
+    found = HuggingFaceFolder(folder, ignore)
+    tokenizer = _tokenizer_of(found, end_of_document)
+    total = sum(each.bytes for each in found.tensors.values())
+    shards = plan_shards(found.tensors, max_shard)
+    with store.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
+        with progress(console, "from-hf (bytes)", total) as advance:
+            files = write_shards(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
+        tokenizer.save(tmp)
+        store.put(tmp / MODEL_FILE, run_file_part(found, tokenizer, Path(os.path.abspath(to))).encode())
+        store.put_json(
+            tmp / ORIGIN_FILE,
+            {
+                "kind": "from-hf",
+                "run": str(folder),
+                "checkpoints": [],
+                "weights": "model",
+                "tokens": None,
+                "positions": found.positions,
+                "fingerprints": {"model": found.model.model_dump(mode="json"), "tokenizer": tokenizer.fingerprint},
+                "versions": versions(),
+                "files": files,
+            },
+        )
+    return (
+        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors, "
+        f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
+        f"{to / MODEL_FILE} trains on from there"
+    )
+
+
+def describe(folder: Path, *, end_of_document: str | None = None, ignore: Collection[str] = ()) -> str:
+    """The part of a run file that goes with a downloaded model; every name and shape of its files is checked."""
+    found = HuggingFaceFolder(folder, ignore)
+    _ = found.tensors
+    return run_file_part(found, _tokenizer_of(found, end_of_document), None)
+
+
+def run_file_part(found: HuggingFaceFolder, tokenizer: Tokenizer, converted: Path | None) -> str:
+    """`model:`, `tokenizer:` and `train.init_from` as YAML.
+
+    Args:
+        found: the model.
+        tokenizer: its own.
+        converted: the folder of its weights by our names; None: they are read where they are.
+    """
+    model = found.model.model_dump(mode="json", exclude_defaults=True)
+    where = {"path": str(converted)} if converted else {"hf": str(found.folder.absolute())}
+    value: dict[str, Any] = {
+        "model": model,
+        "tokenizer": {
+            "path": str(converted or found.folder.absolute()),
+            "end_of_document": tokenizer.end_of_document_token,
+        },
+        "train": {"init_from": where},
+    }
+    head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
+    return head + yaml.safe_dump(value, sort_keys=False)
+
+
+def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None) -> Tokenizer:
+    from pipeline.config.tokenizer import TokenizerConfig
+
+    given = TokenizerConfig(path=found.folder, end_of_document=end_of_document) if end_of_document else None
+    tokenizer = found.tokenizer(given)
+    rows = found.spec.vocab_size
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"{found.folder}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model has {rows} rows "
+            "for them; do the files belong together?"
+        )
+    return tokenizer
+
+
+def _their_tensors(source: WeightSource, plan: Plan, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    """In order; a group of them at a time is in memory."""
+    for group in groups(wanted):
+        ours = {name: source.tensors[name] for theirs in group for name in plan.theirs[theirs].ours}
+        values = source.read(ours)
+        for name, each in group.items():
+            yield name, plan.to_theirs(name, values).to(each.dtype)
+
+
+def _our_tensors(source: HuggingFaceFolder, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    for group in groups(wanted):
+        yield from source.read(group).items()
+
+
+def _tokenizer_config(tokenizer: Tokenizer, positions: int) -> Json:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.end_of_document_token,
+        "eos_token": tokenizer.end_of_document_token,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": positions,
+    }

@@ -1,0 +1,252 @@
+"""Which tensors of Hugging Face's model families are which of ours: one table a family, read in both directions.
+
+Every rule has the same form. A tensor of theirs is one of ours, or several of ours below each other, and GPT-2 has its
+matrices the other way round ([in, out], as `Conv1D` multiplies). Nothing is permuted: the order of the rotary pairs is
+the same (see `pipeline.train.model.rope`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder import Decoder
+
+Shape = tuple[int, ...]
+
+LAYER = "{i}"
+"""Stands for the number of a layer in names."""
+_VOCABULARY = ("embedding.weight", "head.weight")
+"""Tensors with a row a token; theirs have no rows of padding."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`theirs` is `ours`, one below the other, and transposed then if `transposed`."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+def _rule(theirs: str, *ours: str, transposed: bool = False) -> Rule:
+    return Rule(theirs, ours, transposed)
+
+
+def _with_bias(theirs: str, *ours: str, transposed: bool = False) -> tuple[Rule, Rule]:
+    weight = Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
+    return weight, Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))
+
+
+_LLAMA_LIKE = (
+    _rule("model.embed_tokens.weight", "embedding.weight"),
+    _rule("model.layers.{i}.input_layernorm.weight", "layers.{i}.mixer_norm.weight"),
+    *_with_bias("model.layers.{i}.self_attn.q_proj", "layers.{i}.mixer.wq"),
+    *_with_bias("model.layers.{i}.self_attn.k_proj", "layers.{i}.mixer.wk"),
+    *_with_bias("model.layers.{i}.self_attn.v_proj", "layers.{i}.mixer.wv"),
+    *_with_bias("model.layers.{i}.self_attn.o_proj", "layers.{i}.mixer.wo"),
+    _rule("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.mixer.q_norm.weight"),
+    _rule("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.mixer.k_norm.weight"),
+    _rule("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.weight"),
+    *_with_bias("model.layers.{i}.mlp.gate_proj", "layers.{i}.mlp.w1"),
+    *_with_bias("model.layers.{i}.mlp.up_proj", "layers.{i}.mlp.w3"),
+    *_with_bias("model.layers.{i}.mlp.down_proj", "layers.{i}.mlp.w2"),
+    _rule("model.norm.weight", "norm.weight"),
+    _rule("lm_head.weight", "head.weight"),
+)
+_GPT2 = (
+    _rule("transformer.wte.weight", "embedding.weight"),
+    _rule("transformer.wpe.weight", "position_embedding.weight"),
+    *_with_bias("transformer.h.{i}.ln_1", "layers.{i}.mixer_norm"),
+    *_with_bias(
+        "transformer.h.{i}.attn.c_attn",
+        "layers.{i}.mixer.wq",
+        "layers.{i}.mixer.wk",
+        "layers.{i}.mixer.wv",
+        transposed=True,
+    ),
+    *_with_bias("transformer.h.{i}.attn.c_proj", "layers.{i}.mixer.wo", transposed=True),
+    *_with_bias("transformer.h.{i}.ln_2", "layers.{i}.mlp_norm"),
+    *_with_bias("transformer.h.{i}.mlp.c_fc", "layers.{i}.mlp.w1", transposed=True),
+    *_with_bias("transformer.h.{i}.mlp.c_proj", "layers.{i}.mlp.w2", transposed=True),
+    *_with_bias("transformer.ln_f", "norm"),
+    _rule("lm_head.weight", "head.weight"),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models in transformers."""
+
+    model_type: str
+    """As `config.json` has it."""
+    architecture: str
+    """Name of its class with a language-model head."""
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()
+    """Patterns of names of buffers that files of old versions have, and that are computed today."""
+    prefix: str = ""
+    """Files of the model without its head lack it in their names."""
+    what: str = ""
+    """What it is by the keys of `model:`."""
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(
+            *("gpt2", "GPT2LMHeadModel", _GPT2, (r"h\.\d+\.attn\.(masked_)?bias",), "transformer."),
+            "`positions: learned`, `norm: layernorm`, `mlp: gelu`, `bias: all`",
+        ),
+        Family(
+            *("llama", "LlamaForCausalLM", _LLAMA_LIKE, (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",), "model."),
+            "`bias: none` or `all`",
+        ),
+        Family("mistral", "MistralForCausalLM", _LLAMA_LIKE, (), "model.", "`sliding_window`"),
+        Family("qwen2", "Qwen2ForCausalLM", _LLAMA_LIKE, (), "model.", "`bias: qkv`, `sliding_window` or none"),
+        Family("qwen3", "Qwen3ForCausalLM", _LLAMA_LIKE, (), "model.", "`qk_norm`, `sliding_window` or none"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor of ours is in one of theirs."""
+
+    theirs: str
+    first: int
+    """Its first row there, after transposing back."""
+    rows: int
+    """Its rows there; the rest of ours is padding of the vocabulary."""
+    transposed: bool
+
+    def cut(self, rows: slice, *others: slice) -> tuple[slice, ...] | None:
+        """The piece of theirs that has these rows and columns of ours; None if all of its rows are padding."""
+        start, stop = min(rows.start, self.rows), min(rows.stop, self.rows)
+        if stop <= start:
+            return None
+        found = (slice(self.first + start, self.first + stop), *others)
+        return found[::-1] if self.transposed else found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tensors of one model, by their names and by ours."""
+
+    theirs: dict[str, Rule]
+    """Name -> which of ours it is made of, with the numbers of layers in it."""
+    their_shapes: dict[str, Shape]
+    ours: dict[str, Part]
+    """Name -> where it is."""
+    our_shapes: dict[str, Shape]
+
+    def to_theirs(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A tensor of theirs from those of ours that it is made of."""
+        rule = self.theirs[name]
+        pieces = [tensors[ours][: self.ours[ours].rows] for ours in rule.ours]
+        value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return (value.t() if rule.transposed else value).contiguous()
+
+    def to_ours(self, name: str, theirs: Tensor) -> Tensor:
+        """A tensor of ours from the one of theirs that has it; padding of the vocabulary is 0."""
+        part, shape = self.ours[name], self.our_shapes[name]
+        value = (theirs.t() if part.transposed else theirs)[part.first : part.first + part.rows]
+        if part.rows == shape[0]:
+            return value.contiguous()
+        padded = value.new_zeros(shape)
+        padded[: part.rows] = value
+        return padded
+
+
+def plan_tensors(family: Family, spec: DecoderSpec) -> Plan:
+    """The rules of a family with the names and shapes of one model."""
+    with torch.device("meta"):
+        our_shapes = {name: tuple(value.shape) for name, value in Decoder(spec).named_parameters()}
+    theirs: dict[str, Rule] = {}
+    their_shapes: dict[str, Shape] = {}
+    ours: dict[str, Part] = {}
+    for rule in _numbered(family.rules, len(spec.layers)):
+        found = [name for name in rule.ours if name in our_shapes]
+        if not found:
+            continue  # a bias or norm that this model does not have
+        assert len(found) == len(rule.ours), rule
+        rows = [spec.vocab_size if name in _VOCABULARY else our_shapes[name][0] for name in rule.ours]
+        for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=0)), strict=True):
+            ours[name] = Part(rule.theirs, first, stop - first, rule.transposed)
+        shape = (sum(rows), *our_shapes[rule.ours[0]][1:])
+        theirs[rule.theirs] = rule
+        their_shapes[rule.theirs] = shape[::-1] if rule.transposed else shape
+    missing = our_shapes.keys() - ours.keys()
+    assert not missing, f"{family.model_type} has no place for {sorted(missing)}"
+    return Plan(theirs, their_shapes, ours, our_shapes)
+
+
+def names_in_files(family: Family, plan: Plan, found: Mapping[str, Sequence[int]], where: str) -> dict[str, str]:
+    """Names of `plan.theirs` -> names that the files have for them.
+
+    Args:
+        family: of the model.
+        plan: of the model.
+        found: shapes in the files by name.
+        where: the files, for messages.
+
+    Raises:
+        UserError: a tensor is missing, has another shape, or is none of this family's.
+    """
+    stripped = {name.removeprefix(family.prefix) for name in plan.theirs}
+    full = {
+        name if name.removeprefix(family.prefix) not in stripped else name.removeprefix(family.prefix): name
+        for name in found
+    }
+    names: dict[str, str] = {}
+    for name, shape in plan.their_shapes.items():
+        actual = full.get(name.removeprefix(family.prefix))
+        if actual is None:
+            raise UserError(f"{where} has no tensor {name}, which its config.json asks for; is the download complete?")
+        if tuple(found[actual]) != shape:
+            raise UserError(
+                f"{where}: {actual} is {_times(found[actual])}, but by config.json it is {_times(shape)}; "
+                "do the files belong together?"
+            )
+        names[name] = actual
+    rest = [name for name in found if name not in names.values() and not _is_ignored(family, name)]
+    if rest and "head.weight" not in plan.ours:
+        rest = [name for name in rest if name != "lm_head.weight"]  # a copy of the embedding
+    if rest:
+        raise UserError(
+            f"{where} has {len(rest)} tensors that a {family.model_type} by this config.json has not, like {rest[0]}; "
+            "it cannot be converted without loss"
+        )
+    return names
+
+
+def _numbered(rules: Sequence[Rule], layers: int) -> list[Rule]:
+    """Rules with numbers for layers, in the order of the model: what comes before the layers, each layer, the rest."""
+    of_layers = [rule for rule in rules if LAYER in rule.theirs]
+    first = rules.index(of_layers[0])
+    found = list(rules[:first])
+    for number in range(layers):
+        found += [
+            Rule(
+                rule.theirs.replace(LAYER, str(number)),
+                tuple(name.replace(LAYER, str(number)) for name in rule.ours),
+                rule.transposed,
+            )
+            for rule in of_layers
+        ]
+    return [*found, *rules[first + len(of_layers) :]]
+
+
+def _is_ignored(family: Family, name: str) -> bool:
+    return any(re.fullmatch(pattern, name.removeprefix(family.prefix)) for pattern in family.ignored)
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

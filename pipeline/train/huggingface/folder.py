@@ -1,0 +1,174 @@
+"""A model's folder as Hugging Face has it: config.json, safetensors files, the tokenizer's files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+from safetensors import safe_open
+from torch import Tensor
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.data import store
+from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.tensors import Stored
+from pipeline.train.checkpoint.weight_files import INDEX
+from pipeline.train.checkpoint.weight_source import read_tensors, tensors_of
+from pipeline.train.huggingface.configs import from_hf_config
+from pipeline.train.huggingface.families import Family, Plan, names_in_files, plan_tensors
+from pipeline.train.model.config import DecoderSpec, decoder_spec
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class HuggingFaceFolder:
+    """A model in a folder on this machine. Nothing is downloaded, unpickled or run.
+
+    Args:
+        folder: with config.json and safetensors files, as a download or `save_pretrained` leaves it.
+        ignore: keys of config.json that the user says do not matter.
+        vocab_multiple: as in `model:`; by default its default.
+
+    Raises:
+        UserError: it is none, or of a family or with a feature that is not computed here.
+    """
+
+    def __init__(self, folder: Path, ignore: Collection[str] = (), vocab_multiple: int | None = None) -> None:
+        self.folder = folder
+        file = folder / CONFIG_FILE
+        if not file.is_file():
+            raise UserError(f"{folder} has no {CONFIG_FILE}; give the folder of a downloaded model")
+        self.values: dict[str, Any] = read_json(file)
+        family, model = from_hf_config(self.values, str(file), ignore)
+        self.family: Family = family
+        changes = {} if vocab_multiple is None else {"vocab_multiple": vocab_multiple}
+        self.model: ModelConfig = model.model_copy(update=changes)
+        """The `model:` section that computes the same."""
+
+    @property
+    def positions(self) -> int:
+        """The longest context that config.json speaks of, in tokens."""
+        found = self.values.get("max_position_embeddings", self.values.get("n_positions", 1024))
+        return int(found)
+
+    @cached_property
+    def spec(self) -> DecoderSpec:
+        """Of the model."""
+        assert self.model.vocab_size is not None
+        return decoder_spec(self.model, self.model.vocab_size, self.model.max_positions or self.positions)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Its tensors and ours."""
+        return plan_tensors(self.family, self.spec)
+
+    @cached_property
+    def _found(self) -> tuple[dict[str, str], dict[str, Stored]]:
+        """File and kind of each tensor, by the names in the files."""
+        files, tensors = dict[str, str](), dict[str, Stored]()
+        for name in self._weight_files():
+            path = self.folder / name
+            if not path.is_file():
+                raise UserError(f"{path} is not there, though {INDEX} names it; is the download complete?")
+            found = tensors_of(path)
+            tensors |= found
+            files |= dict.fromkeys(found, name)
+        return files, tensors
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """The names that the files have for those of the plan."""
+        shapes = {name: each.shape for name, each in self._found[1].items()}
+        return names_in_files(self.family, self.plan, shapes, str(self.folder))
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """Ours, by name: of the type that theirs have."""
+        return {
+            name: Stored(self.plan.our_shapes[name], self._found[1][self._names[part.theirs]].dtype)
+            for name, part in self.plan.ours.items()
+        }
+
+    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """Some of ours, whole."""
+        files, kinds = self._found
+        wanted = {self._names[self.plan.ours[name].theirs]: name for name in tensors}
+        theirs = read_tensors(self.folder, files, {name: kinds[name] for name in wanted})
+        return {name: self.plan.to_ours(name, theirs[self._names[self.plan.ours[name].theirs]]) for name in tensors}
+
+    def read_piece(self, name: str, rows: slice, *others: slice) -> Tensor | None:
+        """These rows and columns of one of ours; fewer where the rest of the rows is padding, None where all are."""
+        part = self.plan.ours[name]
+        cut = part.cut(rows, *others)
+        if cut is None:
+            return None
+        there = self._names[part.theirs]
+        with safe_open(self.folder / self._found[0][there], framework="pt") as opened:
+            piece: Tensor = opened.get_slice(there)[cut]
+        return piece.t() if part.transposed else piece
+
+    def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
+        """Its tokenizer.
+
+        Args:
+            config: how it is used; by default with the model's own end of text as the end of a document.
+        """
+        if not (self.folder / TOKENIZER_FILE).is_file():
+            raise UserError(
+                f"{self.folder} has no {TOKENIZER_FILE}. If it has other files of a tokenizer, transformers makes one: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            )
+        if config is None:
+            config = TokenizerConfig(path=self.folder, end_of_document=self._end_of_text())
+        return Tokenizer.load(self.folder, config)
+
+    def _end_of_text(self) -> str:
+        """The token by that name in the tokenizer's files, or else by its id in config.json."""
+        if (file := self.folder / TOKENIZER_CONFIG_FILE).is_file():
+            token = read_json(file).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and token:
+                return token
+        ids = self.values.get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        for entry in read_json(self.folder / TOKENIZER_FILE).get("added_tokens") or []:
+            if isinstance(first, int) and entry["id"] == first:
+                return str(entry["content"])
+        raise UserError(
+            f"neither {TOKENIZER_CONFIG_FILE} (eos_token) nor {CONFIG_FILE} (eos_token_id) of {self.folder} say which "
+            "token ends a document; name it with --end-of-document"
+        )
+
+    def _weight_files(self) -> list[str]:
+        if (index := self.folder / INDEX).is_file():
+            return sorted(set(store.get_json(index, "weight_map")["weight_map"].values()))
+        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if found:
+            return found
+        pickles = [path.name for pattern in _PICKLES for path in sorted(self.folder.glob(pattern))]
+        if pickles:
+            raise UserError(
+                f"{self.folder} has its weights in {pickles[0]}, a pickle, which could run code and is not read; make "
+                "safetensors of it where you trust it: "
+                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR, safe_serialization=True)"
+            )
+        raise UserError(f"{self.folder} has no *.safetensors files; is the download complete?")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file; a `UserError` where there is none."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value
