@@ -166,12 +166,28 @@ def evaluate(
     step: Step = None,
     table: Annotated[bool, typer.Option("--table", help="Show the evaluations of all steps, and leave.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --table: one JSON object.")] = False,
+    prefetch: Annotated[
+        bool,
+        typer.Option(
+            "--prefetch", help="Fetch the data of eval.harness.tasks for machines without network, and leave."
+        ),
+    ] = False,
     slurm: Slurm = False,
     local: Local = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure a checkpoint on the held-out documents."""
+    """Measure a checkpoint: held-out loss, then the benchmarks of eval.tasks and eval.harness.
+
+    `pipeline eval prefetch RUN.yaml` is `pipeline eval RUN.yaml --prefetch`.
+    """
+    if run == Path("prefetch") and overrides and not run.exists():
+        prefetch, run, overrides = True, Path(overrides[0]), overrides[1:]
     config = _load(run, overrides)
+    if prefetch:
+        from pipeline.eval.harness import prefetch as fetch
+
+        fetch(config, Console())
+        return
     if table:
         from pipeline.eval.table import show_table
 

@@ -23,7 +23,7 @@ from pipeline.data.sources import check_columns
 from pipeline.errors import UserError
 from pipeline.eval.perplexity import heldout_splits
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.parallel.rules import check_layout, layout_warnings
+from pipeline.train.parallel.rules import check_evaluation_layout, check_layout, layout_warnings
 from pipeline.train.plan import plan_run
 from pipeline.train.run_folder import refuse_lost_checkpoints
 from pipeline.train.schedule import Schedule
@@ -32,7 +32,7 @@ from slurm.cluster_checks import check_cluster
 from slurm.findings import Findings
 from slurm.forecast import START_S, Forecast, forecast, free_space, links_needed, nearest
 from slurm.jobs import Where
-from slurm.plan import PlannedJob
+from slurm.plan import PlannedJob, eval_job
 from slurm.reserve import signal_seconds
 from slurm.words import duration, minutes
 
@@ -128,6 +128,10 @@ def _check_training(
             "train.checkpoint.keep_every there are none; set train.checkpoint.keep_every to a number of steps, or "
             "eval.every_checkpoint=false"
         )
+    if config.eval.every_checkpoint and where == "slurm":
+        with found.collecting():
+            eval_job(config, site, None)
+            check_evaluation_layout(config, config.eval.processes)
     with suppress(OSError):  # of a file system that does not answer, which was told before
         ahead = forecast(config, site, job)
         _check_room(config, ahead, found)
@@ -203,6 +207,8 @@ def _check_start(config: Config, checkpoint: Checkpoint | None, found: Findings)
 def _check_evaluation(
     config: Config, job: PlannedJob, planned: Sequence[PlannedJob], makes_data: bool, found: Findings
 ) -> None:
+    with found.collecting():
+        check_evaluation_layout(config, job.processes)
     if not makes_data:
         with found.collecting():
             heldout_splits(config)

@@ -1,7 +1,7 @@
-"""Training on several processes of this machine: torch's elastic agent starts them, we watch and tell how they ended.
+"""A stage on several processes of this machine: torch's elastic agent starts them, we watch and tell how they ended.
 
-The first one that fails ends all. A signal to this process is handed on to the ranks, which agree at a step, save and
-leave; nothing here ends them in that case. However this process ends, no rank outlives it.
+The first one that fails ends all. A signal to this process is handed on to the ranks, which in training agree at a
+step, save and leave; nothing here ends them in that case. However this process ends, no rank outlives it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import orjson
 import torch
@@ -41,14 +43,15 @@ from pipeline.errors import (
 )
 from pipeline.train.parallel.compat import WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, read_error
-from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
 from pipeline.train.run_folder import note_end
 from slurm.failures import TAIL, Ended, causes, error_file, first_of, log_file
 from slurm.tails import last_lines
 
-RANK_COMMAND = (sys.executable, "-m", "pipeline", "train")
-"""What a rank runs, before the run file."""
+RANK_COMMAND = (sys.executable, "-m", "pipeline")
+"""What a rank runs, before the stage and the run file."""
+LaunchedStage = Literal["train", "eval"]
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 _TAKEN_BY_TORCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AFTER_FAILURE = 5.0
@@ -75,15 +78,10 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     check_layout(config, processes)
     check_devices(config.launch.device, processes)
     logs = _log_folder(config.run.dir / "logs")
-    # Importing torch and joining takes a while, in which rank 0 says nothing yet.
-    say(console or Console(), f"train: starting {processes:,} processes; logs of ranks from 1 on are in {logs}")
-    # A copy, so that all ranks read the same, whatever is edited meanwhile.
-    run_file = logs / RUN_FILE
-    store.put(run_file, dump(config).encode())
     exit_file = config.run.dir / "exit.json"
     start = time.time()
     try:
-        launch([*RANK_COMMAND, str(run_file)], processes, logs)
+        _launch_stage("train", config, processes, logs, console or Console())
     except BaseException as end:  # a second Ctrl-C, too
         # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.
         if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
@@ -92,34 +90,77 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     return int(orjson.loads(exit_file.read_bytes())["step"])
 
 
-def check_devices(wanted: str, processes: int) -> None:
-    """A `UserError` where `launch.device` means GPUs and there are too few of them for a process each."""
+def launch_evaluation(config: Config, step: int, console: Console | None = None) -> None:
+    """Evaluate on `eval.processes` processes of this machine, `pipeline eval` in each.
+
+    Args:
+        config: The run. In a folder that cannot be written to, the logs of the ranks are kept elsewhere.
+        step: Of the checkpoint.
+        console: Where to say what is started.
+
+    Raises:
+        UserError: the layout or the machine does not fit so many processes. Nothing was started.
+        RankFailed: a rank did not end well.
+        Stopped: a signal came.
+        KeyboardInterrupt: Ctrl-C came.
+    """
+    processes = config.eval.processes
+    check_evaluation_layout(config, processes)
+    check_devices(config.launch.device, processes, "eval.processes", "eval.parallel")
+    try:
+        logs = _log_folder(config.run.dir / "logs", "eval")
+    except OSError:
+        logs = Path(tempfile.mkdtemp(prefix="pipeline-eval-"))
+    _launch_stage("eval", config, processes, logs, console or Console(), "--step", str(step))
+
+
+def _launch_stage(
+    stage: LaunchedStage, config: Config, processes: int, logs: Path, console: Console, *options: str
+) -> None:
+    # Importing torch and joining takes a while, in which rank 0 says nothing yet.
+    say(console, f"{stage}: starting {processes:,} processes; logs of ranks from 1 on are in {logs}")
+    # A copy, so that all ranks read the same, whatever is edited meanwhile.
+    run_file = logs / RUN_FILE
+    store.put(run_file, dump(config).encode())
+    launch([*RANK_COMMAND, stage, str(run_file), *options], processes, logs, stage)
+
+
+def check_devices(wanted: str, processes: int, key: str = "launch.processes", section: str = "parallel") -> None:
+    """A `UserError` where `launch.device` means GPUs and there are too few of them for a process each.
+
+    Args:
+        wanted: `launch.device`.
+        processes: How many there are to be.
+        key: What the run file calls their number.
+        section: What it calls their layout.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return
     there = torch.cuda.device_count()
     if there < processes:
-        what = f"set launch.processes={there} and a layout (parallel:) that fits, or " if there > 1 else ""
+        what = f"set {key}={there} and a layout ({section}:) that fits, or " if there > 1 else ""
         raise UserError(
-            f"launch.processes is {processes}, a GPU each, but torch sees {there} here (launch.device={wanted}); "
+            f"{key} is {processes}, a GPU each, but torch sees {there} here (launch.device={wanted}); "
             f"{what}use launch.device=cpu, or a machine with {processes} GPUs"
         )
 
 
-def launch(command: Sequence[str], processes: int, logs: Path) -> None:
+def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedStage = "train") -> None:
     """Run a command on several ranks to its end; rank 0 has this process's terminal, the others a log each.
 
     Args:
         command: Program and arguments. It should call `begin_rank` first.
         processes: How many.
         logs: An existing folder for `rank-0001.log` and so on, and what ranks write of their errors.
+        stage: What they do: training alone saves when it is asked to stop.
 
     Raises:
         RankFailed: with the message and exit code of the rank that failed first.
-        Stopped: a signal came before the ranks listened.
+        Stopped: a signal came before the ranks listened, which only those of the training do.
         KeyboardInterrupt: a second Ctrl-C came; all ranks were killed.
     """
     ranks = _Ranks(processes, logs)
-    signals = _Signals(ranks)
+    signals = _Signals(ranks, stage)
 
     def started(pids: dict[int, int]) -> None:
         signals.listen()  # torch has just put its own handlers, which would end all ranks
@@ -128,7 +169,7 @@ def launch(command: Sequence[str], processes: int, logs: Path) -> None:
     with signals, _quiet(logs / "launcher.log"):
         try:
             spec = WorkerSpec(
-                role="train",
+                role=stage,
                 local_world_size=processes,
                 entrypoint=command[0],
                 args=tuple(command[1:]),
@@ -150,7 +191,7 @@ def launch(command: Sequence[str], processes: int, logs: Path) -> None:
             raise MachineError(f"the {processes} processes could not be started: {error}") from error
         finally:
             ranks.kill()
-    _judge(ranks, logs)
+    _judge(ranks, logs, stage)
 
 
 class _Ranks:
@@ -249,8 +290,9 @@ def _exit_status(pid: int) -> int | None:
 class _Signals:
     """A context manager that hands signals on to the ranks."""
 
-    def __init__(self, ranks: _Ranks) -> None:
+    def __init__(self, ranks: _Ranks, stage: LaunchedStage) -> None:
         self._ranks = ranks
+        self._what = b"Stopping after this step" if stage == "train" else b"Stopping"
         self._before = {number: signal.getsignal(number) for number in {*_FORWARDED, *_TAKEN_BY_TORCH}}
         self._here = threading.current_thread() is threading.main_thread()
 
@@ -275,7 +317,7 @@ class _Signals:
                 raise KeyboardInterrupt
             self._ranks.forward(number)  # before it is said: who reads it may ask again within this call
             with suppress(OSError):
-                os.write(2, b"\nStopping after this step; once more ends all ranks at once.\n")
+                os.write(2, b"\n" + self._what + b"; once more ends all ranks at once.\n")
         else:
             self._ranks.forward(number)
 
@@ -327,7 +369,7 @@ def _quiet(file: Path) -> Iterator[None]:
             handler.close()
 
 
-def _judge(ranks: _Ranks, logs: Path) -> None:
+def _judge(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") -> None:
     """Raise what ended the ranks, if anything did."""
     failures = [
         Ended(rank, code, ranks.times[rank], read_error(error_file(logs, rank)))
@@ -342,7 +384,9 @@ def _judge(ranks: _Ranks, logs: Path) -> None:
         if ranks.forwarded == {signal.SIGINT}:
             raise KeyboardInterrupt
         names = " and ".join(sorted(signal.Signals(number).name for number in ranks.forwarded))
-        raise Stopped(f"{names} came before training began; run the same command to go on.")
+        if stage == "train":
+            raise Stopped(f"{names} came before training began; run the same command to go on.")
+        raise Stopped(f"{names} came; nothing of this evaluation is kept, run the same command again")
     if not failures:
         return
     first = first_of(causes(failures))
@@ -370,9 +414,9 @@ def _describe(failure: Ended, number: int, logs: Path) -> str:
     return f"{who} {failure.words}{tail}\n{where}"
 
 
-def _log_folder(parent: Path) -> Path:
-    """A new folder with the local time as its name."""
-    name = time.strftime("%Y-%m-%d_%H-%M-%S")
+def _log_folder(parent: Path, stage: LaunchedStage = "train") -> Path:
+    """A new folder with the local time as its name; `pipeline logs` knows it by that."""
+    name = time.strftime("%Y-%m-%d_%H-%M-%S") + ("" if stage == "train" else f"-{stage}")
     for attempt in range(1, 1000):
         folder = parent / (name if attempt == 1 else f"{name}.{attempt}")
         with suppress(FileExistsError):

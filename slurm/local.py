@@ -1,6 +1,6 @@
 """The stages of a run on this machine, each recorded once in the run's ledger.
 
-All run in this process, but training on several processes, which are started from here.
+All run in this process, but training and evaluation on several processes, which are started from here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -124,16 +124,58 @@ def check_layout(config: Config) -> None:
     check(config)
 
 
-def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport:
-    """A model to numbers; see `pipeline.eval.perplexity`. In a folder that cannot be written to, nothing is kept."""
-    from pipeline.eval.perplexity import evaluate as stage
+def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport | None:
+    """A model to numbers; see `pipeline.eval.perplexity`. In a folder that cannot be written to, nothing is kept.
 
-    try:
-        ledger = _ledger(config).stage("eval")
-    except MachineError:
-        return stage(config, step, console, keep=False)
+    On `eval.processes` processes, unless this process is one of several already, because a launcher has started it.
+
+    Returns:
+        The figures; None where they were computed by other processes and could not be kept.
+    """
+    from pipeline.train.parallel import rank
+
+    own = rank.LAUNCHER in os.environ  # which keeps the ledger
+    ranks = rank.of_environment()
+    if rank.is_rank():
+        _refuse_other_number(config, ranks)
+    keep = ranks.rank == 0
+    ledger: AbstractContextManager[None] = nullcontext()
+    if keep:
+        try:
+            stage_of_ledger = _ledger(config).stage("eval")
+        except MachineError:
+            keep = False
+        else:
+            ledger = nullcontext() if own and rank.is_rank() else stage_of_ledger
     with ledger:
-        return stage(config, step, console)
+        if not rank.is_rank() and config.eval.processes > 1:
+            return _evaluate_elsewhere(config, step, console)
+        from pipeline.eval.perplexity import evaluate as stage
+
+        return stage(config, step, console, keep=keep, ranks=ranks)
+
+
+def _evaluate_elsewhere(config: Config, step: int | None, console: Console | None) -> EvalReport | None:
+    """On processes that are started for it."""
+    from pipeline.eval.perplexity import heldout_splits, read_report
+    from pipeline.train.checkpoint.manager import Checkpoints
+    from slurm.launch import launch_evaluation
+
+    # What would be refused is refused before they are started; and all of them have the same checkpoint.
+    heldout_splits(config)
+    found = Checkpoints.of_run(config.run.dir).find(step)
+    launch_evaluation(config, found.step, console)
+    return read_report(config, found.step)
+
+
+def _refuse_other_number(config: Config, ranks: Processes) -> None:
+    """A `UserError` where another number of processes was started than the run file asks for; 1 asks for nothing."""
+    wanted = config.eval.processes
+    if wanted not in (1, ranks.world_size):
+        raise UserError(
+            f"eval.processes is {wanted}, but {ranks.world_size} processes were started (WORLD_SIZE); set "
+            f"eval.processes={ranks.world_size}, or start {wanted}"
+        )
 
 
 def run(config: Config, console: Console | None = None) -> None:
@@ -149,12 +191,15 @@ def run(config: Config, console: Console | None = None) -> None:
     console = console or Console()
     preprocess(config)
 
+    from pipeline.eval.benchmarks import benchmarks_are_made
     from pipeline.eval.perplexity import heldout_splits, read_report
     from pipeline.eval.summary import show, summarize
 
     heldout_splits(config)  # refuses a run that could not be evaluated before it is trained
     step = train(config, console)
-    report = read_report(config, step) or evaluate(config, step, console)
+    report = read_report(config, step) if benchmarks_are_made(config, step) else None
+    report = report or evaluate(config, step, console)
+    assert report is not None, "the run folder was written to just now"
     show(config, summarize(config, report, _ledger(config).seconds(), console), console)
 
 

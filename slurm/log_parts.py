@@ -16,8 +16,8 @@ from slurm.failures import log_file
 from slurm.jobs import Stage
 from slurm.launches import Launch, launches
 
-_BY_HAND = re.compile(r"^(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:\.\d+)?$")
-"""A folder that `pipeline train` makes for its ranks from 1 on."""
+_BY_HAND = re.compile(r"^(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(-eval)?(?:\.\d+)?$")
+"""A folder that `pipeline train` or `pipeline eval` makes for its ranks from 1 on."""
 _SLACK = 1.0
 """Seconds: names of folders have whole ones."""
 
@@ -71,18 +71,20 @@ def parts(run: Path) -> list[Part]:
     for launch in launched:
         begin, end = launch.time - _SLACK, _end(launch, launched)
         own = tuple(each for each in tries if begin <= each.begin <= end and _is_of(each, launch))
-        ranks = [path for at, path in folders if not launch.nodes and begin <= at <= end]
+        mine = [] if launch.nodes else [each for each in folders if each.stage == launch.stage]
+        ranks = [each.path for each in mine if begin <= each.begin <= end]
         tries = [each for each in tries if each not in own]
-        folders = [(at, path) for at, path in folders if path not in ranks]
+        folders = [each for each in folders if each.path not in ranks]
         last = launch.end.time if launch.end else None
         place = ranks[-1] if ranks else None
         found.append(Part(launch.stage, launch.time, last, launch, own, run / launch.logs, place))
     for group in _by_process(tries):
         begin, last = group[0].begin, group[-1].end
-        ranks = [path for at, path in folders if begin - _SLACK <= at <= (math.inf if last is None else last)]
-        folders = [(at, path) for at, path in folders if path not in ranks]
+        until = math.inf if last is None else last
+        ranks = [each.path for each in folders if each.stage == "train" and begin - _SLACK <= each.begin <= until]
+        folders = [each for each in folders if each.path not in ranks]
         found.append(Part("train", begin, last, None, group, None, ranks[0] if ranks else None))
-    found += [Part("train", at, None, None, (), None, path) for at, path in folders]
+    found += [Part(each.stage, each.begin, None, None, (), None, each.path) for each in folders]
     return sorted(found, key=lambda part: part.begin)
 
 
@@ -111,8 +113,18 @@ def _by_process(tries: list[Attempt]) -> list[tuple[Attempt, ...]]:
     return [tuple(group) for group in found.values()]
 
 
-def _by_hand(run: Path) -> Iterator[tuple[float, Path]]:
+@dataclass(frozen=True)
+class _ByHand:
+    """Logs of ranks that a command has started here."""
+
+    stage: Stage
+    begin: float
+    path: Path
+
+
+def _by_hand(run: Path) -> Iterator[_ByHand]:
     with suppress(OSError):
         for path in sorted((run / "logs").iterdir()):
             if name := _BY_HAND.match(path.name):
-                yield time.mktime(time.strptime(name[1], "%Y-%m-%d_%H-%M-%S")), path
+                begin = time.mktime(time.strptime(name[1], "%Y-%m-%d_%H-%M-%S"))
+                yield _ByHand("eval" if name[2] else "train", begin, path)

@@ -87,15 +87,48 @@ def plan(
     return found
 
 
-def eval_job(config: Config, site: SiteConfig, step: int | None, after: tuple[After, ...] = ()) -> PlannedJob:
-    """The evaluation of a checkpoint, of the newest one when it starts if no step is named."""
+def eval_job(
+    config: Config, site: SiteConfig, step: int | None, after: tuple[After, ...] = (), where: Where = "slurm"
+) -> PlannedJob:
+    """The evaluation of a checkpoint, of the newest one when it starts if no step is named.
+
+    Raises:
+        UserError: its processes cannot be dealt to nodes evenly.
+    """
     command = ("eval",) if step is None else ("eval", "--step", str(step))
     name = job_name(config, "eval") + ("" if step is None else f"-{step}")
     resources = resources_of(config, site, "eval")
-    gpus = min(1, site.gpus_per_node)
+    nodes, here = _eval_processes(config, site, where)
     return PlannedJob(
-        "eval", name, command, resources, gpus_per_node=gpus, chain=_repeats(site), after=after, step=step
+        "eval",
+        name,
+        command,
+        resources,
+        nodes=nodes,
+        processes_per_node=here,
+        gpus_per_node=min(here, site.gpus_per_node),
+        chain=_repeats(site),
+        after=after,
+        step=step,
     )
+
+
+def _eval_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
+    """Nodes of an evaluation, as few as possible, and processes on each."""
+    total = config.eval.processes
+    if where == "local":
+        return 1, total
+    most = site.gpus_per_node or config.slurm.processes_per_node or 1
+    if total <= most:
+        return 1, total
+    if total % most:
+        below = total // most * most
+        why = f"gpus_per_node of the profile {config.slurm.profile}" if site.gpus_per_node else _why(config, site)
+        raise UserError(
+            f"eval.processes={total} cannot be dealt evenly to nodes of {most} processes each ({why}); set "
+            f"eval.processes={below} or {below + most}"
+        )
+    return total // most, most
 
 
 def train_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
@@ -153,7 +186,7 @@ def _of_stage(
 ) -> list[PlannedJob]:
     after = (After(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
     if stage == "eval":
-        return [eval_job(config, site, None, after)]
+        return [eval_job(config, site, None, after, where)]
     if stage == "preprocess":
         resources = resources_of(config, site, "preprocess")
         if where == "local":

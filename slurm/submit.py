@@ -57,7 +57,7 @@ def submit(
     if step is None:
         planned = plan(config, site, stages, where, units=_units(config) if "preprocess" in stages else None)
     else:
-        planned = [eval_job(config, site, step)]
+        planned = [eval_job(config, site, step, where=where)]
     for job in planned:
         transport.refuse_our_options(job, site)
     run = config.run.dir

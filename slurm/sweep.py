@@ -100,17 +100,20 @@ def _examined(member: Member, where: Where | None) -> Checked:
     from pipeline.train.model.config import decoder_spec
     from pipeline.train.model.flops import num_parameters
     from pipeline.train.parallel.check import vocabulary, world_size
-    from pipeline.train.parallel.rules import check_layout
+    from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
     from pipeline.train.schedule import Schedule
 
     config = member.config
     if where is None:
         processes = world_size(config, os.environ)
     else:
-        from slurm.sweep_send import planned_training
+        from slurm.sweep_send import planned_training, refuse_larger_evaluation
 
-        processes = planned_training(config, where).processes
+        planned = planned_training(config, where)
+        refuse_larger_evaluation(config, planned, where)
+        processes = planned.processes
     check_layout(config, processes)
+    check_evaluation_layout(config, config.eval.processes)
     schedule, duration = config.train.schedule, config.train.duration
     course = make_plan(
         config,

@@ -11,6 +11,7 @@ from pathlib import Path
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.hashing import value_hash
+from pipeline.errors import UserError
 from pipeline.train.run_folder import make_writable
 from slurm import checks, jobs, permissions, plan, snapshot, transport
 from slurm.jobs import Job, Where
@@ -58,6 +59,18 @@ def planned_training(config: Config, where: Where) -> PlannedJob:
     (planned,) = plan.plan(config, load_site(config.slurm.profile), ["train"], where)
     # Tasks of an array have one name, so by their names they would wait for each other.
     return replace(planned, chain="afterany") if planned.chain == "singleton" else planned
+
+
+def refuse_larger_evaluation(config: Config, training: PlannedJob, where: Where) -> None:
+    """A `UserError` where the evaluation, which follows in the job of the training, does not fit into it."""
+    evaluation = plan.eval_job(config, load_site(config.slurm.profile), None, where=where)
+    fits = evaluation.nodes <= training.nodes and evaluation.processes_per_node <= training.processes_per_node
+    if where == "slurm" and not fits:
+        raise UserError(
+            f"eval.processes={config.eval.processes} ({evaluation.nodes} x {evaluation.processes_per_node}) do not fit "
+            f"into the job of the training, {training.nodes} x {training.processes_per_node} processes, in which runs "
+            f"of a sweep are evaluated; set eval.processes={training.processes} or less"
+        )
 
 
 def groups(folder: Path, members: Sequence[Member], where: Where) -> list[Group]:
@@ -120,7 +133,7 @@ def _prepare(folder: Path, group: Group, member: Member, where: Where, code: Pat
     jobs.forget_cancelled(run)
     (run / "stop").unlink(missing_ok=True)
     _share_jobs_folder(folder, run)
-    evaluation = write_submission(run, config, site, plan.eval_job(config, site, None), where, code)
+    evaluation = write_submission(run, config, site, plan.eval_job(config, site, None, where=where), where, code)
     file = write_submission(run, config, site, group.planned, where, code)
     replace(read_submission(file), then=(str(evaluation),)).save(file)
     return file

@@ -34,7 +34,8 @@ def ranks_environment(given: dict[str, str]) -> dict[str, str]:
 def main() -> None:
     """Be the command."""
     words = sys.argv[1:]
-    if words[:1] == ["train"]:
+    # An evaluation in one process is none of several.
+    if words[:1] == ["train"] or (words[:1] == ["eval"] and os.environ.get("SLURM_NTASKS", "1") != "1"):
         os.environ.update(ranks_environment(dict(os.environ)))
     if words[:1] == ["eval"]:
         # Sent ahead of the end of the time; there is nothing to save, and what is left may be enough.

@@ -2,26 +2,109 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from pipeline.config.base import Section
+from pipeline.config.base import AbsPath, Section
+from pipeline.config.parallel import ParallelConfig
+
+
+class TaskConfig(Section):
+    """A benchmark that is built in, on a file of this machine."""
+
+    type: Literal["wikitext", "lambada"]
+    """`wikitext`: perplexity a word of WikiText, as lm-evaluation-harness's task of this name has it. `lambada`: how
+    often the model has the last word of a passage, and its perplexity, as in the harness's `lambada_openai`; all tokens
+    of the word have to be right, which is Megatron-LM's `--strict-lambada`."""
+    path: AbsPath
+    """`wikitext`: the corpus' own text file (articles begin with a line like ` = Title = `), or a JSON object a line
+    with an article as `page` or `text`. `lambada`: a JSON object a line with a passage as `text`."""
+    name: str | None = Field(default=None, min_length=1)
+    """What the results are called; by default the type."""
+    stride: int | None = Field(default=None, ge=1)
+    """`wikitext`: score windows that begin every so many tokens. Of each but the first of a text only the last `stride`
+    tokens count. By default each token is in one window, as in the harness."""
+    detokenize: bool = True
+    """`wikitext`: undo the corpus' tokenization (` @,@ `, spaces before punctuation) before scoring. Words and bytes
+    are those of the file in any case."""
+    documents: bool = True
+    """`wikitext`: score each article by itself, as the harness does, and count what is between spaces and line ends as
+    words. `false`: the file is one text, and each line end is a word too, as published word-level figures have it."""
+
+    @property
+    def title(self) -> str:
+        """What the results are called."""
+        return self.name or self.type
+
+    @model_validator(mode="after")
+    def _has_only_its_keys(self) -> TaskConfig:
+        given = {"stride": self.stride is not None, "detokenize": not self.detokenize, "documents": not self.documents}
+        if self.type == "lambada" and any(given.values()):
+            key = next(key for key, is_given in given.items() if is_given)
+            raise ValueError(f"{key} is a key of type: wikitext; leave it out with type: lambada")
+        return self
+
+
+class HarnessConfig(Section):
+    """Tasks of lm-evaluation-harness, on the model as it is laid out here.
+
+    It needs the extra: `pip install 'pretraining-pipeline[eval]'`.
+    """
+
+    tasks: list[str] = Field(min_length=1)
+    """Names of tasks, groups or tags, or paths of task files."""
+    num_fewshot: int | None = Field(default=None, ge=0)
+    """Examples before each question; by default what the task says."""
+    limit: int | None = Field(default=None, ge=1)
+    """Only the first so many documents of each task, to try something out; by default all."""
+    include_path: AbsPath | None = None
+    """Folder with task files that the harness does not have. `pipeline eval prefetch` writes into its folder
+    `prefetched` what tasks need where there is no network."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Requests of one forward pass on a process; by default `eval.batch_size`."""
 
 
 class EvalConfig(Section):
-    """Held-out evaluation."""
+    """What is measured on a checkpoint."""
 
     split: str = "heldout"
     """Which of `data.splits` is evaluated."""
     batch_size: int = Field(default=8, ge=1)
-    """Windows of one forward pass."""
+    """Windows of one forward pass on a process."""
+    samples: int | None = Field(default=None, ge=1)
+    """Score a fixed sample of so many windows, of which each source has its share; by default the whole split."""
+    stride: int | None = Field(default=None, ge=1)
+    """Begin a window every so many tokens. Of each but the first of a text only the last so many count: every token
+    counts once, and has train.sequence_length - stride tokens before it or more. By default windows do not overlap."""
+    documents: bool = False
+    """Score each document by itself: windows begin anew with it, and hold nothing of another one. By default the split
+    is one text, in which documents follow one another as they do in training."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Tokens that a task has as input at once; by default train.sequence_length."""
+    processes: int = Field(default=1, ge=1)
+    """Processes of the evaluation, one a device. The command starts them on this machine, unless torchrun or another
+    launcher has; in a job they are as many on each node as it has GPUs."""
+    parallel: ParallelConfig | None = None
+    """Layout over the processes of the evaluation; by default that of the training (`parallel`)."""
+    tasks: list[TaskConfig] = Field(default_factory=list)
+    """Benchmarks that are built in, after the held-out loss."""
+    harness: HarnessConfig | None = None
+    """Tasks of lm-evaluation-harness, after those."""
     every_checkpoint: bool = False
     """On SLURM: send an evaluation job for each permanent checkpoint (`train.checkpoint.keep_every`) while training
     goes on."""
     weights: Literal["model", "ema"] = "model"
     """Which weights of a checkpoint are evaluated, and continue prompts: those that were trained, or their moving
     average (`train.ema`)."""
+
+    @model_validator(mode="after")
+    def _tasks_have_names(self) -> EvalConfig:
+        twice = [name for name, count in Counter(task.title for task in self.tasks).items() if count > 1]
+        if twice:
+            raise ValueError(f"tasks: several are called {twice[0]!r}; give each a `name` of its own")
+        return self
 
 
 class GenerateConfig(Section):

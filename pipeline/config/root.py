@@ -103,6 +103,21 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _evaluated_windows(self) -> Config:
+        stride, length = self.eval.stride, self.eval.max_length
+        if stride is not None and stride > self.train.sequence_length:
+            raise ValueError(
+                f"eval.stride: {stride} is more than train.sequence_length {self.train.sequence_length}, so tokens "
+                "between two windows would not count; lower it, or leave it out for windows that do not overlap"
+            )
+        if length is not None and self.model.positions == "learned" and length > self.max_positions:
+            raise ValueError(
+                f"eval.max_length: {length} is more than the {self.max_positions} learned positions of the model "
+                "(model.max_positions, or the longest sequence_length); lower it"
+            )
+        return self
+
     @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest window that the run reads; validation and evaluation have train.sequence_length."""

@@ -1,8 +1,9 @@
-"""Held-out loss of a checkpoint: every token of every held-out split once, by source and together."""
+"""Held-out loss of a checkpoint, by source and together: each token of the held-out splits once, or a fixed sample."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,12 +13,16 @@ from rich.table import Table
 from pipeline.config import Config
 from pipeline.console import progress, say
 from pipeline.data import store
-from pipeline.data.heldout import HeldOut
+from pipeline.data.heldout import HeldOut, sample
+from pipeline.data.token_bytes import text_bytes
 from pipeline.errors import UserError
-from pipeline.eval.reports import report_path
+from pipeline.eval.benchmarks import run_benchmarks
+from pipeline.eval.engine import Engine, open_engine, watched
+from pipeline.eval.reports import WINDOWS, report_path
 from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.setup import check_tokenizer, load_for_inference, out_of_memory_means
+from pipeline.train.parallel.processes import Processes, share
+from pipeline.train.setup import ALONE, check_tokenizer, join, out_of_memory_means
 from pipeline.train.start import open_heldout
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
@@ -27,16 +32,19 @@ class Score:
     """Loss on some held-out text, in its usual dresses."""
 
     documents: int
+    """Of which tokens are scored."""
     targets: int
     """Tokens scored; the end-of-document token that closes each document is one of them."""
-    text_bytes: int
-    """UTF-8 bytes of the documents' text."""
+    text_bytes: int | None
+    """UTF-8 bytes of the original text of the scored tokens. Of a sample they are counted token by token; None where
+    the tokenizer does not let them be counted."""
     loss: float
     """Nats a token."""
     perplexity: float
     """exp(loss), a token."""
-    bits_per_byte: float
-    """All bits spent, those for the ends of documents included, over the bytes of the text."""
+    bits_per_byte: float | None
+    """All bits spent, those for the ends of documents included, over the bytes of the text; None where these are not
+    known, or none."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class EvalReport:
     """All sources together, weighted by their tokens."""
 
 
-def score(loss: HeldOutLoss, documents: int, text_bytes: int) -> Score:
+def score(loss: HeldOutLoss, documents: int, text_bytes: int | None) -> Score:
     """From a summed loss to what people compare."""
     return Score(
         documents=documents,
@@ -60,61 +68,121 @@ def score(loss: HeldOutLoss, documents: int, text_bytes: int) -> Score:
         loss=loss.mean,
         # Beyond exp(700) a float has no more to say.
         perplexity=math.exp(min(loss.mean, 700.0)),
-        bits_per_byte=loss.nats / math.log(2) / text_bytes if text_bytes else math.nan,
+        bits_per_byte=loss.nats / math.log(2) / text_bytes if text_bytes else None,
     )
 
 
 def evaluate(
-    config: Config, checkpoint: int | None = None, console: Console | None = None, *, keep: bool = True
+    config: Config,
+    checkpoint: int | None = None,
+    console: Console | None = None,
+    *,
+    keep: bool = True,
+    ranks: Processes = ALONE,
 ) -> EvalReport:
-    """Score a checkpoint on the whole held-out split; the result is also written to `eval/` in the run folder.
+    """Score a checkpoint on the held-out split, then on what else `eval` names (see `run_benchmarks`).
+
+    Results are also written to `eval/` in the run folder; of the benchmarks those that are there already are shown.
+
+    Every process of the evaluation calls this and gets the result; rank 0 alone speaks and writes.
 
     Args:
         config: resolved config.
         checkpoint: step of the checkpoint, by default the latest one.
         console: where to print.
         keep: whether the result is written down.
+        ranks: the place of this process among those of the evaluation.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, or nothing held out.
+        UserError: no such checkpoint, a damaged one, nothing held out, or a layout that is not possible.
     """
-    console = console or Console()
-    splits = heldout_splits(config)
-    setup, model, runner, found = load_for_inference(config, checkpoint)
-    check_tokenizer({name: split.dataset for name, split in splits.items()}, setup.tokenizer)
-    losses: dict[str, HeldOutLoss] = {}
-    for name, split in splits.items():
-        with (
-            progress(console, f"eval {name}", len(split)) as advance,
-            out_of_memory_means(lambda: f"lower eval.batch_size ({config.eval.batch_size} now)"),
-        ):
-            losses[name] = heldout_loss(
-                model,
-                runner,
-                setup.mesh,
-                split,
-                range(len(split)),
-                batch_size=config.eval.batch_size,
-                document_attention=config.model.document_attention,
-                device=setup.device,
-                advance=advance,
-            )
-    report = EvalReport(
-        step=found.step,
-        made_with=_made_with(config, found),
-        sources={name: _score_of(losses[name], [splits[name]]) for name in splits},
-        blended=_score_of(sum(losses.values(), HeldOutLoss(0.0, 0)), list(splits.values())),
-    )
-    console.print(_table(report))
+    console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
+    with watched(config, ranks) as beat:
+        join(config, ranks)
+        share(lambda: bool(heldout_splits(config)))  # rank 0 alone says what is wrong
+        engine = open_engine(config, checkpoint, ranks)
+        beat()
+        report = heldout_report(engine, console, beat)
+        console.print(_table(report))
+        if keep and ranks.rank == 0:
+            path = report_path(config, report.step)
+            path.parent.mkdir(exist_ok=True)
+            store.put_json(path, asdict(report))
+            write_table(config.run.dir)
+            say(console, f"written to {path}")
+        beat()
+        run_benchmarks(engine, console, keep=keep, beat=beat)
     if not keep:
         say(console, f"warning: {config.run.dir} cannot be written to; the result is not kept")
-        return report
-    path = report_path(config, found.step)
-    path.parent.mkdir(exist_ok=True)
-    store.put_json(path, asdict(report))
-    write_table(config.run.dir)
-    say(console, f"written to {path}")
     return report
+
+
+def heldout_report(engine: Engine, console: Console, beat: Callable[[], None] = lambda: None) -> EvalReport:
+    """Score the checkpoint of an engine on the held-out windows that `eval` names. Every rank calls this.
+
+    Args:
+        engine: with a checkpoint.
+        console: for a progress bar.
+        beat: called after each batch.
+    """
+    config, found = engine.config, engine.checkpoint
+    assert found is not None, "a report is of a checkpoint"
+    splits = heldout_splits(config)
+    share(lambda: check_tokenizer({name: split.dataset for name, split in splits.items()}, engine.tokenizer))
+    losses: dict[str, HeldOutLoss] = {}
+    sampled = sample(splits, config.eval.samples)
+    for name, windows in sampled.items():
+        with (
+            progress(console, f"eval {name}", len(windows)) as advance,
+            out_of_memory_means(lambda: f"lower eval.batch_size ({config.eval.batch_size} now)"),
+        ):
+
+            def done(count: int, advance: Callable[[int], None] = advance) -> None:
+                advance(count)
+                beat()
+
+            losses[name] = heldout_loss(
+                engine.model,
+                engine.runner,
+                engine.mesh,
+                splits[name],
+                windows,
+                batch_size=config.eval.batch_size,
+                document_attention=config.model.document_attention,
+                device=engine.device,
+                advance=done,
+            )
+    texts = {name: _text_of(splits[name], windows, engine) for name, windows in sampled.items()}
+    sizes = [size for _, size in texts.values()]
+    return EvalReport(
+        step=found.step,
+        made_with=_made_with(config, found),
+        sources={name: score(losses[name], *texts[name]) for name in sampled},
+        blended=score(
+            sum(losses.values(), HeldOutLoss(0.0, 0)),
+            sum(documents for documents, _ in texts.values()),
+            None if None in sizes else sum(size or 0 for size in sizes),
+        ),
+    )
+
+
+def _text_of(split: HeldOut, windows: Sequence[int], engine: Engine) -> tuple[int, int | None]:
+    """Of the tokens that count in some windows: their documents, and the bytes of their original text if known."""
+    dataset = split.dataset
+    if len(windows) == len(split):
+        return dataset.documents, dataset.text_bytes
+
+    def read() -> tuple[int, int | None]:
+        spans = split.targets(windows)[:, 1:]
+        documents = {
+            document
+            for first, end in spans.tolist()
+            for document in range(dataset.document_at(first), dataset.document_at(end - 1) + 1)
+        }
+        return len(documents), text_bytes(dataset, engine.tokenizer, spans)
+
+    documents, size = share(read)
+    return documents, size
 
 
 def heldout_splits(config: Config) -> dict[str, HeldOut]:
@@ -123,7 +191,9 @@ def heldout_splits(config: Config) -> dict[str, HeldOut]:
     Raises:
         UserError: none has.
     """
-    splits = {name: split for name, split in open_heldout(config, config.eval.split).items() if len(split)}
+    wanted = config.eval
+    opened = open_heldout(config, wanted.split, stride=wanted.stride, documents=wanted.documents)
+    splits = {name: split for name, split in opened.items() if len(split)}
     if not splits:
         raise UserError(
             f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
@@ -137,7 +207,7 @@ def read_report(config: Config, step: int) -> EvalReport | None:
     """The evaluation of a step, if it was made of this checkpoint on this data in this way; None means: evaluate."""
     try:
         value: dict[str, Any] = store.get_json(report_path(config, step))
-        if value["made_with"] != _made_with(config, Checkpoints.of_run(config.run.dir).at(step)):
+        if {**WINDOWS, **value["made_with"]} != _made_with(config, Checkpoints.of_run(config.run.dir).at(step)):
             return None
         return EvalReport(
             value["step"],
@@ -150,24 +220,24 @@ def read_report(config: Config, step: int) -> EvalReport | None:
 
 
 def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+    stride, length = config.eval.stride, config.train.sequence_length
     return {
         "checkpoint": checkpoint.fingerprint,
         "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
         "split": config.eval.split,
         "weights": config.eval.weights,
-        "sequence_length": config.train.sequence_length,
+        "sequence_length": length,
+        "samples": config.eval.samples,
+        "stride": None if stride == length else stride,
+        "documents": config.eval.documents,
         "compute": config.train.precision.compute,
     }
 
 
-def _score_of(loss: HeldOutLoss, splits: list[HeldOut]) -> Score:
-    documents = sum(split.dataset.documents for split in splits)
-    return score(loss, documents, sum(split.dataset.text_bytes for split in splits))
-
-
 def _table(report: EvalReport) -> Table:
     of = " of the moving average" if report.made_with["weights"] == "ema" else ""
-    table = Table("source", title=f"held-out loss{of} at step {report.step}", title_justify="left")
+    title = f"held-out loss{of} at step {report.step}{_how(report.made_with)}"
+    table = Table("source", title=title, title_justify="left")
     for column in ("documents", "tokens", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="right")
     rows = dict(report.sources)
@@ -180,6 +250,18 @@ def _table(report: EvalReport) -> Table:
             f"{row.targets:,}",
             f"{row.loss:.4f}",
             f"{row.perplexity:,.2f}",
-            f"{row.bits_per_byte:.4f}",
+            "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
         )
     return table
+
+
+def _how(made_with: dict[str, Any]) -> str:
+    """Which windows, where they are not the usual ones."""
+    words = []
+    if made_with["documents"]:
+        words.append("each document by itself")
+    if made_with["stride"] is not None:
+        words.append(f"stride {made_with['stride']:,}")
+    if made_with["samples"] is not None:
+        words.append(f"a sample of {made_with['samples']:,} windows")
+    return "".join(f", {each}" for each in words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoints
 
 _MEASURE = ("data", "split", "sequence_length", "compute")
-"""Of what a report was made with: losses are comparable where these are the same."""
+"""Of what a report was made with: losses are comparable where these are the same, and what `WINDOWS` has."""
+WINDOWS: Mapping[str, Any] = {"samples": None, "stride": None, "documents": False}
+"""Which windows it was made of; reports from before there was a choice have these."""
 Scores = dict[str, float | None]
 """`loss`, `perplexity` and `bits_per_byte`; None where the figure is not finite."""
 
@@ -117,7 +120,7 @@ def _evaluation(value: Any, time: float, tokens: dict[int, int], fingerprints: d
         {name: _scores(scores) for name, scores in value["sources"].items()},
         time,
         made_with["checkpoint"],
-        value_hash([made_with[key] for key in _MEASURE]),
+        value_hash([*(made_with[key] for key in _MEASURE), *(made_with.get(key, WINDOWS[key]) for key in WINDOWS)]),
         fingerprints.get(step, made_with["checkpoint"]) != made_with["checkpoint"],
     )
 

@@ -17,13 +17,14 @@ from pipeline.errors import MachineError, UserError
 from pipeline.train.allocator import keep_freed_memory
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.fingerprint import compare, model_fingerprint
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.parallel import processes
-from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, parallelize
-from pipeline.train.parallel.processes import Processes
+from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.rank import LAUNCHER
 from pipeline.train.parallel.runner import Runner, build_runner
 
@@ -72,7 +73,8 @@ def choose_device(wanted: str, ranks: Processes) -> torch.device:
         if ranks.local_world_size > torch.cuda.device_count():
             raise UserError(
                 f"{ranks.local_world_size} processes of this node want a GPU each, but torch sees "
-                f"{torch.cuda.device_count()}; lower launch.processes to that, or use launch.device=cpu"
+                f"{torch.cuda.device_count()}; lower their number (launch.processes, eval.processes) to that, or use "
+                "launch.device=cpu"
             )
         return torch.device("cuda", ranks.local_rank)
     return torch.device("cpu")
@@ -94,21 +96,36 @@ def set_up(config: Config, tokenizer: Tokenizer, device: torch.device, layout: L
     return Setup(device, build_mesh(layout, device.type), tokenizer, spec)
 
 
-def load_for_inference(config: Config, step: int | None) -> tuple[Setup, ParallelModel, Runner, Checkpoint]:
-    """The model of a verified checkpoint, of `step` or the latest one, whole in this process, in evaluation mode.
+ALONE = Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
+"""A process that has all of the model."""
+
+
+def load_for_inference(
+    config: Config, step: int | None, ranks: Processes = ALONE, parallel: ParallelConfig | None = None
+) -> tuple[Setup, ParallelModel, Runner, Checkpoint]:
+    """The model of a verified checkpoint, of `step` or the latest one, in evaluation mode; every rank calls this.
 
     Its weights are those that `eval.weights` names. The tokenizer is the checkpoint's own, so that text can be
     continued where the data is not.
+
+    Args:
+        config: resolved config.
+        step: of the checkpoint; rank 0 says which one is the latest.
+        ranks: the place of this process, which joins the others if it has not yet.
+        parallel: how the model is laid out over them, a layout that `rules` allows; by default whole in one process.
 
     Raises:
         UserError: no such checkpoint, a damaged one, one of another model than the config's, or one without the
             weights that are asked for.
     """
-    checkpoint = Checkpoints.of_run(config.run.dir).at(step)
-    compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
-    alone = Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    setup = set_up(config, Tokenizer.open(checkpoint.path), join(config, alone), Layout())
-    parallel, precision = ParallelConfig(), config.train.precision
+    parallel, precision = parallel or ParallelConfig(), config.train.precision
+    device = join(config, ranks)
+    checkpoint = source_point(Checkpoints.of_run(config.run.dir), step)
+    # Rank 0 alone says what is wrong.
+    share(
+        lambda: compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
+    )
+    setup = set_up(config, Tokenizer.open(checkpoint.path), device, resolve(parallel, ranks.world_size))
     model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
     storage.read(checkpoint.path, model, weights=config.eval.weights)
     model.train(False)

@@ -119,7 +119,10 @@ def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> dic
     return splits
 
 
-def open_heldout(config: Config, split: str) -> dict[str, HeldOut]:
+def open_heldout(
+    config: Config, split: str, *, stride: int | None = None, documents: bool = False
+) -> dict[str, HeldOut]:
     """A held-out split of each source, in windows of `train.sequence_length` whatever the phases have."""
+    length = config.train.sequence_length
     datasets = open_datasets(config, split)
-    return {name: HeldOut(dataset, config.train.sequence_length) for name, dataset in datasets.items()}
+    return {name: HeldOut(each, length, stride=stride, documents=documents) for name, each in datasets.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch
-from pipeline.data.heldout import HeldOut
+from pipeline.data.heldout import HeldOut, sample
 from pipeline.train.loss import token_loss
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner
 from pipeline.train.step import make_context
+
+_MULTIPLE = 64
+"""Batches that are shorter than a window may be have a length of so many tokens, or twice as many, and so on."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +64,19 @@ def validation_losses(
     """
     samples = config.train.validation.samples
     splits = {name: split for name, split in heldout.items() if samples and len(split)}
-    everything = sum(len(split) for split in splits.values())
     return {
         name: heldout_loss(
             model,
             runner,
             mesh,
-            split,
-            # Each source has its share of the sample, and at least one window.
-            split.spread(max(1, samples * len(split) // everything)),
+            splits[name],
+            windows,
             batch_size=batch_size,
             document_attention=config.model.document_attention,
             device=device,
             advance=lambda windows: advance(),
         )
-        for name, split in splits.items()
+        for name, windows in sample(splits, samples).items()
     }
 
 
@@ -91,7 +93,9 @@ def heldout_loss(
     device: torch.device,
     advance: Callable[[int], None] = lambda windows: None,
 ) -> HeldOutLoss:
-    """Cross entropy of `windows` of a split, dealt to all data-parallel ranks; sums are taken in fp64.
+    """Cross entropy of what counts in `windows` of a split, dealt to all data-parallel ranks; sums are taken in fp64.
+
+    Every rank calls this, and gets the same sums.
 
     Args:
         batch_size: windows of one forward pass on one rank.
@@ -105,12 +109,13 @@ def heldout_loss(
             sums[0] += (loss * batch.weight).sum(dtype=torch.float64)
             sums[1] += batch.weight.sum(dtype=torch.float64)
 
+    was_training = next(iter(model.parts.values())).training
     model.train(False)
-    for batches, count in _passes(split, windows, batch_size, mesh, together=len(model.stages)):
+    for batches, count in _passes(split, split.longest_first(windows), batch_size, mesh, len(model.stages)):
         on_device = [batch.to(device) for batch in batches]
         runner.evaluate(on_device, [make_context(batch, document_attention) for batch in on_device], measure)
         advance(count)
-    model.train()
+    model.train(was_training)
     dist.all_reduce(sums)
     return HeldOutLoss(sums[0].item(), int(sums[1].item()))
 
@@ -118,25 +123,30 @@ def heldout_loss(
 def _passes(
     split: HeldOut, windows: Sequence[int], batch_size: int, mesh: Mesh, together: int
 ) -> Iterator[tuple[list[Batch], int]]:
-    """This rank's batches of one shape, up to `together` at once, and how many windows all ranks have in them."""
+    """This rank's batches, up to `together` of one shape at once, and how many windows all ranks have in them."""
     ranks = mesh.size("batch")
     everyone = batch_size * ranks
     whole = len(windows) // everyone
     for first in range(0, whole, together):
         groups = [windows[group * everyone : (group + 1) * everyone] for group in range(first, whole)[:together]]
-        yield [_share(split, group, batch_size, mesh) for group in groups], everyone * len(groups)
+        yield _shares(split, groups, batch_size, mesh), everyone * len(groups)
     if rest := windows[whole * everyone :]:
-        yield [_share(split, rest, -(-len(rest) // ranks), mesh)], len(rest)
+        yield _shares(split, [rest], -(-len(rest) // ranks), mesh), len(rest)
 
 
-def _share(split: HeldOut, windows: Sequence[int], size: int, mesh: Mesh) -> Batch:
-    """This rank's `size` of some windows. All ranks have as many, so what is missing is filled up with weight 0."""
-    first = mesh.rank("batch") * size
-    chosen = list(windows[first : first + size])
-    missing = size - len(chosen)
-    batch = split.batch(chosen + [windows[0]] * missing)
-    if missing:
-        weight = batch.weight.clone()
-        weight[len(chosen) :] = 0
-        batch = replace(batch, weight=weight)
-    return batch
+def _shares(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh) -> list[Batch]:
+    """This rank's `size` windows of each group, in batches as long as the longest window needs.
+
+    All ranks have as many, so what is missing is filled up with weight 0.
+    """
+    mine = [group[mesh.rank("batch") * size :][:size] for group in groups]
+    full = [[*chosen, *[groups[0][0]] * (size - len(chosen))] for chosen in mine]
+    # Lengths may differ between data-parallel ranks, not between the processes that share a batch.
+    length = split.length_of([window for group in full for window in group], math.lcm(_MULTIPLE, mesh.size("tp")))
+    batches = [split.batch(windows, length) for windows in full]
+    for number, chosen in enumerate(mine):
+        if len(chosen) < size:
+            weight = batches[number].weight.clone()
+            weight[len(chosen) :] = 0
+            batches[number] = replace(batches[number], weight=weight)
+    return batches

@@ -150,5 +150,28 @@ def _with_jsonl(root: Path) -> Path:
         {"name": "hub", "type": "hub", "hub": {"path": "json", "data_files": [str(records)]}},
     ]
     extra = root / "both.yaml"
-    extra.write_text(f"include: {path.name}\ndata: {{dir: {root / 'both'}, sources: {json.dumps(sources)}}}\n")
+    evaluation = {
+        "tasks": [{"type": "wikitext", "path": str(records)}],
+        "harness": {"tasks": ["choice"], "include_path": str(root / "tasks"), "limit": 1},
+    }
+    (root / "tasks").mkdir()
+    (root / "tasks" / "choice.yaml").write_text(json.dumps(_choice(records)))
+    extra.write_text(
+        f"include: {path.name}\ndata: {{dir: {root / 'both'}, sources: {json.dumps(sources)}}}\n"
+        f"eval: {json.dumps(evaluation)}\n"
+    )
     return extra
+
+
+def _choice(records: Path) -> dict[str, Any]:
+    """A task of lm-evaluation-harness."""
+    return {
+        "task": "choice",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(records)}, "cache_dir": str(records.parent / "cache")},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": 0,
+        "doc_to_choice": ["sea", "wind"],
+    }

@@ -204,7 +204,7 @@ if __name__ == "__main__":
     if "WORLD_SIZE" not in os.environ:
         import slurm.launch
 
-        slurm.launch.RANK_COMMAND = (sys.executable, "-m", "tests.parallel.launched", CASE, "train")
+        slurm.launch.RANK_COMMAND = (sys.executable, "-m", "tests.parallel.launched", CASE)
     from pipeline.cli import main
 
     sys.argv = ["pipeline", *sys.argv[2:]]

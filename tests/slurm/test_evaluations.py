@@ -23,6 +23,7 @@ from slurm import evaluations, jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.evaluations import Evaluations
 from slurm.jobs import Job
+from slurm.launches import launches
 from slurm.plan import plan
 from slurm.profile import load_site
 from slurm.submission import Submission, read_submission
@@ -280,6 +281,39 @@ def test_on_a_cluster(cluster: DevCluster, tmp_path: Path) -> None:
     tokens = {row["step"]: row["tokens"] for row in orjson.loads(show(file))["evaluations"]}
     assert tokens == {step: step * 4 * 32 for step in (4, 8, 10)}
     assert {state.state for state in scheduler.jobs([job.job for job in sent]).values()} == {"COMPLETED"}
+
+
+@pytest.mark.slurm
+def test_on_several_nodes(cluster: DevCluster, tmp_path: Path) -> None:
+    """An evaluation of four processes, two on a node, gives the number of one process."""
+    changes = {
+        "model": {"layers": 2, "dim": 32, "heads": 2, "vocab_multiple": 16},
+        "launch": {"threads": 1, "device": "cpu"},
+        "train.precision": {"compute": "fp32"},
+        "train.duration": "2 steps",
+        "slurm": {"profile": "devcluster", "doctor": False, "processes_per_node": 2},
+    }
+    file = tiny.write_run(tmp_path, changes)
+    for stage in ("preprocess", "train", "eval"):
+        done = tiny.pipeline(stage, file)
+        assert done.returncode == 0, done.stderr
+    report = report_path(load(file), 2)
+    alone = orjson.loads(report.read_bytes())
+    report.unlink()
+    run = Run(cluster, file, "run", "eval.processes=4", "eval.parallel={tp: 2, pp: 2}")
+    sent = tiny.pipeline("eval", file, *run.overrides, "--slurm")
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    run.until(report.exists, why="the report")
+    run.until_over()
+    (launch,) = launches(run.folder, "eval")
+    assert (len(launch.nodes), launch.processes_per_node) == (2, 2)
+    assert launch.end is not None and launch.end.code == 0, run.story()
+    logs = [(run.folder / launch.logs / f"rank-{rank:04d}.log").read_text() for rank in range(4)]
+    assert ["held-out loss at step 2" in log for log in logs] == [True, False, False, False], "rank 0 alone speaks"
+    together = orjson.loads(report.read_bytes())
+    assert together["made_with"] == alone["made_with"]
+    assert together["blended"]["loss"] == pytest.approx(alone["blended"]["loss"], rel=1e-6)
+    run.check_left()
 
 
 def show(file: Path) -> str:

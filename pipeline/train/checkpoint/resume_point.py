@@ -64,7 +64,7 @@ def rewind_point(checkpoints: Checkpoints, config: ResumeConfig, before: int, re
 
 
 def source_point(checkpoints: Checkpoints, step: int | None) -> Checkpoint:
-    """A checkpoint of another run, of a step or the latest one, every file of it read; nothing is moved there.
+    """A checkpoint to read weights from, of a step or the latest one, every file of it read; nothing is moved there.
 
     Every rank calls this.
 

@@ -47,8 +47,16 @@ def fixed_processes(parallel: ParallelConfig) -> int:
     return prod(max(1, degree) for degree in _degrees(parallel).values())
 
 
-def resolve(parallel: ParallelConfig, world_size: int) -> Layout:
+def resolve(
+    parallel: ParallelConfig, world_size: int, *, section: str = "parallel", processes: str = "launch.processes"
+) -> Layout:
     """The layout over `world_size` processes.
+
+    Args:
+        parallel: The degrees.
+        world_size: How many there are.
+        section: What the run file calls `parallel`, for messages.
+        processes: What it calls their number.
 
     Raises:
         UserError: the degrees do not multiply to it.
@@ -63,13 +71,13 @@ def resolve(parallel: ParallelConfig, world_size: int) -> Layout:
         below, above = world_size // fixed * fixed, -(-world_size // fixed) * fixed
         nearest = f"{below} or {above}" if below else f"{above}"
         raise UserError(
-            f"parallel: {named} needs a multiple of {fixed} processes, but there are {world_size}; set "
-            f"launch.processes={nearest}, or start as many, or change the degrees"
+            f"{section}: {named} needs a multiple of {fixed} processes, but there are {world_size}; set "
+            f"{processes}={nearest}, or start as many, or change the degrees"
         )
     elif fixed != world_size:
         raise UserError(
-            f"parallel: {named} is {fixed} processes, but there are {world_size}; set launch.processes={fixed}, or "
-            "parallel.dp_shard=-1 to take all there are"
+            f"{section}: {named} is {fixed} processes, but there are {world_size}; set {processes}={fixed}, or "
+            f"{section}.dp_shard=-1 to take all there are"
         )
     return Layout(**degrees)
 

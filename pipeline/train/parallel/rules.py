@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import Config
-from pipeline.config.parallel import ZERO_BUBBLE, PipelineConfig
+from pipeline.config.blend import BlendConfig
+from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
 from pipeline.data.progress import counted
 from pipeline.errors import UserError
 from pipeline.train.model.config import default_ffn_dim
@@ -20,6 +22,9 @@ _MUCH_PADDING = 0.1
 """Share of the windows of a step above which padding is worth a warning; `data plan` has the same."""
 _LARGE_NODE = 8
 """Devices that a machine has at most, as a rule."""
+
+_OWN_KEY = re.compile(r"(?<![\w.])parallel\.")
+"""A key of `parallel` in a message."""
 
 Check = Callable[[Config, Layout], Iterable[str]]
 
@@ -34,6 +39,8 @@ class Rule:
     """A sentence for the documentation."""
     check: Check
     """Config and layout -> a message for each violation, with the values and the nearest allowed setting."""
+    of_training: bool = False
+    """Whether only training demands it: not an evaluation, which has no backward pass."""
 
 
 def check_layout(config: Config, world_size: int) -> Layout:
@@ -48,6 +55,32 @@ def check_layout(config: Config, world_size: int) -> Layout:
         found = "a problem" if len(messages) == 1 else f"{len(messages)} problems"
         lines = "".join(f"\n  {message}" for message in messages)
         raise UserError(f"the layout ({layout}) has {found}:{lines}")
+    return layout
+
+
+def evaluation_parallel(config: Config, world_size: int) -> ParallelConfig:
+    """What an evaluation on `world_size` processes is laid out by: its own section, or that of the training."""
+    if config.eval.parallel is not None:
+        return config.eval.parallel
+    return config.parallel if world_size > 1 else ParallelConfig()
+
+
+def check_evaluation_layout(config: Config, world_size: int) -> Layout:
+    """The layout of an evaluation over `world_size` processes, by the rules of the training that are not of steps.
+
+    Raises:
+        UserError: as `check_layout`, with the keys of the evaluation.
+    """
+    section = "parallel" if config.eval.parallel is None else "eval.parallel"
+    parallel = evaluation_parallel(config, world_size)
+    layout = resolve(parallel, world_size, section=section, processes="eval.processes")
+    # Of lengths it has its own, whatever the phases of the training have.
+    config = config.model_copy(update={"parallel": parallel, "blend": BlendConfig()})
+    rules = [*(rule for rule in RULES if not rule.of_training), _EVALUATED_LENGTH]
+    messages = [message for rule in rules for message in rule.check(config, layout)]
+    if messages:
+        lines = "".join(f"\n  {_OWN_KEY.sub(f'{section}.', message)}" for message in messages)
+        raise UserError(f"the layout of the evaluation ({layout}) is not possible:{lines}")
     return layout
 
 
@@ -122,6 +155,15 @@ def _sequence(config: Config, layout: Layout) -> Iterator[str]:
                 f"{key}={length} cannot be cut over parallel.tp={layout.tp}: set {key}="
                 f"{_nearest_multiples(length, layout.tp)}, or parallel.sequence_parallel=false"
             )
+
+
+def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
+    length = config.eval.max_length
+    if layout.tp > 1 and config.parallel.sequence_parallel and length is not None and length % layout.tp:
+        yield (
+            f"eval.max_length={length} cannot be cut over parallel.tp={layout.tp}: set eval.max_length="
+            f"{_nearest_multiples(length, layout.tp)}, or parallel.sequence_parallel=false"
+        )
 
 
 def _stage_count(config: Config, layout: Layout) -> Iterator[str]:
@@ -291,6 +333,7 @@ RULES: Sequence[Rule] = (
         "Every step has as many micro-batches on a data-parallel rank as the schedule demands (table below), in each "
         "phase and at each level of the batch ramp. Without `micro_batch_size` a step is one micro-batch.",
         _micro_batches,
+        of_training=True,
     ),
     Rule(
         ("parallel.reshard_after_forward", "parallel.pipeline.schedule"),
@@ -307,6 +350,14 @@ RULES: Sequence[Rule] = (
     ),
 )
 """In the order in which they are told."""
+
+
+_EVALUATED_LENGTH = Rule(
+    ("eval.max_length", "parallel.sequence_parallel"),
+    "With `sequence_parallel`, the input of tasks is a multiple of `tp`.",
+    _evaluated_length,
+)
+"""Of an evaluation alone."""
 
 
 def _idle_ranks(config: Config, layout: Layout) -> Iterator[str]:

@@ -1,0 +1,90 @@
+"""A model that is evaluated, laid out over one process or several.
+
+Rank 0 alone prints and writes. Mistakes that all ranks would find are looked for by rank 0, and told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config import Config
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.processes import Processes
+from pipeline.train.parallel.rules import check_evaluation_layout, evaluation_parallel
+from pipeline.train.parallel.runner import Runner
+from pipeline.train.parallel.watchdog import Watchdog
+from pipeline.train.setup import load_for_inference, out_of_memory_means
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model that is evaluated, on this process's place in its layout.
+
+    All ranks of the layout hold one and make the same calls in the same order. Tokens go through `runner.evaluate`.
+    """
+
+    config: Config
+    spec: DecoderSpec
+    model: ParallelModel
+    """This process's parts of it."""
+    runner: Runner
+    mesh: Mesh
+    device: torch.device
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint | None
+    """None for weights that are in training."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of input at once: `eval.max_length`, or what was trained; never more than there are positions."""
+        length = self.config.eval.max_length or self.config.train.sequence_length
+        return min(length, self.spec.learned_positions or length)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of all processes: the one that prints and writes."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def open_engine(config: Config, step: int | None, ranks: Processes) -> Engine:
+    """The model of a verified checkpoint under the layout of the evaluation; every rank calls this.
+
+    Args:
+        config: resolved config.
+        step: of the checkpoint, by default the latest one.
+        ranks: the place of this process among those of the evaluation.
+
+    Raises:
+        UserError: the layout does not fit the model or the number of processes, or as `load_for_inference`.
+        MachineError: the model does not fit into memory.
+    """
+    check_evaluation_layout(config, ranks.world_size)
+    parallel = evaluation_parallel(config, ranks.world_size)
+    advice = "the model does not fit; evaluate on more processes (eval.processes, eval.parallel)"
+    with out_of_memory_means(lambda: advice):
+        setup, model, runner, checkpoint = load_for_inference(config, step, ranks, parallel)
+    return Engine(config, setup.spec, model, runner, setup.mesh, setup.device, setup.tokenizer, checkpoint)
+
+
+@contextmanager
+def watched(config: Config, ranks: Processes) -> Iterator[Callable[[], None]]:
+    """Inside, one of several processes that does not get on ends, as in training, and the others with it.
+
+    Loading has the limit `launch.time_limits.save_seconds`. What is yielded is to be called after it and after each
+    batch, which have `step_seconds`.
+    """
+    if ranks.world_size == 1:  # it waits for nobody
+        yield lambda: None
+        return
+    with Watchdog(config.launch.time_limits) as watchdog:
+        watchdog.phase("save")
+        yield lambda: watchdog.phase("step")

@@ -1,0 +1,178 @@
+"""Benchmarks that are built in, on files of this machine; the results are kept beside those of the held-out loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config import Config
+from pipeline.config.eval import TaskConfig
+from pipeline.console import progress, say
+from pipeline.data import store
+from pipeline.data.hashing import file_hash
+from pipeline.eval.engine import Engine
+from pipeline.eval.lambada import lambada_figures, last_word, read_passages
+from pipeline.eval.reports import report_path
+from pipeline.eval.scoring import score
+from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.parallel.processes import share
+from pipeline.train.setup import out_of_memory_means
+
+Row = tuple[str, str, float | None, float | None, str]
+"""Of a table: task, figure, value, its standard error, and what else there is to say."""
+_SHOWN = {
+    "wikitext": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "lambada": ("accuracy", "perplexity"),
+}
+
+
+def benchmark_path(config: Config, step: int, kind: Literal["tasks", "harness"]) -> Path:
+    """Where results of a checkpoint are kept: beside its report, under a name that is no report's."""
+    path = report_path(config, step)
+    return path.with_name(f"{kind}-{path.name}")
+
+
+def run_tasks(
+    engine: Engine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, Any]]:
+    """Make the tasks of `eval.tasks` that are not made of this checkpoint in this way yet. Every rank calls this.
+
+    Rank 0 alone reads the files, speaks and writes.
+
+    Args:
+        engine: with a checkpoint.
+        console: where the table goes.
+        keep: whether results are written down, each task when it is done.
+        beat: called after each batch.
+
+    Returns:
+        The figures of each task, by its name.
+
+    Raises:
+        UserError: a file is not there, or not what the task reads.
+    """
+    config, checkpoint = engine.config, engine.checkpoint
+    assert checkpoint is not None, "results are of a checkpoint"
+    path = benchmark_path(config, checkpoint.step, "tasks")
+    made: dict[str, Any] = share(lambda: _made(config, checkpoint))
+    for task in config.eval.tasks:
+        if task.title in made:
+            continue
+        made_with, texts = share(lambda task=task: (_made_with(config, task, checkpoint), _read(task)))  # type: ignore[misc]
+        figures = _evaluate(engine, task, texts, console, beat)
+        made[task.title] = {"made_with": made_with, "results": figures}
+        if keep and engine.is_first:
+            path.parent.mkdir(exist_ok=True)
+            store.put_json(path, {"step": checkpoint.step, "tasks": made})
+    results = {task.title: made[task.title]["results"] for task in config.eval.tasks}
+    if engine.is_first:
+        of = " of the moving average" if config.eval.weights == "ema" else ""
+        console.print(benchmark_table(f"tasks{of} at step {checkpoint.step}", _rows(config, results)))
+        if keep:
+            say(console, f"kept in {path}")
+    return results
+
+
+def tasks_are_made(config: Config, step: int) -> bool:
+    """Whether each task of `eval.tasks` is made of this checkpoint already."""
+    made = _made(config, Checkpoints.of_run(config.run.dir).at(step)) if config.eval.tasks else {}
+    return all(task.title in made for task in config.eval.tasks)
+
+
+def made_with_checkpoint(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What all results of a checkpoint depend on."""
+    return {
+        "checkpoint": checkpoint.fingerprint,
+        "weights": config.eval.weights,
+        "compute": config.train.precision.compute,
+        "max_length": config.eval.max_length or config.train.sequence_length,
+    }
+
+
+def benchmark_table(title: str, rows: Iterable[Row]) -> Table:
+    """A line a figure, for the screen."""
+    rows = list(rows)
+    table = Table("task", "figure", title=title, title_justify="left")
+    table.add_column("value", justify="right")
+    table.add_column("stderr", justify="right")
+    table.add_column()
+    before = None
+    for task, figure, value, stderr, words in rows:
+        table.add_row("" if task == before else task, figure, _text(value), _text(stderr), words)
+        before = task
+    return table
+
+
+def _text(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.2f}"
+
+
+def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of the tasks of a run file those whose results are there, made of the same things; a damaged file has none."""
+    found = {}
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        value = store.get_json(benchmark_path(config, checkpoint.step, "tasks"))["tasks"]
+        for task in config.eval.tasks:
+            each = value.get(task.title)
+            if each is not None and each["made_with"] == _made_with(config, task, checkpoint):
+                found[task.title] = each
+    return found
+
+
+def _made_with(config: Config, task: TaskConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    own = {"stride": task.stride, "detokenize": task.detokenize, "documents": task.documents}
+    return {
+        **made_with_checkpoint(config, checkpoint),
+        "type": task.type,
+        "file": f"{file_hash(task.path):016x}" if task.path.is_file() else None,
+        **(own if task.type == "wikitext" else {}),
+    }
+
+
+def _read(task: TaskConfig) -> list[str]:
+    if task.type == "lambada":
+        return read_passages(task.path)
+    return read_pages(task.path, documents=task.documents)
+
+
+def _evaluate(
+    engine: Engine, task: TaskConfig, texts: list[str], console: Console, beat: Callable[[], None]
+) -> dict[str, float]:
+    """The figures of a task on the texts of its file. Every rank calls this."""
+    tokenizer, batch_size = engine.tokenizer, engine.config.eval.batch_size
+    if task.type == "lambada":
+        requests = [last_word(tokenizer, text, engine.max_length) for text in texts]
+    else:
+        requests = wikitext_requests(tokenizer, task, texts, engine.max_length)
+    with (
+        progress(console, f"eval {task.title}", len(requests)) as advance,
+        out_of_memory_means(lambda: f"lower eval.batch_size ({batch_size} now)"),
+    ):
+
+        def done(count: int) -> None:
+            advance(count)
+            beat()
+
+        scored = score(engine, requests, batch_size=batch_size, advance=done)
+    return lambada_figures(scored) if task.type == "lambada" else wikitext_figures(task, texts, requests, scored)
+
+
+def _rows(config: Config, results: dict[str, Any]) -> Iterable[Row]:
+    for task in config.eval.tasks:
+        figures = results[task.title]
+        if task.type == "lambada":
+            words = f"{figures['passages']:,} passages"
+        else:
+            words = f"{figures['documents']:,} documents" if task.documents else "one text"
+            words += f", {figures['words']:,} words" + (f", stride {task.stride:,}" if task.stride else "")
+        for name in _SHOWN[task.type]:
+            yield task.title, name.replace("_", " "), figures[name], figures.get(f"{name}_stderr"), words

@@ -1,0 +1,33 @@
+"""`python -m tests.eval.dying eval RUN.yaml ...`: the command line, but rank 1 of an evaluation is killed in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+
+def die(*_: Any, **__: Any) -> Any:
+    """In place of the loss: rank 1 is killed, and the others wait for it."""
+    from pipeline.train.parallel.processes import barrier
+
+    if os.environ["RANK"] == "1":
+        print("the last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    barrier()
+    raise AssertionError("rank 1 is gone")
+
+
+if __name__ == "__main__":
+    if "WORLD_SIZE" in os.environ:
+        import pipeline.eval.perplexity
+
+        pipeline.eval.perplexity.heldout_loss = die
+    else:
+        import slurm.launch
+
+        slurm.launch.RANK_COMMAND = (sys.executable, "-m", "tests.eval.dying")
+    from pipeline.cli import main
+
+    main()
