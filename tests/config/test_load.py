@@ -127,7 +127,7 @@ corpus: x
     ("override", "hint"),
     [
         ("train.bach_size=1", "did you mean train.batch_size?"),
-        ("model.batch_size=1", "did you mean train.batch_size or eval.batch_size or blend.phases.N.batch_size?"),
+        ("model.batch_size=1", "did you mean train.batch_size or eval.batch_size or"),
         ("vocab_size=1", "did you mean model.vocab_size or tokenizer.train.vocab_size?"),
         ("trian.batch_size=1", "did you mean train?"),
         ("model.init.sdt=1", "did you mean model.init.std?"),
