@@ -83,7 +83,8 @@ class HeldOut:
         """
         length = length or self._length
         places = self.targets(windows)
-        is_first = np.isin(places[:, 0], self._texts)
+        numbers = np.asarray(windows, np.int64)
+        is_first = self._windows[np.searchsorted(self._windows, numbers, side="right") - 1] == numbers
         tokens = np.zeros((len(windows), length + 1), dtype=np.int64)
         weight = np.zeros((len(windows), length), dtype=np.float32)
         starts = []

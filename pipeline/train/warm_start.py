@@ -205,6 +205,12 @@ def _from_hf(folder: Path, config: Config, tokenizer: Tokenizer, model: Parallel
 
     def check() -> list[str]:
         found = opened()
+        ours, theirs = model.spec.vocab_size, found.spec.vocab_size
+        if ours != theirs:
+            raise UserError(
+                f"train.init_from.hf: the model in {folder} has {theirs} tokens with logits, and this one {ours}; set "
+                f"model.vocab_size={theirs}"
+            )
         shapes = {name: each.shape for name, each in found.tensors.items()}
         _check_fit(shapes, model.spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
         lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)

@@ -80,7 +80,7 @@ def test_there_and_back(tmp_path: Path, family: str, tokenizer: Tokenizer) -> No
     theirs = theirs_in(tmp_path / "theirs", family, tokenizer).eval()
     text = from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
     assert type(theirs).__name__ in text
-    to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
+    said = to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
 
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "again")
     assert before.keys() == after.keys()
@@ -103,7 +103,14 @@ def test_there_and_back(tmp_path: Path, family: str, tokenizer: Tokenizer) -> No
             here = ours(tokens, Context())
         torch.testing.assert_close(here[..., :VOCAB], wanted, atol=1e-4, rtol=0)
         assert bool((here[..., VOCAB:] == -torch.inf).all())
-    assert AutoTokenizer.from_pretrained(tmp_path / "again").encode("the cat") == tokenizer.encode("the cat")
+    text = "the cat of 1234 cafe\u0301"
+    if "qwen2" in family:
+        assert "warning: AutoTokenizer of transformers 5" in said
+        again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
+    else:
+        assert "warning" not in said
+        again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again.encode(text) == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -157,6 +164,11 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
         ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"num_key_value_heads": 3}, "describes no model that can be built.*multiple of kv_heads 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling: .*rope_parameters says something else",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention has its own"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -175,6 +187,28 @@ def test_layers_of_two_kinds_are_refused() -> None:
     assert windowed.sliding_window == 8
     _, same = from_hf_config(to_hf_config(windowed, VOCAB, 64)[1], "config.json")
     assert same == windowed.model_copy(update={"vocab_size": VOCAB})
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "window", "kv_heads"),
+    [
+        ("mistral", {}, 4096, 8),
+        ("mistral", {"sliding_window": None, "num_key_value_heads": 4}, None, 4),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096, 32),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, None, 32),
+        ("qwen3", {"num_key_value_heads": None, "head_dim": 4}, None, 16),
+    ],
+)
+def test_what_is_not_said_is_what_transformers_takes(
+    kind: str, values: dict[str, Any], window: int | None, kv_heads: int
+) -> None:
+    heads = 32 if kv_heads == 32 else 16
+    base = {"hidden_size": 64, "num_attention_heads": heads, "num_hidden_layers": 2, "intermediate_size": 64}
+    given = {"model_type": kind, "vocab_size": 99, **base, **values}
+    _, found = from_hf_config(given, "config.json")
+    assert (found.sliding_window, found.kv_heads) == (window, kv_heads)
+    theirs = transformers.AutoConfig.for_model(kind, **{**base, **values})
+    assert theirs.num_key_value_heads == kv_heads and theirs.sliding_window == window
 
 
 def test_ignored_keys() -> None:
@@ -236,6 +270,41 @@ def test_folders_that_are_no_models(tmp_path: Path, tokenizer: Tokenizer) -> Non
     (tmp_path / "ours" / "file").touch()
     with pytest.raises(UserError, match="ours is there already"):
         from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
+
+
+def test_a_head_beside_a_tied_embedding(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    theirs_in(tmp_path / "theirs", "llama-tied-full-heads", tokenizer)
+    weights = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(weights).items()}
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, weights)
+    assert "llama" in describe(tmp_path / "theirs").lower()
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, weights)
+    with pytest.raises(
+        UserError, match=r"lm_head.weight is not model.embed_tokens.weight, though config.json ties them"
+    ):
+        describe(tmp_path / "theirs")
+
+
+def test_no_token_is_added_to_a_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Not even where the tokenizer that a model came with adds one."""
+    theirs_in(tmp_path / "theirs", "llama", tokenizer)
+    file = tmp_path / "theirs" / "tokenizer.json"
+    state = json.loads(file.read_bytes())
+    template = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    state["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": template,
+        "pair": template * 1,
+        "special_tokens": tokens,
+    }
+    file.write_text(json.dumps(state))
+    from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
+    to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again.encode("the cat") == tokenizer.encode("the cat")
 
 
 def test_names_without_the_prefix_of_the_head(tmp_path: Path, tokenizer: Tokenizer) -> None:

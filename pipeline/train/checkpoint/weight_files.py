@@ -22,7 +22,8 @@ from pipeline.data import store
 from pipeline.train.checkpoint.committed import Files, record_of
 from pipeline.train.checkpoint.tensors import Stored
 
-INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,7 +52,7 @@ def plan_shards(tensors: Mapping[str, Stored], max_bytes: int | None) -> dict[st
         shards[-1][name] = each
         size += each.bytes
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {SINGLE: shards[0]}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 

@@ -28,9 +28,12 @@ _SAYS_NOTHING = {
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     # How products are ordered, not what they are.
     *("reorder_and_upcast_attn", "rms_norm_fused"),
+    # How text is generated, as older files have it.
+    *("max_length", "do_sample", "temperature", "top_p", "top_k", "is_llama_config"),
 }
 """Keys that do not change what the weights compute."""
 _DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+_WINDOW = 4096
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -47,6 +50,11 @@ class _Source:
         self._seen.add(key)
         found = self._values.get(key)
         return default if found is None else found
+
+    def get_absent(self, key: str, absent: Any) -> Any:
+        """A value that may be null; `absent` only where the key is not there at all."""
+        self._seen.add(key)
+        return self._values.get(key, absent)
 
     def need(self, key: str) -> Any:
         """A value that every such file has."""
@@ -77,7 +85,8 @@ class _Source:
                 why = "the model needs code of its own, and no code that comes with weights is run"
             if key == "quantization_config":
                 why = "weights that are quantized cannot be trained on; use the original ones"
-            self.refuse(key, value, f"{why}. If it does not change what the model computes: --ignore {key}")
+            hint = f"pipeline convert from-hf DIR OUT --ignore {key}"
+            self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
@@ -204,11 +213,13 @@ def _from_llama_like(source: _Source, model_type: str) -> Json:
     layers = source.need("num_hidden_layers")
     head_dim = source.get("head_dim", 128 if model_type == "qwen3" else None)
     positions = source.get("max_position_embeddings")
+    # What transformers takes where the key is not there; null means as many as heads.
+    kv_heads = source.get_absent("num_key_value_heads", {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(model_type))
     return {
         "layers": layers,
         "dim": dim,
         "heads": heads,
-        "kv_heads": source.get("num_key_value_heads", 32 if model_type.startswith("qwen") else heads),
+        "kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": head_dim,
         "ffn_dim": source.need("intermediate_size"),
         "norm": "rmsnorm",
@@ -237,13 +248,15 @@ def _bias(source: _Source, model_type: str) -> str:
 
 
 def _window(source: _Source, model_type: str, layers: int) -> int | None:
-    window = source.get("sliding_window")
+    # Null is no window, a missing key the default of transformers.
+    window = source.get_absent("sliding_window", None if model_type == "llama" else _WINDOW)
     kinds = source.get("layer_types")
     if model_type == "mistral":
         return None if window is None else int(window)
     uses, first = source.get("use_sliding_window", False), source.get("max_window_layers", 28)
-    if model_type == "llama" or window is None:
-        uses = False
+    if model_type == "llama" or not uses:
+        window = None
+    uses = uses and window is not None
     if kinds is None:
         kinds = ["sliding_attention" if uses and layer >= first else "full_attention" for layer in range(layers)]
     found = set(kinds)
@@ -255,8 +268,14 @@ def _window(source: _Source, model_type: str, layers: int) -> int | None:
 def _rope(source: _Source) -> Json:
     """Both ways of writing it: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
     theta, scaling = source.get("rope_theta"), source.get("rope_scaling", {})
-    found = {**scaling, **source.get("rope_parameters", {})}
-    found.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    parameters = source.get("rope_parameters", {})
+    if scaling and parameters and scaling != parameters:
+        source.refuse("rope_scaling", scaling, f"rope_parameters says something else ({parameters}); leave one of them")
+    found = dict(parameters or scaling)
+    if nested := [key for key, value in found.items() if isinstance(value, dict)]:
+        source.refuse("rope_parameters", found, f"{nested[0]} has its own; all layers have the same here")
+    if found.get("rope_theta") is None:
+        found["rope_theta"] = 10000.0 if theta is None else theta
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import orjson
 import torch
 import yaml
 from rich.console import Console
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pipeline.console import progress
 from pipeline.data import store
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.export import ORIGIN_FILE, free_folder, made_folder
 from pipeline.train.checkpoint.tensors import Stored, groups
@@ -27,6 +28,7 @@ from pipeline.train.huggingface.folder import (
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,
     HuggingFaceFolder,
+    read_json,
 )
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.versions import versions
@@ -34,6 +36,8 @@ from pipeline.train.versions import versions
 MODEL_FILE = "model.yaml"
 """What a run file includes to train on from a converted model."""
 Dtype = Literal["fp32", "bf16", "fp16"]
+_QWEN_SPLIT = orjson.dumps(r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|").decode()[1:-1]
+"""Single digits, which no other family here has; as JSON writes it."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -82,11 +86,18 @@ def to_hf(
         store.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
         store.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
         found.tokenizer.save(tmp)
+        _add_nothing(tmp / TOKENIZER_FILE)
         store.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
+    warning = ""
+    if family.model_type == "qwen2" and not _splits_like_qwen(found.tokenizer):
+        warning = (
+            "\nwarning: AutoTokenizer of transformers 5 has its own way of splitting text for every Qwen2, which is "
+            f"not this tokenizer's; use PreTrainedTokenizerFast.from_pretrained({str(to)!r})"
+        )
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
         f"{sum(each.numel for each in tensors.values()):,} parameters in {name}, {total:,} bytes in {len(shards)} "
-        f"file{'s' if len(shards) > 1 else ''}"
+        f"file{'s' if len(shards) > 1 else ''}{warning}"
     )
 
 
@@ -202,6 +213,24 @@ def _their_tensors(source: WeightSource, plan: Plan, wanted: Mapping[str, Stored
 def _our_tensors(source: HuggingFaceFolder, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     for group in groups(wanted):
         yield from source.read(group).items()
+
+
+def _add_nothing(file: Path) -> None:
+    """In training nothing is put before or after a text, like a token for its beginning: nor is it in the export."""
+    state = read_json(file)
+    found = state.get("post_processor")
+    parts = (found.get("processors") or [found]) if found else []
+    kept = [part for part in parts if part["type"] == "ByteLevel"]  # which only says where a token lies in the text
+    if len(kept) != len(parts):
+        store.put_json(file, {**state, "post_processor": kept[0] if kept else None})
+
+
+def _splits_like_qwen(tokenizer: Tokenizer) -> bool:
+    state = orjson.loads(tokenizer.definition)
+    return (
+        _QWEN_SPLIT in orjson.dumps(state.get("pre_tokenizer")).decode()
+        and (state.get("normalizer") or {}).get("type") == "NFC"
+    )
 
 
 def _tokenizer_config(tokenizer: Tokenizer, positions: int) -> Json:

@@ -23,6 +23,7 @@ Shape = tuple[int, ...]
 
 LAYER = "{i}"
 """Stands for the number of a layer in names."""
+HEAD = "lm_head.weight"
 _VOCABULARY = ("embedding.weight", "head.weight")
 """Tensors with a row a token; theirs have no rows of padding."""
 
@@ -59,7 +60,7 @@ _LLAMA_LIKE = (
     *_with_bias("model.layers.{i}.mlp.up_proj", "layers.{i}.mlp.w3"),
     *_with_bias("model.layers.{i}.mlp.down_proj", "layers.{i}.mlp.w2"),
     _rule("model.norm.weight", "norm.weight"),
-    _rule("lm_head.weight", "head.weight"),
+    _rule(HEAD, "head.weight"),
 )
 _GPT2 = (
     _rule("transformer.wte.weight", "embedding.weight"),
@@ -77,7 +78,7 @@ _GPT2 = (
     *_with_bias("transformer.h.{i}.mlp.c_fc", "layers.{i}.mlp.w1", transposed=True),
     *_with_bias("transformer.h.{i}.mlp.c_proj", "layers.{i}.mlp.w2", transposed=True),
     *_with_bias("transformer.ln_f", "norm"),
-    _rule("lm_head.weight", "head.weight"),
+    _rule(HEAD, "head.weight"),
 )
 
 
@@ -217,8 +218,8 @@ def names_in_files(family: Family, plan: Plan, found: Mapping[str, Sequence[int]
             )
         names[name] = actual
     rest = [name for name in found if name not in names.values() and not _is_ignored(family, name)]
-    if rest and "head.weight" not in plan.ours:
-        rest = [name for name in rest if name != "lm_head.weight"]  # a copy of the embedding
+    if HEAD not in plan.theirs:
+        rest = [name for name in rest if name != HEAD]  # a copy of the embedding
     if rest:
         raise UserError(
             f"{where} has {len(rest)} tensors that a {family.model_type} by this config.json has not, like {rest[0]}; "

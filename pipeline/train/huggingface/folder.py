@@ -17,15 +17,24 @@ from pipeline.data import store
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.tensors import Stored
-from pipeline.train.checkpoint.weight_files import INDEX
+from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.checkpoint.weight_source import read_tensors, tensors_of
 from pipeline.train.huggingface.configs import from_hf_config
-from pipeline.train.huggingface.families import Family, Plan, names_in_files, plan_tensors
+from pipeline.train.huggingface.families import HEAD, Family, Plan, names_in_files, plan_tensors
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_POSITIONS = {
+    "gpt2": ("n_positions", 1024),
+    "mistral": ("max_position_embeddings", 131072),
+    "qwen2": ("max_position_embeddings", 32768),
+    "qwen3": ("max_position_embeddings", 32768),
+}
+"""The key that has the longest context, and what transformers takes where it is not there."""
+_ROWS = 4096
+"""Of two tensors that are compared, so many are in memory."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -56,8 +65,8 @@ class HuggingFaceFolder:
     @property
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
-        found = self.values.get("max_position_embeddings", self.values.get("n_positions", 1024))
-        return int(found)
+        key, default = _POSITIONS.get(self.family.model_type, ("max_position_embeddings", 2048))
+        return int(self.values.get(key) or default)
 
     @cached_property
     def spec(self) -> DecoderSpec:
@@ -87,7 +96,27 @@ class HuggingFaceFolder:
     def _names(self) -> dict[str, str]:
         """The names that the files have for those of the plan."""
         shapes = {name: each.shape for name, each in self._found[1].items()}
-        return names_in_files(self.family, self.plan, shapes, str(self.folder))
+        names = names_in_files(self.family, self.plan, shapes, str(self.folder))
+        if HEAD in shapes and HEAD not in self.plan.theirs:
+            self._check_copy(names[self.plan.ours["embedding.weight"].theirs])
+        return names
+
+    def _check_copy(self, embedding: str) -> None:
+        """A file may have the head beside a tied embedding: then they must be the same."""
+        files, kinds = self._found
+        with (
+            safe_open(self.folder / files[HEAD], framework="pt") as of_head,
+            safe_open(self.folder / files[embedding], framework="pt") as of_embedding,
+        ):
+            head, other = of_head.get_slice(HEAD), of_embedding.get_slice(embedding)
+            same = kinds[HEAD] == kinds[embedding] and all(
+                head[row : row + _ROWS].equal(other[row : row + _ROWS]) for row in range(0, kinds[HEAD].shape[0], _ROWS)
+            )
+        if not same:
+            raise UserError(
+                f"{self.folder}: {HEAD} is not {embedding}, though config.json ties them (tie_word_embeddings); set "
+                "that to false if the head is one of its own"
+            )
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
@@ -148,6 +177,8 @@ class HuggingFaceFolder:
         )
 
     def _weight_files(self) -> list[str]:
+        if (self.folder / SINGLE).is_file():  # before an index, which may be of an earlier save, as transformers does
+            return [SINGLE]
         if (index := self.folder / INDEX).is_file():
             return sorted(set(store.get_json(index, "weight_map")["weight_map"].values()))
         found = sorted(path.name for path in self.folder.glob("*.safetensors"))
