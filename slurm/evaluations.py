@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.console import say
 from pipeline.errors import EXIT_OK
+from pipeline.eval.benchmarks import benchmarks_are_kept
 from pipeline.eval.reports import evaluated_checkpoint, report_path
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
 from pipeline.train.checkpoint.manager import Checkpoints
@@ -94,10 +95,12 @@ class Evaluations:
         return None
 
     def _is_evaluated(self, checkpoint: Checkpoint) -> bool:
-        """Whether there is a report of this very checkpoint."""
+        """Whether there are a report and all results of this very checkpoint: a job may end between the two."""
         identity = _identity(checkpoint)
         if identity not in self._evaluated:
             if evaluated_checkpoint(report_path(self._config, checkpoint.step)) != checkpoint.fingerprint:
+                return False
+            if not benchmarks_are_kept(self._config, checkpoint):
                 return False
             self._evaluated.add(identity)
         return True

@@ -6,6 +6,7 @@ import difflib
 import logging
 import math
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 
 from pipeline.config import Config
@@ -21,10 +24,11 @@ from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.hashing import value_hash
 from pipeline.errors import UserError
+from pipeline.eval.benchmarks import benchmark_path, kept_results
 from pipeline.eval.engine import Engine
-from pipeline.eval.tasks import Row, benchmark_path, benchmark_table, made_with_checkpoint
+from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.parallel.processes import share
+from pipeline.train.parallel.processes import barrier, share
 from pipeline.train.setup import out_of_memory_means
 
 PREFETCHED = "prefetched"
@@ -35,6 +39,10 @@ _KEPT = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_bett
 """Of what the harness returns: what says how good the model is, and not what machine it ran on."""
 _BEAT = 20.0
 """Seconds between two signs of life of a process that the others wait for, or that waits for them."""
+_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234}
+"""Of the harness, before it loads tasks: some shuffle their documents."""
+_STATE = ("lm_eval", "files")
+"""Of what results are made with: what changes by itself. Results that differ in these alone replace one another."""
 
 
 def run_harness(
@@ -61,10 +69,10 @@ def run_harness(
     if value is None:
         made_with = share(lambda: _made_with(config, checkpoint))
         found = _evaluate(engine, config.eval.harness, console, beat)
-        value = {"step": checkpoint.step, "made_with": made_with, **share(lambda: found)}
+        value = {"step": checkpoint.step, "made_with": made_with, **found}
         if keep and engine.is_first:
             path.parent.mkdir(exist_ok=True)
-            store.put_json(path, value)
+            store.put_json(path, {**value, "others": _others(config, checkpoint, made_with)})
     if engine.is_first:
         of = " of the moving average" if config.eval.weights == "ema" else ""
         console.print(benchmark_table(f"lm-evaluation-harness{of} at step {checkpoint.step}", _rows(value)))
@@ -93,6 +101,13 @@ def prefetch(config: Config, console: Console) -> None:
         raise UserError("eval.harness is not set, so there is nothing to fetch; name its tasks")
     if harness.include_path is None:
         raise UserError("eval.harness.include_path is not set; name the folder where the tasks' data is to be written")
+    for name in harness.tasks:
+        if _is_file(name):
+            raise UserError(
+                f"eval.harness.tasks: {name} is a file, which says where its data is read from, so what is fetched "
+                f"would not be found; put it into eval.harness.include_path ({harness.include_path}) and name its "
+                "task, or leave it out here"
+            )
     _require()
     target = harness.include_path / PREFETCHED
     with _quiet(), store.writing(f"eval.harness.include_path ({harness.include_path})"):
@@ -142,7 +157,7 @@ def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
 
 
 def _evaluate(engine: Engine, harness: HarnessConfig, console: Console, beat: Callable[[], None]) -> dict[str, Any]:
-    """What the harness says, on rank 0; nothing elsewhere. Every rank calls this."""
+    """What the harness says. Every rank calls this."""
     share(_require)
     from lm_eval import simple_evaluate
 
@@ -154,28 +169,39 @@ def _evaluate(engine: Engine, harness: HarnessConfig, console: Console, beat: Ca
         _Alive(beat) as alive,
         out_of_memory_means(lambda: f"lower eval.harness.batch_size ({batch_size} now)"),
     ):
-        # Rank 0 first: it says what is wrong, and has fetched what the others then find.
-        loaded: list[Any] = []
-        share(lambda: loaded.append(_load(_manager(harness), harness)))
-        tasks = loaded[0] if loaded else _load(_manager(harness), harness)
         found = simple_evaluate(
             model=HarnessModel(engine, batch_size, lambda what, count: alive.progress(console, what, count)),
-            tasks=_outermost(tasks),
+            tasks=_names(harness),
+            task_manager=_Tasks(_manager(harness), harness),
             num_fewshot=harness.num_fewshot,
             limit=harness.limit,
             bootstrap_iters=_BOOTSTRAP if engine.is_first else 0,
             log_samples=False,
         )
-    return {key: _plain(found[key]) for key in _KEPT if key in found} if engine.is_first else {}
+        # Rank 0 resamples, for which the others wait here.
+        result: dict[str, Any] = share(lambda: {key: _plain(found[key]) for key in _KEPT if key in found})
+    return result
 
 
-def _outermost(loaded: Any) -> list[Any]:
-    """The groups, and the tasks that are in none of them, of what a task manager has loaded."""
-    groups = loaded.get("groups", {})
-    below = {child for names in loaded.get("group_map", {}).values() for child in names}
-    grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
-    outer = [group for name, group in groups.items() if name not in below]
-    return outer + [task for name, task in loaded["tasks"].items() if name not in grouped]
+class _Tasks:
+    """The tasks of a run file in place of the harness's task manager, for `simple_evaluate`.
+
+    That one would be given tasks that are loaded already, and load them in a way that draws random numbers.
+    """
+
+    def __init__(self, manager: Any, harness: HarnessConfig) -> None:
+        self._manager = manager
+        self._harness = harness
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def load(self, _: list[str]) -> Any:
+        """Load them; every rank calls this."""
+        # Rank 0 first: it says what is wrong, and has fetched what the others then find.
+        loaded: list[Any] = []
+        share(lambda: loaded.append(_load(self._manager, self._harness)))
+        return loaded[0] if loaded else _load(self._manager, self._harness)
 
 
 def _manager(harness: HarnessConfig) -> Any:
@@ -193,6 +219,11 @@ def _manager(harness: HarnessConfig) -> Any:
     return TaskManager(include_path=[*paths] or None)
 
 
+def _names(harness: HarnessConfig) -> list[str]:
+    """The tasks of a run file, those that are files by their whole path: they are relative to the current folder."""
+    return [os.path.abspath(name) if _is_file(name) else name for name in harness.tasks]
+
+
 def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml")) and Path(name).is_file()
 
@@ -201,7 +232,7 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
     """The tasks and groups of a run file, with their data.
 
     Raises:
-        UserError: there is no such task, or it cannot be loaded.
+        UserError: there is no such task, it cannot be loaded, or it is none for a model as it is here.
     """
     for name in harness.tasks:
         if name not in manager.all_tasks and not _is_file(name):
@@ -209,7 +240,10 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm-eval ls tasks` lists what there is"
             raise UserError(f"eval.harness.tasks: lm-evaluation-harness has no task {name!r}; {hint}")
     found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    for name in harness.tasks:
+    random.seed(_SEEDS["random_seed"])
+    np.random.seed(_SEEDS["numpy_random_seed"])
+    torch.manual_seed(_SEEDS["torch_random_seed"])
+    for name in _names(harness):
         try:
             for kind, values in manager.load([name]).items():
                 found[kind] |= values
@@ -219,6 +253,13 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
                 f"eval.harness.tasks: {name} cannot be loaded: {type(error).__name__}: {reason}; where there is no "
                 "network, call `pipeline eval prefetch RUN.yaml` first on a machine that has one"
             ) from error
+    for name, task in found["tasks"].items():
+        for attribute, what in (
+            ("UNSAFE_CODE", "runs code that the model has written (unsafe_code), which is not done here"),
+            ("MULTIMODAL", "needs a model that sees or hears, and this one reads text alone"),
+        ):
+            if getattr(task, attribute, False):
+                raise UserError(f"eval.harness.tasks: {name} {what}; leave it out")
     return found
 
 
@@ -233,11 +274,22 @@ def _require() -> None:
 
 def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The results of a checkpoint, if they are there and made of the same things."""
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        value: dict[str, Any] = store.get_json(benchmark_path(config, checkpoint.step, "harness"))
-        if value["made_with"] == _made_with(config, checkpoint) and isinstance(value["results"], dict):
-            return value
+    kept = kept_results(config, checkpoint, "harness")
+    made_with = _made_with(config, checkpoint) if kept else {}
+    for value in kept.values():
+        if value["made_with"] == made_with and isinstance(value.get("results"), dict):
+            return value  # type: ignore[no-any-return]
     return None
+
+
+def _others(config: Config, checkpoint: Checkpoint, made_with: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is kept of the checkpoint of other tasks or with other settings."""
+
+    def settings(of: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in of.items() if key not in _STATE}
+
+    kept = kept_results(config, checkpoint, "harness").values()
+    return [value for value in kept if settings(value["made_with"]) != settings(made_with)]
 
 
 def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -249,7 +301,7 @@ def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         **made_with_checkpoint(config, checkpoint),
         "lm_eval": version,
-        "tasks": harness.tasks,
+        "tasks": _names(harness),
         "num_fewshot": harness.num_fewshot,
         "limit": harness.limit,
         "files": value_hash(sorted(_files(harness))),
@@ -257,11 +309,14 @@ def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _files(harness: HarnessConfig) -> Iterator[list[str | int]]:
-    """What is in `include_path`, and the task files that are named: names, sizes, times."""
-    paths = [Path(name) for name in harness.tasks if _is_file(name)]
+    """What is in `include_path`, and in the folders of task files that are named: names, sizes, times.
+
+    A task file may have code, other task files or data beside it.
+    """
+    folders = {Path(name).parent for name in _names(harness) if _is_file(name)}
     if harness.include_path is not None:
-        paths += [path for path in harness.include_path.rglob("*") if "__pycache__" not in path.parts]
-    for path in paths:
+        folders.add(harness.include_path)
+    for path in {path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts}:
         if path.is_file():
             state = path.stat()
             yield [str(path), state.st_size, state.st_mtime_ns]
@@ -354,6 +409,8 @@ class _Alive:
                 advance(count)
                 self._beat()
 
+            # Who loads tasks or makes requests for longer than the others is waited for while there are signs of life.
+            barrier()
             self._beat()
             self._computing = True
             try:

@@ -76,12 +76,31 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the greedy one."""
-        return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[no-any-return]
+        pairs = [request.args for request in requests]
+        return self._loglikelihood_tokens([(pair, *self._tokens(*pair)) for pair in pairs])
+
+    def _tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context, at least one, and of what follows: none only where nothing does.
+
+        They are split as the harness does it, which has no answer where no token begins after the context.
+        """
+        prefix = self.prefix_token_id
+        text = context.rstrip()
+        continuation = context[len(text) :] + continuation
+        first, whole = self.tok_encode(text), self.tok_encode(text + continuation)
+        if not continuation:
+            return first or [prefix], []
+        if not context and whole[:1] == [prefix] and len(whole) > 1:
+            return whole[:1], whole[1:]
+        if len(whole) > len(first):
+            return first or [prefix], whole[len(first) :]
+        # The end of the context and the continuation have become one token, whose probability stands for it.
+        return whole[:-1] or [prefix], whole[-1:]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        # Nothing is certain to follow, whatever the context: some tokenizers have no token for the end of a text alone.
+        # That nothing follows is certain, whatever the context.
         answers = [(0.0, True)] * len(requests)
         asked = [number for number, (_, _, continuation) in enumerate(requests) if continuation]
         scored = self._score([truncated(*requests[number][1:], self.max_length) for number in asked], "likelihoods")
@@ -130,6 +149,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 "greedy; leave it out, or give it do_sample: false in a file of its own (eval.harness.include_path)"
             )
         most = int(next((options[key] for key in _LIMITS if options.get(key) is not None), self.max_gen_toks))
+        if most < 1:
+            raise UserError(
+                f"eval.harness: a task wants {most} new tokens (max_gen_toks); give it 1 or more in a file of its own "
+                "(eval.harness.include_path)"
+            )
         if most >= self.max_length:
             raise UserError(
                 f"eval.harness: a task wants {most} new tokens (max_gen_toks), which with the context have to fit into "

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,9 +14,10 @@ from pipeline.config.eval import TaskConfig
 from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.hashing import file_hash
+from pipeline.eval.benchmarks import benchmark_path as benchmark_path  # noqa: PLC0414, which others have from here
+from pipeline.eval.benchmarks import kept_results
 from pipeline.eval.engine import Engine
 from pipeline.eval.lambada import lambada_figures, last_word, read_passages
-from pipeline.eval.reports import report_path
 from pipeline.eval.scoring import score
 from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -31,12 +30,6 @@ _SHOWN = {
     "wikitext": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     "lambada": ("accuracy", "perplexity"),
 }
-
-
-def benchmark_path(config: Config, step: int, kind: Literal["tasks", "harness"]) -> Path:
-    """Where results of a checkpoint are kept: beside its report, under a name that is no report's."""
-    path = report_path(config, step)
-    return path.with_name(f"{kind}-{path.name}")
 
 
 def run_tasks(
@@ -70,7 +63,9 @@ def run_tasks(
         made[task.title] = {"made_with": made_with, "results": figures}
         if keep and engine.is_first:
             path.parent.mkdir(exist_ok=True)
-            store.put_json(path, {"step": checkpoint.step, "tasks": made})
+            # Those of the checkpoint that this run file does not name stay.
+            tasks = kept_results(config, checkpoint, "tasks") | made
+            store.put_json(path, {"step": checkpoint.step, "tasks": tasks})
     results = {task.title: made[task.title]["results"] for task in config.eval.tasks}
     if engine.is_first:
         of = " of the moving average" if config.eval.weights == "ema" else ""
@@ -119,12 +114,11 @@ def _text(value: float | None) -> str:
 def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     """Of the tasks of a run file those whose results are there, made of the same things; a damaged file has none."""
     found = {}
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        value = store.get_json(benchmark_path(config, checkpoint.step, "tasks"))["tasks"]
-        for task in config.eval.tasks:
-            each = value.get(task.title)
-            if each is not None and each["made_with"] == _made_with(config, task, checkpoint):
-                found[task.title] = each
+    kept = kept_results(config, checkpoint, "tasks") if config.eval.tasks else {}
+    for task in config.eval.tasks:
+        each = kept.get(task.title)
+        if each is not None and "results" in each and each["made_with"] == _made_with(config, task, checkpoint):
+            found[task.title] = each
     return found
 
 

@@ -5,23 +5,32 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import random
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
 from pipeline.config import Config
+from pipeline.config.eval import HarnessConfig
 from pipeline.config.load import load
 from pipeline.errors import UserError
+from pipeline.eval import harness as harness_module
 from pipeline.eval.benchmarks import benchmarks_are_made
 from pipeline.eval.engine import Engine
-from pipeline.eval.harness import harness_is_made, prefetch, run_harness
+from pipeline.eval.harness import _files, _load, _made_with, _manager, harness_is_made, prefetch, run_harness
 from pipeline.eval.reports import read_evaluations
+from pipeline.eval.scoring import Request, Scored
+from pipeline.eval.tasks import run_tasks, tasks_are_made
 from tests import tiny
 from tests.eval import small
 from tests.parallel.ranks import Ranks
@@ -118,6 +127,203 @@ def ours_on_rank(file: Path, layout: str) -> dict[str, Any]:
 def report_on_rank(root: Path, layout: str, names: list[str]) -> dict[str, Any]:
     overrides = values(root, tasks=names, batch_size=3)
     return run_harness(small.engine_of_rank(root / "run.yaml", layout, overrides), Console(quiet=True), keep=False)
+
+
+def pairs_as_tokens(monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[str, str]]) -> tuple[list[Request], list[Any]]:
+    """What is scored of pairs, and the answers, where letters are tokens but for "12", which is one."""
+    from pipeline.eval import harness_model
+
+    asked: list[Request] = []
+
+    def score(_: Any, requests: list[Request], **__: Any) -> list[Scored]:
+        asked.extend(requests)
+        return [Scored(7.0, False) for _ in requests]
+
+    def encode(text: str) -> list[int]:
+        return [12 if letter == "_" else ord(letter) for letter in text.replace("12", "_")]
+
+    monkeypatch.setattr(harness_model, "score", score)
+    engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode, end_of_document=0), max_length=32)
+    return asked, harness_model.HarnessModel(engine, 3).loglikelihood(instances("loglikelihood", pairs))
+
+
+def test_a_token_over_the_border_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, found = pairs_as_tokens(monkeypatch, [("1", "2"), ("a1", "2"), ("1", "3"), ("1", "23")])
+    one, two, three, a = ord("1"), 12, ord("3"), ord("a")
+    expected = [Request([0, two], 1), Request([a, two], 1), Request([one, three], 1), Request([one, three], 1)]
+    assert [Request([*each.tokens], each.scored) for each in asked[:3]] == expected[:3]
+    # "1|23" has a token after those of the context alone.
+    assert asked[3].scored == 1 and asked[3].tokens[-1] == three
+    assert found == [(-7.0, False)] * 4
+
+
+def test_texts_of_nothing_and_of_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [("", ""), ("a", ""), ("  ", "b"), ("", "b"), (" ", ""), ("a ", "")]
+    asked, found = pairs_as_tokens(monkeypatch, pairs)
+    space, a, b = ord(" "), ord("a"), ord("b")
+    assert found == [(0.0, True)] * 2 + [(-7.0, False)] * 4
+    tokens = [[0, space, space, b], [0, b], [0, space], [a, space]]
+    assert [[*each.tokens] for each in asked] == tokens
+    assert [each.scored for each in asked] == [3, 1, 1, 1]
+
+
+def write_task(folder: Path, name: str = "mine", **keys: Any) -> Path:
+    """A task with code and data beside it; the documents are shuffled."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": f"{n} a"}) + "\n" for n in range(20)))
+    (folder / "utils.py").write_text(
+        "import random, numpy, torch\n"
+        "def docs(dataset):\n"
+        "    order = list(range(len(dataset)))\n"
+        "    random.shuffle(order)\n"
+        "    numpy.random.shuffle(order)\n"
+        "    return dataset.select([order[n] for n in torch.randperm(len(order)).tolist()])\n"
+    )
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": 0,
+        "doc_to_choice": ["a", "b"],
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        **keys,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(task) + "process_docs: !function utils.docs\n")
+    return file
+
+
+def asked_by(run: Any) -> list[str]:
+    """The contexts of the requests that a run of the harness makes, in order."""
+    asked: list[str] = []
+
+    def answer(requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        asked.extend(request.args[0] for request in requests)
+        return [(0.0, True)] * len(requests)
+
+    run(answer)
+    return asked
+
+
+def test_shuffled_documents_are_those_of_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+    from pipeline.eval import harness_model
+
+    write_task(tmp_path)
+
+    def theirs(answer: Any) -> None:
+        model = type("Model", (LM,), {"loglikelihood": lambda _, requests, **__: answer(requests)})
+        monkeypatch.setattr(model, "__abstractmethods__", frozenset())
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        simple_evaluate(model=model(), tasks=["mine"], task_manager=manager, limit=5, log_samples=False)
+
+    def ours(answer: Any) -> None:
+        monkeypatch.setattr(harness_model.HarnessModel, "loglikelihood", lambda _, requests, **__: answer(requests))
+        harness = HarnessConfig(tasks=["mine"], include_path=tmp_path, limit=5, batch_size=1)
+        engine: Any = SimpleNamespace(config=None, is_first=True)
+        harness_module._evaluate(engine, harness, Console(quiet=True), lambda: None)
+
+    expected = asked_by(theirs)
+    assert len(set(expected)) == 5
+    for seed in (5, 6):  # whatever was drawn before
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        assert asked_by(ours) == expected
+
+
+def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the result of rank 0, and for those that load tasks or make requests for longer."""
+    beats: list[str] = []
+    now = ["loading"]
+
+    def wait(name: str) -> None:
+        now[0] = name
+        time.sleep(0.2)
+
+    def share(make: Any) -> Any:
+        wait("the result")
+        return make()
+
+    def evaluated(model: Any, **_: Any) -> dict[str, Any]:
+        with model("likelihoods", 1):
+            now[0] = "computing"
+            time.sleep(0.2)
+        return {"results": {}}
+
+    monkeypatch.setattr(harness_module, "_BEAT", 0.01)
+    monkeypatch.setattr(harness_module, "share", share)
+    monkeypatch.setattr(harness_module, "barrier", lambda: wait("the others"))
+    monkeypatch.setattr(harness_module, "_load", lambda *_: {"tasks": {}})
+    monkeypatch.setattr(harness_module, "_manager", lambda *_: None)
+    monkeypatch.setattr("lm_eval.simple_evaluate", evaluated)
+    monkeypatch.setattr("pipeline.eval.harness_model.HarnessModel", lambda engine, batch_size, progress: progress)
+    engine: Any = SimpleNamespace(config=None, is_first=False)
+    harness = HarnessConfig(tasks=["a"], batch_size=1)
+    found = harness_module._evaluate(engine, harness, Console(quiet=True), lambda: beats.append(now[0]))
+    assert found == {"results": {}}
+    assert beats.count("the result") > 5 and beats.count("the others") > 5
+    assert beats.count("computing") <= 1, "a collective that is stuck has to be noticed"
+
+
+def test_tasks_that_are_none_for_this_model_are_named(tmp_path: Path) -> None:
+    for keys, message in (
+        ({"unsafe_code": True}, "eval.harness.tasks: mine runs code that the model has written .unsafe_code."),
+        ({"doc_to_image": ["image"]}, "eval.harness.tasks: mine needs a model that sees or hears"),
+    ):
+        write_task(tmp_path, **keys)
+        harness = HarnessConfig(tasks=["mine"], include_path=tmp_path)
+        with pytest.raises(UserError, match=message):
+            _load(_manager(harness), harness)
+
+
+def test_what_is_beside_a_task_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_task(tmp_path / "tasks")
+    harness = HarnessConfig(tasks=[str(file)])
+    before = sorted(_files(harness))
+    assert {Path(str(name)).name for name, *_ in before} == {"mine.yaml", "utils.py", "documents.jsonl"}
+    (file.parent / "utils.py").write_text("def docs(dataset):\n    return dataset\n")
+    assert sorted(_files(harness)) != before
+    after = sorted(_files(harness))
+    monkeypatch.chdir(tmp_path)
+    relative = HarnessConfig(tasks=["tasks/mine.yaml"])
+    assert sorted(_files(relative)) == after
+    assert list(_load(_manager(relative), relative)["tasks"]) == ["mine"]
+
+
+@pytest.mark.slow
+def test_results_of_other_tasks_of_a_checkpoint_stay(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(title: str) -> str:
+        return f"eval.tasks={json.dumps([{'type': 'lambada', 'path': str(root / 'lambada.jsonl'), 'name': title}])}"
+
+    for title in "ab":
+        run_tasks(small.engine_alone(root / "run.yaml", [of(title)]), Console(quiet=True))
+    assert all(tasks_are_made(load(root / "run.yaml", [of(title)]), 12) for title in "ab")
+
+    monkeypatch.setattr(harness_module, "_evaluate", lambda _, harness, *__: {"results": {harness.tasks[0]: {}}})
+    for name in ("local_choice", "local_lambada"):
+        engine = small.engine_alone(root / "run.yaml", values(root, tasks=[name]))
+        run_harness(engine, Console(quiet=True))
+    assert all(harness_is_made(config(root, tasks=[name]), 12) for name in ("local_choice", "local_lambada"))
+    engine = small.engine_alone(root / "run.yaml", values(root, tasks=["local_choice"]))
+    assert run_harness(engine, Console(quiet=True))["results"] == {"local_choice": {}}
+    file = engine.config.run.dir / "eval" / "harness-step-00000012.json"
+
+    # What has been made anew, of other files, takes the place of what was.
+    assert engine.checkpoint is not None
+    real = _made_with(engine.config, engine.checkpoint)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness_module, "_made_with", lambda *_: real | {"files": "x"})
+        run_harness(engine, Console(quiet=True))
+    kept = json.loads(file.read_text())
+    assert [each["made_with"]["tasks"] for each in (kept, *kept["others"])] == [["local_choice"], ["local_lambada"]]
+    file.unlink()
 
 
 @pytest.mark.slow
@@ -237,6 +443,7 @@ def test_what_cannot_be_done_is_said(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "local_generate.yaml"
     task = yaml.safe_load(file.read_text())
     for options, message in (
+        ({"max_gen_toks": 0}, "a task wants 0 new tokens .max_gen_toks.; give it 1 or more"),
         ({"max_gen_toks": 32}, "a task wants 32 new tokens .max_gen_toks., which with the context .* into 32 tokens"),
         ({"do_sample": True, "temperature": 0.5}, "a task draws its continuations at random"),
     ):
@@ -250,6 +457,10 @@ def test_prefetch_has_to_know_where_and_what(tmp_path: Path) -> None:
         prefetch(load(file), Console(quiet=True))
     with pytest.raises(UserError, match="eval.harness.include_path is not set"):
         prefetch(load(file, ["eval.harness={tasks: [a]}"]), Console(quiet=True))
+    task = write_task(tmp_path / "mine")
+    keys = json.dumps({"tasks": [str(task)], "include_path": str(tmp_path / "tasks")})
+    with pytest.raises(UserError, match=r"mine.yaml is a file, which says where its data is read from, .* leave it"):
+        prefetch(load(file, [f"eval.harness={keys}"]), Console(quiet=True))
 
 
 def test_without_the_package_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

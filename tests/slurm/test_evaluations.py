@@ -154,6 +154,45 @@ def test_what_has_a_report_is_not_sent_until_the_checkpoint_is_another_one(site:
     assert not (site.folder / "asked").exists()  # whatever has a report needs no scheduler
 
 
+def test_a_job_that_ends_amid_the_benchmarks_is_sent_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {
+        "eval.tasks": [{"type": "lambada", "path": "/a"}, {"type": "lambada", "path": "/b", "name": "b"}],
+        "eval.harness": {"tasks": ["c"]},
+    }
+    site = Site(tmp_path, **changes)
+    monkeypatch.setenv("PATH", str(site.folder), prepend=":")
+    monkeypatch.setattr(evaluations, "ASK_EVERY", 0.0)
+    site.commit(4)
+    (checkpoint,) = Checkpoints.of_run(site.run).all()
+    of_it, of_another = ({"made_with": {"checkpoint": each}} for each in (checkpoint.fingerprint, "x"))
+    tasks, harness = (site.run / "eval" / f"{kind}-step-00000004.json" for kind in ("tasks", "harness"))
+
+    def is_evaluated() -> bool:
+        return site.evaluations()._is_evaluated(checkpoint)
+
+    site.report(4)
+    assert not is_evaluated()
+    store.put_json(tasks, {"step": 4, "tasks": {"lambada": of_it, "b": of_another}})
+    store.put_json(harness, {"step": 4} | of_it)
+    assert not is_evaluated()
+    site.evaluations().look()
+    assert site.steps == [4]
+    store.put_json(tasks, {"step": 4, "tasks": {"lambada": of_it, "b": of_it}})
+    assert is_evaluated()
+    store.put_json(harness, {"step": 4} | of_another)
+    assert not is_evaluated()
+    harness.write_bytes(b"{")
+    assert not is_evaluated()
+    harness.unlink()
+    assert not is_evaluated()
+    assert site.warnings == []
+
+
+def test_what_looks_for_results_does_not_load_torch() -> None:
+    script = "import sys, slurm.evaluations; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
 def test_a_run_with_many_checkpoints_is_caught_up_on(site: Site) -> None:
     steps = list(range(4, 84, 4))
     for step in steps:
