@@ -14,8 +14,7 @@ from pipeline.config.eval import TaskConfig
 from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.hashing import file_hash
-from pipeline.eval.benchmarks import benchmark_path as benchmark_path  # noqa: PLC0414, which others have from here
-from pipeline.eval.benchmarks import kept_results
+from pipeline.eval.benchmarks import benchmark_path, kept_results
 from pipeline.eval.engine import Engine
 from pipeline.eval.lambada import lambada_figures, last_word, read_passages
 from pipeline.eval.scoring import score

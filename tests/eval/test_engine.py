@@ -29,7 +29,7 @@ from slurm import local
 from slurm.plan import eval_job
 from slurm.sweep_send import planned_training, refuse_larger_evaluation
 from tests import tiny
-from tests.parallel.ranks import Ranks
+from tests.parallel.ranks import Ranks, kept_ranks
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model.document_attention": True, "model.heads": 4, "model.layers": 4},
@@ -78,18 +78,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """So many processes, kept from one test to the next."""
-    kept: dict[int, Ranks] = {}
-
-    def get(world: int) -> Ranks:
-        if world in kept and kept[world].failed:
-            kept.pop(world).close()
-        if world not in kept:
-            kept[world] = Ranks(world, connect=False)
-        return kept[world]
-
-    yield get
-    for these in kept.values():
-        these.close()
+    with kept_ranks() as get:
+        yield get
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +97,7 @@ def _reports(file: Path, values: list[str]) -> list[dict[str, Any]]:
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=() if name in ("tp2", "pp2") else pytest.mark.slow) for name in LAYOUTS],
+    [pytest.param(name, marks=() if name == "pp2" else pytest.mark.slow) for name in LAYOUTS],
 )
 def test_every_layout_gives_the_number_of_one_process(
     layout: str, root: Path, ranks: Callable[[int], Ranks], alone: dict[str, list[dict[str, Any]]]

@@ -15,8 +15,9 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.errors import UserError
+from pipeline.eval.benchmarks import benchmark_path
 from pipeline.eval.engine import Engine
-from pipeline.eval.tasks import benchmark_path, run_tasks, tasks_are_made
+from pipeline.eval.tasks import run_tasks, tasks_are_made
 from pipeline.eval.wikitext import articles, detokenized, read_pages, words_and_bytes
 from pipeline.train.model.decoder import Context
 from tests.eval import small

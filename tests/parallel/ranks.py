@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,6 +21,9 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["pipeline.train.trainer", "tests.parallel.ranks"])
 
 Environment = dict[str, str]
+
+_MOST_CALLS = 16
+"""Runs of the same processes. Each leaves the groups of its mesh behind, with their connections and threads."""
 
 
 class RankFailed(AssertionError):
@@ -135,6 +139,23 @@ def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = Tr
     """One call on `world` new processes, see `Ranks`."""
     with Ranks(world, connect=connect) as these:
         return these.call(function, *args, timeout=timeout)
+
+
+@contextmanager
+def kept_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """So many processes, kept from one call to the next: what torch has worked out once it need not again."""
+    kept: dict[int, Ranks] = {}
+
+    def get(world: int) -> Ranks:
+        if world in kept and (kept[world].calls >= _MOST_CALLS or kept[world].failed):
+            kept.pop(world).close()
+        if world not in kept:
+            kept[world] = Ranks(world, connect=False)
+        return kept[world]
+
+    yield get
+    for these in kept.values():
+        these.close()
 
 
 def _rank(end: Connection, log: Path, variables: Environment, connect: bool) -> None:

@@ -101,6 +101,7 @@ def test_twenty_steps_are_those_of_transformers(root: Path, llama: Path, files: 
     assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_a_run_exports_is_what_it_trained(root: Path, llama: Path, files: dict[str, str]) -> None:
     """Its held-out loss, computed by transformers from the export, is the one that it logged."""
     run = train(root, "exports", FP32, "train.ema.decay=0.5", file=files["llama"])
