@@ -24,6 +24,7 @@ from pipeline.train.checkpoint.export import ORIGIN_FILE
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import shares, source_point
 from pipeline.train.checkpoint.tensors import stored
+from pipeline.train.checkpoint.weight_source import tensors_in
 from pipeline.train.fingerprint import differences, model_fingerprint
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.init import local_range
@@ -80,10 +81,10 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
     else:
         where = _folder(wanted)
         export = _verified_export(wanted)
-        files, weights = _exported(where), export["weights"]
-        share(lambda: _check_fit(_shapes_of(files), model.spec, where))
+        (files, tensors), weights = tensors_in(where), export["weights"]
+        share(lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where))
         lines = share(lambda: _check_run(export["fingerprints"]["model"], where, config, tokenizer))
-        _read_exported(files, model)
+        _read_exported(where, files, model)
         known = {"run": export["run"], "checkpoints": export["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
     first = (
@@ -279,26 +280,9 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
     return about
 
 
-def _exported(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), path)
-    return files
-
-
-def _shapes_of(files: Mapping[str, Path]) -> Shapes:
-    shapes: Shapes = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
-
-
 @torch.no_grad()
-def _read_exported(files: Mapping[str, Path], model: ParallelModel) -> None:
+def _read_exported(folder: Path, files: Mapping[str, str], model: ParallelModel) -> None:
     """Each rank reads the rows and columns that it has."""
     for name, rows, others, local in _local_parts(model):
-        with safe_open(files[name], framework="pt") as tensors:
+        with safe_open(folder / files[name], framework="pt") as tensors:
             local.copy_(tensors.get_slice(name)[(rows, *others)])
