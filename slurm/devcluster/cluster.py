@@ -210,8 +210,10 @@ class DevCluster:
     def _start_database(self) -> None:
         settings = self._settings
         user = getpass.getuser()
-        common = ["--no-defaults", f"--user={user}", f"--tmpdir={settings.database_temporary}"]
-        common += ["--innodb-log-file-size=8M", "--innodb-buffer-pool-size=32M"]
+        common = [
+            *("--no-defaults", f"--user={user}", f"--tmpdir={settings.database_temporary}"),
+            *("--innodb-log-file-size=8M", "--innodb-buffer-pool-size=32M"),
+        ]
         if not settings.database.exists():
             new = settings.database.with_suffix(".new")  # of one that was killed at this, if it exists
             shutil.rmtree(new, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from safetensors import safe_open
 from torch import Tensor
@@ -15,12 +15,10 @@ from pipeline.data import store
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.committed import COMMIT, changed
-from pipeline.train.checkpoint.export import ORIGIN_FILE, longest_windows
+from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, longest_windows
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
 from pipeline.train.checkpoint.weight_files import DTYPES
-
-Weights = Literal["model", "ema"]
 
 
 class WeightSource(Protocol):

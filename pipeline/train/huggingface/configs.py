@@ -212,7 +212,7 @@ def _from_llama_like(source: _Source, model_type: str) -> Json:
     dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
     layers = source.need("num_hidden_layers")
     head_dim = source.get("head_dim", 128 if model_type == "qwen3" else None)
-    positions = source.get("max_position_embeddings")
+    positions, rope = source.get("max_position_embeddings"), _rope(source)
     # What transformers takes where the key is not there; null means as many as heads.
     kv_heads = source.get_absent("num_key_value_heads", {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(model_type))
     return {
@@ -227,8 +227,8 @@ def _from_llama_like(source: _Source, model_type: str) -> Json:
         "mlp": "swiglu",
         "bias": _bias(source, model_type),
         "qk_norm": model_type == "qwen3",
-        "rope_theta": _rope_theta(source),
-        "rope_scaling": _rope_scaling(source, positions),
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": _rope_scaling(source, rope, positions),
         "sliding_window": _window(source, model_type, layers),
         "tie_embeddings": source.get("tie_word_embeddings", False),
         "vocab_size": source.need("vocab_size"),
@@ -279,12 +279,7 @@ def _rope(source: _Source) -> Json:
     return found
 
 
-def _rope_theta(source: _Source) -> float:
-    return float(_rope(source)["rope_theta"])
-
-
-def _rope_scaling(source: _Source, positions: int | None) -> Json | None:
-    rope = _rope(source)
+def _rope_scaling(source: _Source, rope: Json, positions: int | None) -> Json | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     known = {"rope_type", "type", "rope_theta", *_ROPE_KEYS.get(kind, ())}
     if kind == "default":

@@ -17,10 +17,10 @@ from pipeline.console import progress
 from pipeline.data import store
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.export import ORIGIN_FILE, free_folder, made_folder
+from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, free_folder, made_folder
 from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
-from pipeline.train.checkpoint.weight_source import Weights, WeightSource, open_weights
+from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
 from pipeline.train.huggingface.configs import Json, to_hf_config
 from pipeline.train.huggingface.families import Plan, plan_tensors
 from pipeline.train.huggingface.folder import (

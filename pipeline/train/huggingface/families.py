@@ -201,11 +201,7 @@ def names_in_files(family: Family, plan: Plan, found: Mapping[str, Sequence[int]
     Raises:
         UserError: a tensor is missing, has another shape, or is none of this family's.
     """
-    stripped = {name.removeprefix(family.prefix) for name in plan.theirs}
-    full = {
-        name if name.removeprefix(family.prefix) not in stripped else name.removeprefix(family.prefix): name
-        for name in found
-    }
+    full = {name.removeprefix(family.prefix): name for name in found}
     names: dict[str, str] = {}
     for name, shape in plan.their_shapes.items():
         actual = full.get(name.removeprefix(family.prefix))

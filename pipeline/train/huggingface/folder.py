@@ -96,10 +96,7 @@ class HuggingFaceFolder:
     def _names(self) -> dict[str, str]:
         """The names that the files have for those of the plan."""
         shapes = {name: each.shape for name, each in self._found[1].items()}
-        names = names_in_files(self.family, self.plan, shapes, str(self.folder))
-        if HEAD in shapes and HEAD not in self.plan.theirs:
-            self._check_copy(names[self.plan.ours["embedding.weight"].theirs])
-        return names
+        return names_in_files(self.family, self.plan, shapes, str(self.folder))
 
     def _check_copy(self, embedding: str) -> None:
         """A file may have the head beside a tied embedding: then they must be the same."""
@@ -120,7 +117,9 @@ class HuggingFaceFolder:
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """Ours, by name: of the type that theirs have."""
+        """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
+        if HEAD in self._found[1] and HEAD not in self.plan.theirs:
+            self._check_copy(self._names[self.plan.ours["embedding.weight"].theirs])
         return {
             name: Stored(self.plan.our_shapes[name], self._found[1][self._names[part.theirs]].dtype)
             for name, part in self.plan.ours.items()
