@@ -54,6 +54,9 @@ class LossConfig(Section):
 
     z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the mean squared log-partition function (PaLM)."""
+    chunk_tokens: int | None = Field(default=None, ge=1)
+    """Compute logits and loss for so many tokens of a micro-batch at once, so that the logits never exist whole; with
+    large vocabularies they need most of the memory. The loss is the same. By default all of a micro-batch."""
     mask_document_start: bool = False
     """Do not train on the first token of a document, which has nothing of its document before it."""
 

@@ -149,6 +149,7 @@ def heldout_report(engine: Engine, console: Console, beat: Callable[[], None] = 
                 windows,
                 batch_size=config.eval.batch_size,
                 document_attention=config.model.document_attention,
+                chunk_tokens=config.train.loss.chunk_tokens,
                 device=engine.device,
                 advance=done,
             )

@@ -1,12 +1,13 @@
-"""The training loss: a sum over tokens, divided by the valid targets of the global batch by whoever calls it.
+"""The training loss: a weighted sum over tokens, from logits or, in pieces, from what logits are made of.
 
-Shapes: B batch, S positions, N = B * S tokens, V padded vocabulary, or the columns of it that this rank has.
+Shapes: B batch, S positions, N = B * S tokens, D width, V padded vocabulary, or the columns of it that this rank has.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,106 @@ class VocabShard:
     """Its ranks have all columns between them, each one once."""
     first: int
     """Token id of this rank's first column."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What a micro-batch is trained on."""
+
+    targets_BS: Tensor
+    """int64 ids."""
+    weight_BS: Tensor
+    """fp32: how much each token counts in the total, the loss scale of fp16 included."""
+    z_loss: float = 0.0
+    shard: VocabShard | None = None
+    """See `token_loss`, both."""
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at once; None: all of them."""
+
+
+class TokenLosses(NamedTuple):
+    """What becomes of a micro-batch under a `Criterion`."""
+
+    total: Tensor
+    """fp32 scalar to minimize: the sum over tokens of weight times objective, see `token_loss`."""
+    loss_BS: Tensor
+    """Cross entropy of every token, fp32, without a gradient."""
+
+
+def criterion_loss(
+    head: Callable[[Tensor, Tensor], Tensor], x_BSD: Tensor, weight_VD: Tensor, criterion: Criterion
+) -> TokenLosses:
+    """The loss of a micro-batch, from the residual stream behind the last norm.
+
+    In chunks, the logits of one chunk live at a time: its gradients with respect to stream and weight are computed in
+    the forward pass already, where the factor of each token is known, and backward only scales them. No matrix product
+    is done twice; kept are the gradients, [N, D] and [V, D] in the types of stream and weight (Wijmans et al. 2024 and
+    Hsu et al. 2024 do so in one kernel).
+
+    Args:
+        head: [B, S, D] and [V, D] -> logits [B, S, V].
+        x_BSD: input of the head.
+        weight_VD: its weight.
+        criterion: targets and weights. With a shard all ranks of its group call this with the same shapes.
+    """
+    size = criterion.chunk_tokens
+    if size is None or size >= criterion.targets_BS.numel():
+        return _whole_loss(head, x_BSD, weight_VD, criterion)
+    total, loss_BS = _ChunkedLoss.apply(x_BSD, weight_VD, head, criterion)  # type: ignore[no-untyped-call]
+    return TokenLosses(total, loss_BS)
+
+
+def _whole_loss(
+    head: Callable[[Tensor, Tensor], Tensor], x_BSD: Tensor, weight_VD: Tensor, criterion: Criterion
+) -> TokenLosses:
+    loss_BS, objective_BS = token_loss(head(x_BSD, weight_VD), criterion.targets_BS, criterion.z_loss, criterion.shard)
+    return TokenLosses((objective_BS * criterion.weight_BS).sum(), loss_BS.detach())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """See `criterion_loss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSD: Tensor, weight_VD: Tensor, head: Callable[[Tensor, Tensor], Tensor], criterion: Criterion
+    ) -> tuple[Tensor, Tensor]:
+        x_ND, size = x_BSD.flatten(0, 1), cast(int, criterion.chunk_tokens)
+        wanted = any(ctx.needs_input_grad)
+        gradient_ND = torch.empty_like(x_ND) if wanted else None
+        # In fp32, as one matrix product over all tokens sums up.
+        gradient_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted else None
+        total, losses = x_BSD.new_zeros((), dtype=torch.float32), []
+        for first in range(0, len(x_ND), size):
+            piece = slice(first, first + size)
+            part = replace(
+                criterion,
+                targets_BS=criterion.targets_BS.flatten()[None, piece],
+                weight_BS=criterion.weight_BS.flatten()[None, piece],
+            )
+            with torch.set_grad_enabled(wanted):
+                x_1CD, weight = x_ND[None, piece].detach(), weight_VD.detach()
+                if wanted:
+                    x_1CD.requires_grad_()
+                    weight.requires_grad_()
+                result = _whole_loss(head, x_1CD, weight, part)
+            if gradient_ND is not None and gradient_VD is not None:
+                of_x, of_weight = torch.autograd.grad(result.total, (x_1CD, weight))
+                gradient_ND[piece] = of_x[0]
+                gradient_VD += of_weight
+            total += result.total.detach()
+            losses.append(result.loss_BS[0])
+        if gradient_ND is not None and gradient_VD is not None:
+            ctx.save_for_backward(gradient_ND.view_as(x_BSD), gradient_VD.to(weight_VD.dtype))
+        loss_BS = torch.cat(losses).view_as(criterion.targets_BS)
+        ctx.mark_non_differentiable(loss_BS)
+        return total, loss_BS
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        of_x_BSD, of_weight_VD = ctx.saved_tensors
+        # 1 unless somebody scales the total. Products of new tensors: a zero-bubble schedule may come twice.
+        factor = gradients[0]
+        return of_x_BSD * factor.to(of_x_BSD.dtype), of_weight_VD * factor.to(of_weight_VD.dtype), None, None
 
 
 def token_loss(

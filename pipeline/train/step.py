@@ -14,7 +14,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import Batch
 from pipeline.train.ema import Ema
-from pipeline.train.loss import token_loss
+from pipeline.train.loss import Criterion, TokenLosses
 from pipeline.train.model.attention import Context, Watch
 from pipeline.train.observe import Observer
 from pipeline.train.optim import Gradients, Optimizers
@@ -29,10 +29,12 @@ _HASH_WORDS = 4
 """A 64-bit hash travels as words of 16 bits, whose sums over ranks fp64 holds exactly."""
 
 
-def make_context(batch: Batch, document_attention: bool, watch: Watch | None = None) -> Context:
-    """What the blocks need besides the activations."""
+def make_context(
+    batch: Batch, document_attention: bool, criterion: Criterion | None = None, watch: Watch | None = None
+) -> Context:
+    """What the model needs besides the tokens."""
     bounds = batch.bounds if document_attention else None
-    return Context(bounds_BS=bounds, length=batch.tokens.shape[1], watch=watch)
+    return Context(bounds_BS=bounds, length=batch.tokens.shape[1], criterion=criterion, watch=watch)
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,9 @@ class Stepper:
         """
         batches = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
         self._observer.begin(step)
-        contexts = [make_context(batch, self._document_attention, self._observer.watch(batch)) for batch in batches]
+        contexts = [self._context(batch, valid_targets) for batch in batches]
         sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
-        self.runner.train(batches, contexts, self._objective(valid_targets, sums))
+        self.runner.train(batches, contexts, self._objective(sums))
         self._gradients.share_tied()
         self._observer.gradients(self._gradients)
         # One sum over all ranks for everything that they have to agree on.
@@ -155,19 +157,27 @@ class Stepper:
             scale.update(finite)
         return result
 
-    def _objective(self, valid_targets: int, sums: Tensor) -> Callable[[Tensor, Batch], Tensor]:
-        """What is minimized: cross entropy over the valid targets of the global batch. Books the sums by source."""
+    def _context(self, batch: Batch, valid_targets: int) -> Context:
+        """With what is minimized: cross entropy over the valid targets of the global batch."""
+        weight = batch.weight / max(1, valid_targets)
+        if self.loss_scale is not None:
+            weight = weight * self.loss_scale.scale
+        loss = self._train.loss
+        shard = self._model.vocab_shard
+        criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.chunk_tokens)
+        return make_context(batch, self._document_attention, criterion, self._observer.watch(batch))
 
-        def objective(logits: Tensor, batch: Batch) -> Tensor:
-            loss, objective = token_loss(logits, batch.targets, self._train.loss.z_loss, self._model.vocab_shard)
+    def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:
+        """Books the sums by source."""
+
+        def objective(losses: TokenLosses, batch: Batch) -> Tensor:
             if self._mesh.rank("tp") == 0:  # the others have the same sums
                 with torch.no_grad():
                     # Padding samples have source -1 and weight 0; they add nothing to the source they are booked under.
                     index = batch.sources.clamp(min=0)
-                    sums[0].index_add_(0, index, (loss.detach() * batch.weight).sum(dim=1, dtype=torch.float64))
+                    sums[0].index_add_(0, index, (losses.loss_BS * batch.weight).sum(dim=1, dtype=torch.float64))
                     sums[1].index_add_(0, index, batch.weight.sum(dim=1, dtype=torch.float64))
-            total = (objective * batch.weight).sum() / max(1, valid_targets)
-            return total if self.loss_scale is None else total * self.loss_scale.scale
+            return losses.total
 
         return objective
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.data.heldout import HeldOut, sample
-from pipeline.train.loss import token_loss
+from pipeline.train.loss import Criterion, TokenLosses
+from pipeline.train.model.attention import Context
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner
@@ -73,6 +73,7 @@ def validation_losses(
             windows,
             batch_size=batch_size,
             document_attention=config.model.document_attention,
+            chunk_tokens=config.train.loss.chunk_tokens,
             device=device,
             advance=lambda windows: advance(),
         )
@@ -90,6 +91,7 @@ def heldout_loss(
     *,
     batch_size: int,
     document_attention: bool,
+    chunk_tokens: int | None,
     device: torch.device,
     advance: Callable[[int], None] = lambda windows: None,
 ) -> HeldOutLoss:
@@ -103,17 +105,20 @@ def heldout_loss(
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def measure(logits: Tensor, batch: Batch) -> None:
-        loss, _ = token_loss(logits, batch.targets, shard=model.vocab_shard)
+    def context(batch: Batch) -> Context:
+        criterion = Criterion(batch.targets, batch.weight, shard=model.vocab_shard, chunk_tokens=chunk_tokens)
+        return make_context(batch, document_attention, criterion)
+
+    def measure(losses: TokenLosses, batch: Batch) -> None:
         if mesh.rank("tp") == 0:  # the others have the same sums
-            sums[0] += (loss * batch.weight).sum(dtype=torch.float64)
+            sums[0] += (losses.loss_BS * batch.weight).sum(dtype=torch.float64)
             sums[1] += batch.weight.sum(dtype=torch.float64)
 
     was_training = next(iter(model.parts.values())).training
     model.train(False)
     for batches, count in _passes(split, split.longest_first(windows), batch_size, mesh, len(model.stages)):
         on_device = [batch.to(device) for batch in batches]
-        runner.evaluate(on_device, [make_context(batch, document_attention) for batch in on_device], measure)
+        runner.evaluate(on_device, [context(batch) for batch in on_device], measure)
         advance(count)
     model.train(was_training)
     dist.all_reduce(sums)

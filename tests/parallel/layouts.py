@@ -53,6 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """GPT-2-like, Llama-like, and one with what those two do not have."""
 
+CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16}
+"""What the layouts compute their loss in; the one process does so in one piece."""
+
 COMMON: dict[str, Any] = {
     "model.dim": 64,
     "model.heads": 8,
@@ -103,6 +106,7 @@ def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks) -
         f"parallel={orjson.dumps(parallel).decode()}",
         f"model.layers={row.layers}",
         f"train.micro_batch_size={BATCH_SIZE // row.layout.dp // row.micro_batches}",
+        f"train.loss.chunk_tokens={CHUNK_TOKENS[family]}",
     ]
     processes.call(_run_layout, root, family, run, one, values)
     return differences(run, one)

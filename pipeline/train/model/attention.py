@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.train.loss import Criterion
 from pipeline.train.model.config import AttentionSpec
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import apply_rope
@@ -53,7 +54,7 @@ class Watch(Protocol):
 class Context:
     """What the blocks of one forward pass are told besides their input.
 
-    The caller gives the first five; the decoder adds, once and not in every layer, what follows from them.
+    The caller gives the first six; the decoder adds, once and not in every layer, what follows from them.
 
     Attributes:
         bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
@@ -63,6 +64,7 @@ class Context:
         states: One cache a layer, for generation. Not together with bounds.
         length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
             only its share of the residual stream.
+        criterion: What the head is to give the loss of; None: it gives logits.
         watch: Is shown what the layers compute.
         rope: cos and sin of the positions, if they are rotary.
         masks: By window, what `attention_mask` returns.
@@ -72,6 +74,7 @@ class Context:
     positions_BS: Tensor | None = None
     states: Sequence[KVCache] | None = None
     length: int | None = None
+    criterion: Criterion | None = None
     watch: Watch | None = None
     rope: tuple[Tensor, Tensor] | None = None
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)

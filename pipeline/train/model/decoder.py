@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
+from pipeline.train.loss import TokenLosses
 from pipeline.train.model.attention import Context, KVCache, attention_mask
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
@@ -62,8 +63,10 @@ class Decoder(nn.Module):
             self.norm = build_norm(spec.norm, spec.dim)
             self.head = Head(spec)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor | TokenLosses:
         """The part's output for its input, see `Part`; logits of the vocabulary's padding are -inf.
+
+        Where the context has a criterion, the last part gives the losses in place of the logits.
 
         Raises:
             UserError: More positions than a learned position embedding has rows.
@@ -77,7 +80,9 @@ class Decoder(nn.Module):
         for block in self.layers.values():
             x = block(x, context)
         if part.last:
-            x = self.head(self.norm(x), self.embedding.weight if spec.tie_embeddings else self.head.weight)
+            weight = self.embedding.weight if spec.tie_embeddings else self.head.weight
+            losses_or_logits: Tensor | TokenLosses = self.head(self.norm(x), weight, context.criterion)
+            return losses_or_logits
         return x
 
     def new_states(self) -> list[KVCache]:

@@ -1,4 +1,4 @@
-"""From the residual stream to logits."""
+"""From the residual stream to logits, or to the loss."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.train.loss import Criterion, TokenLosses, criterion_loss
 from pipeline.train.model.config import DecoderSpec
 
 
@@ -26,8 +27,14 @@ class Head(nn.Module):
             self.weight = nn.Parameter(torch.empty(spec.vocab_padded, spec.dim))
             nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
-        """[B, S, D] and [V, D] -> [B, S, V] in the type of the weight; padding of the vocabulary has -inf."""
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor, criterion: Criterion | None = None) -> Tensor | TokenLosses:
+        """[B, S, D] and [V, D] -> logits [B, S, V] in the type of the weight, or the loss of a criterion."""
+        if criterion is None:
+            return self._logits(x_BSD, weight_VD)
+        return criterion_loss(self._logits, x_BSD, weight_VD, criterion)
+
+    def _logits(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Padding of the vocabulary has -inf."""
         spec = self.spec
         if spec.logit_scale != 1:
             x_BSD = x_BSD * spec.logit_scale

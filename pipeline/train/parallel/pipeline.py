@@ -86,14 +86,15 @@ class PipelineRunner:
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def train(
-        self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Tensor, Batch], Tensor]
+        self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Any, Batch], Tensor]
     ) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters.
 
         Args:
             batches: This rank's micro-batches, on the device, all of one shape. Their number fits the schedule.
             contexts: One for each.
-            objective: Logits [B, S, V] and batch -> fp32 scalar to minimize. Called where the last stage is.
+            objective: What the head gives, `TokenLosses` or logits [B, S, V], and batch -> fp32 scalar to minimize.
+                Called where the last stage is.
         """
         shape = _common_shape(batches)
         key = len(batches), shape
@@ -108,14 +109,14 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Sequence[Batch], contexts: Sequence[Context], measure: Callable[[Tensor, Batch], None]
+        self, batches: Sequence[Batch], contexts: Sequence[Context], measure: Callable[[Any, Batch], None]
     ) -> None:
         """Forward of all; keeps nothing of it.
 
         Args:
             batches: This rank's micro-batches, on the device, all of one shape; any number.
             contexts: One for each.
-            measure: Gets the logits [B, S, V] of each batch where the last stage is.
+            measure: Gets what the head gives for each batch where the last stage is.
         """
         shape = self._stream_shape(_common_shape(batches))
         arrived: dict[tuple[int, int], Tensor] = {}
@@ -191,10 +192,11 @@ class PipelineRunner:
         """
         work = self._work
         assert work is not None
-        out: Tensor = part(x, work.contexts[number])
+        out = part(x, work.contexts[number])
         if not part.part.last:
             assert out.dtype == self._dtype, f"the residual stream is {out.dtype}"
-            return out.contiguous()
+            stream: Tensor = out.contiguous()
+            return stream
         loss = work.objective(out, work.batches[number])
         assert loss.shape == () and loss.dtype == torch.float32
         return loss
@@ -288,7 +290,7 @@ class _Work(NamedTuple):
 
     batches: Sequence[Batch]
     contexts: Sequence[Context]
-    objective: Callable[[Tensor, Batch], Tensor]
+    objective: Callable[[Any, Batch], Tensor]
 
 
 def _placement(ranks: int, stages: int, *, v_shaped: bool) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,20 +22,21 @@ class Runner(Protocol):
     """Runs the parts of a model that this process has on micro-batches, together with the other processes."""
 
     def train(
-        self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Tensor, Batch], Tensor]
+        self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Any, Batch], Tensor]
     ) -> None:
         """Forward and backward of all; gradients add up in the parameters.
 
         Args:
             batches: This rank's micro-batches, on the device, all of one shape.
             contexts: One for each.
-            objective: Logits [B, S, V] and batch -> scalar to minimize. Called where the last layer is.
+            objective: What the head gives, `TokenLosses` or logits [B, S, V], and batch -> scalar to minimize. Called
+                where the last layer is.
         """
 
     def evaluate(
-        self, batches: Sequence[Batch], contexts: Sequence[Context], measure: Callable[[Tensor, Batch], None]
+        self, batches: Sequence[Batch], contexts: Sequence[Context], measure: Callable[[Any, Batch], None]
     ) -> None:
-        """Forward of all; `measure` gets the logits where the last layer is."""
+        """Forward of all; `measure` gets what the head gives where the last layer is."""
 
 
 class WholeRunner:
@@ -45,7 +46,7 @@ class WholeRunner:
         self._model = model
 
     def train(
-        self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Tensor, Batch], Tensor]
+        self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Any, Batch], Tensor]
     ) -> None:
         """See `Runner`."""
         for number, (batch, context) in enumerate(zip(batches, contexts, strict=True)):
@@ -55,7 +56,7 @@ class WholeRunner:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Sequence[Batch], contexts: Sequence[Context], measure: Callable[[Tensor, Batch], None]
+        self, batches: Sequence[Batch], contexts: Sequence[Context], measure: Callable[[Any, Batch], None]
     ) -> None:
         """See `Runner`."""
         for batch, context in zip(batches, contexts, strict=True):

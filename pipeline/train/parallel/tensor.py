@@ -38,6 +38,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from pipeline.train.loss import Criterion
 from pipeline.train.model.attention import Attention
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import AttentionSpec
@@ -161,10 +162,12 @@ class _VocabParallelHead(ParallelStyle):
         self._stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_module: nn.Module, inputs: tuple[Tensor, DTensor]) -> tuple[Tensor, Tensor]:
+        def enter(
+            _module: nn.Module, inputs: tuple[Tensor, DTensor, Criterion | None]
+        ) -> tuple[Tensor, Tensor, Criterion | None]:
             x = DTensor.from_local(inputs[0], device_mesh, [self._stream], run_check=False)
             x = x.redistribute(placements=[Replicate()])
-            return x.to_local(grad_placements=[Partial()]), inputs[1].to_local()
+            return x.to_local(grad_placements=[Partial()]), inputs[1].to_local(), inputs[2]
 
         assert isinstance(module, Head)
         module.first_row = _first_row(module.spec.vocab_padded, device_mesh)
