@@ -149,6 +149,21 @@ def test_z_loss_is_the_squared_log_partition_function() -> None:
     torch.testing.assert_close(objective - loss, 0.5 * logits.exp().sum(-1).log() ** 2, rtol=1e-4, atol=1e-4)
 
 
+def test_bf16_is_for_parameters_and_activations_alone() -> None:
+    """What is said of positions and of the weight of tokens stays fp32, as in a model without FSDP."""
+    train = train_config().model_copy(update={"precision": PrecisionConfig(compute="bf16")})
+    model, _, ours = stepper(train)
+    plain = plain_copy(model).to(torch.bfloat16)
+    (batch,) = batches(1)
+    loss, objective = token_loss(plain(batch.tokens, Context()), batch.targets)
+    valid = int(batch.weight.sum())
+    (objective * (batch.weight / valid)).sum().backward()
+    norm = torch.stack([p.grad.float().norm() for p in plain.parameters() if p.grad is not None]).norm()
+    result = ours.step([batch], valid, 0.0)
+    torch.testing.assert_close(result.nats.sum(), (loss * batch.weight).sum().double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(result.grad_norm.float(), norm, rtol=1e-5, atol=0)
+
+
 def test_bf16_keeps_fp32_master_weights() -> None:
     train = train_config(lr=1e-2).model_copy(update={"precision": PrecisionConfig(compute="bf16")})
     model, optimizer, ours = stepper(train)

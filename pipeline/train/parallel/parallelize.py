@@ -105,7 +105,12 @@ def _reshards(parallel: ParallelConfig, mesh: Mesh) -> bool:
 
 def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bool) -> None:
     params = mesh.role("params")
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[precision.compute], reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPE[precision.compute],
+        reduce_dtype=torch.float32,
+        # It would also round what the context has in fp32: rotary tables, and how much each token counts.
+        cast_forward_inputs=False,
+    )
     for layer in part.layers.values():
         fully_shard(layer, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
     # What the last layer used is what backward needs first.
