@@ -200,6 +200,21 @@ def evaluate(
     stage(config, step)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files or run folders; several: compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="By default RUN/report.html; of several runs ./report.html."),
+    ] = None,
+    png: Annotated[bool, typer.Option("--png", help="Also the charts as a PNG beside it.")] = False,
+) -> None:
+    """Write what runs did as one HTML file: curves, data, time, scores, layout, differences. Also while they go on."""
+    from pipeline.eval.report.command import report as write
+
+    write(runs, Console(), out=out, picture=png)
+
+
 @app.command("run")
 def run_all(
     run: Run, overrides: Overrides = None, slurm: Slurm = False, local: Local = False, dry_run: DryRun = False
@@ -217,29 +232,79 @@ def run_all(
 def generate(
     run: Run,
     overrides: Overrides = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; by default generate.prompt.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to continue; give it again for more texts. By default generate.prompt."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A prompt a line; in a .jsonl file a JSON text, or an object with `prompt`."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to add at most.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Divides the logits.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set of this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Draw from tokens of this share of the largest one.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat less.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; give it again for more of them.")
+    ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="The most probable token each time.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws, the same for each prompt.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities, also of the so many best tokens.", min=0)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with the tokens.")] = False,
     step: Step = None,
 ) -> None:
-    """Continue a prompt with a checkpoint. The options stand for the keys of `generate:`."""
+    """Continue prompts with a checkpoint, several of them together. Options stand for the keys of `generate:`."""
     options = {
-        "prompt": prompt,
+        "prompt": prompt[0] if prompt else None,
         "max_tokens": max_tokens,
         "temperature": 0.0 if greedy else temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or None,
         "seed": seed,
     }
     given = {f"generate.{name}": value for name, value in options.items() if value is not None}
     config = _load(run, overrides, given)
-    from pipeline.eval.text import continue_prompt
+    if logprobs is not None and not as_json:
+        raise UserError("--logprobs shows nothing without --json; add --json")
+    if len(prompt or ()) < 2 and prompts is None and not as_json:
+        from pipeline.eval.text import continue_prompt
 
-    continue_prompt(config, step)
+        continue_prompt(config, step)
+        return
+    from pipeline.eval.text import continue_prompts, read_prompts
+
+    texts = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())] or [config.generate.prompt]
+    continue_prompts(config, texts, step, as_json=as_json, logprobs=logprobs)
+
+
+@app.command()
+def serve(
+    run: RunOrFolder,
+    overrides: Overrides = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; by default serve.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. By default serve.port.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Take up new checkpoints as they are committed.")] = False,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Has the key that requests need; by default PIPELINE_API_KEY, if it is set.")
+    ] = None,
+    step: Step = None,
+) -> None:
+    """Answer requests with a checkpoint: a page, OpenAI's completions, Megatron-LM's /api. See docs/serving.md."""
+    options = {"host": host, "port": port, "watch": watch or None}
+    from pipeline.config.load import load_run
+
+    given = {f"serve.{name}": value for name, value in options.items() if value is not None}
+    config = load_run(run, overrides or (), given)
+    from pipeline.eval.server.serve import serve as start
+
+    start(config, step, api_key_file, Console())
 
 
 @app.command()

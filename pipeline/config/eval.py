@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -120,5 +120,12 @@ class GenerateConfig(Section):
     """Draw from the k most probable tokens only."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw from the smallest set of tokens whose probability reaches this (nucleus)."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Draw from tokens whose probability is this share of the largest one or more."""
+    repetition_penalty: float = Field(default=1, gt=0, le=1000)
+    """Makes tokens that the prompt or the new text has less probable: divides their positive logits, multiplies the
+    negative ones."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """The text ends before the first of these."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the draws."""

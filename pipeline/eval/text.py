@@ -1,25 +1,151 @@
-"""Continue a prompt with a checkpoint."""
+"""Continue prompts with a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
 from rich.console import Console
 
 from pipeline.config import Config
+from pipeline.config.eval import GenerateConfig
 from pipeline.console import say
-from pipeline.eval.generate import generate
-from pipeline.train.setup import load_for_inference
+from pipeline.errors import UserError
+from pipeline.eval.generate import Continuation, Token, as_they_end, stream
+from pipeline.eval.inference import load_decoder
+from pipeline.eval.sampling import Sampling
+
+_SLOTS = 32
+"""Prompts that are continued at the same time."""
+
+
+def sampling_of(config: GenerateConfig, logprobs: int | None = None) -> Sampling:
+    """What the `generate:` section says."""
+    return Sampling(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        stop=tuple(config.stop),
+        seed=config.seed,
+        logprobs=logprobs,
+    )
 
 
 def continue_prompt(config: Config, step: int | None = None, console: Console | None = None) -> str:
     """Print `generate.prompt` and its continuation as it is generated; returns the continuation."""
     console = console or Console()
-    setup, model, _, checkpoint = load_for_inference(config, step)
-    of = ", moving average" if config.eval.weights == "ema" else ""
-    say(console, f"{checkpoint.path.name}{of}:")
-    console.print(config.generate.prompt, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
+    loaded = load_decoder(config, step)
+    _say_checkpoint(console, config, loaded.checkpoint.path.name)
+    coming = stream(loaded.model, loaded.tokenizer, config.generate.prompt, sampling_of(config.generate))
+    _show(console, config.generate.prompt, style="bold")
     pieces = []
-    for piece in generate(model.whole, setup.tokenizer, config.generate.prompt, config.generate):
-        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-        pieces.append(piece)
+    for piece in coming:
+        _show(console, piece.text)
+        pieces.append(piece.text)
     console.print()
     return "".join(pieces)
+
+
+def continue_prompts(
+    config: Config,
+    prompts: Sequence[str],
+    step: int | None = None,
+    *,
+    as_json: bool = False,
+    logprobs: int | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print prompts and their continuations, which are generated together, in the order given.
+
+    Args:
+        config: Its `generate.prompt` is not looked at.
+        prompts: Texts.
+        step: Of the checkpoint; by default the newest one.
+        as_json: Print nothing but an object a line: `prompt`, `text`, `finish`, and `tokens`, each of which has
+            `id`, `text`, `logprob` and `top`, a list of objects with `id`, `text` and `logprob`.
+        logprobs: See `Sampling.logprobs`.
+        console: Where to.
+    """
+    console = console or Console()
+    loaded = load_decoder(config, step)
+    if not as_json:
+        _say_checkpoint(console, config, loaded.checkpoint.path.name)
+    settings = sampling_of(config.generate, logprobs)
+    ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=_SLOTS)
+    for number, (index, continuation) in enumerate(_in_order(ended)):
+        if as_json:
+            print(orjson.dumps(_values(prompts[index], continuation)).decode(), flush=True)
+            continue
+        if number:
+            console.print()
+        _show(console, prompts[index], style="bold")
+        _show(console, continuation.text + "\n")
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a file: each line is one; in a `.jsonl` file a JSON text, or an object with a text as `prompt`.
+
+    Raises:
+        UserError: The file has none, or a line is not such a thing.
+    """
+    try:
+        text = file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts {file} is not UTF-8 text: {error}") from None
+    # Not at the further characters that `splitlines` takes for line ends, which a text may have.
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+    if file.suffix == ".jsonl":
+        lines = [_of_json(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not lines:
+        raise UserError(f"--prompts {file} is empty; write a prompt on each line")
+    return lines
+
+
+def _of_json(file: Path, number: int, line: str) -> str:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"--prompts {file}, line {number}: no JSON ({error})") from None
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise UserError(f'--prompts {file}, line {number}: write a text, or an object like {{"prompt": "a text"}}')
+    return prompt
+
+
+def _say_checkpoint(console: Console, config: Config, name: str) -> None:
+    of = ", moving average" if config.eval.weights == "ema" else ""
+    say(console, f"{name}{of}:")
+
+
+def _show(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, end="", style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _in_order(ended: Iterator[tuple[int, Continuation]]) -> Iterator[tuple[int, Continuation]]:
+    """Each one as soon as all before it have ended."""
+    waiting: dict[int, Continuation] = {}
+    following = 0
+    for index, continuation in ended:
+        waiting[index] = continuation
+        while following in waiting:
+            yield following, waiting.pop(following)
+            following += 1
+
+
+def _values(prompt: str, continuation: Continuation) -> dict[str, Any]:
+    def values(token: Token) -> dict[str, Any]:
+        top = [{"id": number, "text": text, "logprob": logprob} for number, text, logprob in token.top]
+        scores = {} if token.logprob is None else {"logprob": token.logprob, "top": top}
+        return {"id": token.id, "text": token.text, **scores}
+
+    return {
+        "prompt": prompt,
+        "text": continuation.text,
+        "finish": continuation.finish,
+        "tokens": [values(token) for token in continuation.tokens],
+    }

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.eval import GenerateConfig
 from pipeline.errors import MachineError, UserError
 from pipeline.eval import scoring
 from pipeline.eval.engine import Engine
-from pipeline.eval.generate import _generate_ids
+from pipeline.eval.generate import generate
+from pipeline.eval.sampling import Sampling
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
 from pipeline.train.model.decoder import Context
 from tests.eval import small
@@ -116,10 +116,9 @@ def test_what_the_model_would_say_is_greedy(engine: Engine) -> None:
 def test_continuations_equal_those_with_a_cache(engine: Engine) -> None:
     prompts = prompts_of(280)
     new = continue_greedily(engine, prompts, batch_size=2)
-    end = engine.tokenizer.end_of_document
-    for prompt, tokens in zip(prompts, new, strict=True):
-        config = GenerateConfig(temperature=0, max_tokens=prompt.most)
-        assert tokens == list(_generate_ids(engine.model.whole, end, list(prompt.tokens), config))
+    settings = [Sampling(temperature=0, max_tokens=prompt.most) for prompt in prompts]
+    cached = generate(engine.model.whole, engine.tokenizer, [prompt.tokens for prompt in prompts], settings)
+    assert new == [[token.id for token in each.tokens] for each in cached]
 
 
 def test_a_continuation_ends_when_it_is_told_to(engine: Engine) -> None:

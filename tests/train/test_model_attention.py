@@ -122,12 +122,12 @@ def test_grouped_queries_equal_repeated_keys(dtype: torch.dtype, masked: bool) -
 def test_cached_logits_equal_a_whole_forward_pass(family: str) -> None:
     model = decoder(FAMILIES[family].config)
     tokens = draw_tokens(2, SEQUENCE)
-    states = model.new_states()
+    states = model.new_states(rows=2)
     with torch.no_grad():
         whole = model(tokens, Context())
         # A prompt, then pieces of several tokens and of one.
         pieces = [model(piece, Context(states=states)) for piece in tokens.split([6, 5, 1, 1, 7], dim=1)]
-    assert states[0].length == SEQUENCE
+    assert states.lengths == [SEQUENCE, SEQUENCE]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
 
 

@@ -28,7 +28,7 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        state = None if context.states is None else context.states[self.index]
+        state = None if context.states is None else context.states.layers[self.index]
         mixed_BSD: Tensor = x_BSD + self.mixer(self.mixer_norm(x_BSD), context, state)
         out_BSD: Tensor = mixed_BSD + self.mlp(self.mlp_norm(mixed_BSD))
         if context.watch is not None:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.train.loss import TokenLosses
-from pipeline.train.model.attention import Context, KVCache, attention_mask
+from pipeline.train.model.attention import Context, attention_mask, mask_by_row
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.head import Head
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import rope_tables
+from pipeline.train.model.states import States
 
 __all__ = ["Context", "Decoder", "Part"]
 
@@ -79,36 +80,55 @@ class Decoder(nn.Module):
                 x = x + self.position_embedding(positions)
         for block in self.layers.values():
             x = block(x, context)
+        if context.states is not None:
+            counts = context.counts or [x.shape[1]] * x.shape[0]
+            context.states.advance(counts)
+            if context.last_only:
+                last_B = torch.tensor([count - 1 for count in counts], device=x.device)
+                x = x[torch.arange(len(counts), device=x.device), last_B][:, None]
         if part.last:
             weight = self.embedding.weight if spec.tie_embeddings else self.head.weight
             losses_or_logits: Tensor | TokenLosses = self.head(self.norm(x), weight, context.criterion)
             return losses_or_logits
         return x
 
-    def new_states(self) -> list[KVCache]:
-        """An empty cache for every layer, for `Context.states`."""
-        return [cast(Block, block).mixer.new_state() for block in self.layers.values()]
+    def new_states(self, rows: int, max_length: int | None = None) -> States:
+        """Empty states of so many rows, for `Context.states`.
+
+        Args:
+            rows: Texts; may be 0, as others can join.
+            max_length: Memory is taken as it is needed, for so many positions of a row at most.
+        """
+        mixers = [cast(Block, block).mixer for block in self.layers.values()]
+        return States(rows, [mixer.new_state(max_length) for mixer in mixers])
 
     def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, Context]:
         """Positions ([1, S], or [B, S] when they differ by row) and the context with rotary tables and masks."""
         spec, device = self.spec, x.device
-        assert context.bounds_BS is None or context.states is None, "a cache holds one document"
-        past = 0 if context.states is None else context.states[0].length
+        assert context.bounds_BS is None or context.states is None, "states hold one document a row"
         queries = x.shape[1] if context.length is None else context.length
-        keys = past + queries
+        places = None if context.states is None else context.states.places(queries, device)
+        keys = queries if places is None else places.keys
         if spec.learned_positions is not None and keys > spec.learned_positions:
             raise UserError(
                 f"model.max_positions is {spec.learned_positions}, but there are {keys} positions; "
                 "shorten the sequence, or train with a larger model.max_positions"
             )
         positions = context.positions_BS
-        if positions is None:
-            positions = torch.arange(past, keys, device=device)[None]
+        if positions is None and places is not None:
+            positions = places.positions_BS
+        elif positions is None:
+            positions = torch.arange(keys, device=device)[None]
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
         windows = {layer.mixer.window for layer in spec.layers}
+        if places is None or places.past is not None:
+            masks = {window: attention_mask(context.bounds_BS, window, queries, keys, device) for window in windows}
+        else:
+            masks = {window: mask_by_row(places.positions_BS, window, keys) for window in windows}
         return positions, replace(
             context,
             rope=None if spec.rope is None else rope_tables(spec.rope, positions),
-            masks={window: attention_mask(context.bounds_BS, window, queries, keys, device) for window in windows},
+            masks=masks,
+            places=places,
         )

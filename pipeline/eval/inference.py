@@ -1,0 +1,59 @@
+"""A checkpoint's model as generation wants it: whole, in one process, without anything that only training needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import Config
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
+from pipeline.train.setup import load_for_inference
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that continues texts."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+
+
+def load_decoder(config: Config, step: int | None) -> Loaded:
+    """The model of a verified checkpoint, whatever layout it was trained on, in the type that training computes in.
+
+    Raises:
+        UserError: As `load_for_inference`.
+    """
+    setup, model, _, checkpoint = load_for_inference(config, step)
+    return Loaded(unwrapped(model.whole, COMPUTE_DTYPE[config.train.precision.compute]), setup.tokenizer, checkpoint)
+
+
+def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """A model of one process without FSDP, which wraps it in training and which `dtype` is the compute dtype of.
+
+    The hooks of every layer would take as long as the layers of a small model, and the fp32 weights twice the memory.
+    In fp32 it computes the same bits. Otherwise FSDP rounds the rotary tables, too, and here they stay fp32, as where
+    an exported model is run.
+    """
+    with torch.device("meta"):
+        plain = Decoder(model.spec, model.part)
+    weights = {name: _whole(tensor).to(dtype) for name, tensor in model.state_dict().items()}
+    plain.load_state_dict(
+        {name: nn.Parameter(value, requires_grad=False) for name, value in weights.items()}, assign=True
+    )
+    return plain.train(False)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: torch.Tensor = tensor.full_tensor()
+    return whole

@@ -1,0 +1,139 @@
+"""What the mixers of a decoder keep of the texts that it continues: a row for each text.
+
+Rows have pasts of unequal lengths, come and go. Those that are there are always the first ones, so that a forward pass
+reads the memory as it lies and an idle row costs nothing.
+
+Shapes: B rows, S new positions, T positions, K key and value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+_FIRST = 64
+"""Positions that memory is taken for at first."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the new positions of a forward pass go."""
+
+    past: int | None
+    """Positions that each row has so far, where all have equally many; otherwise `positions_BS` says it."""
+    positions_BS: Tensor
+    """Of the new tokens; [1, S] where all rows have the same."""
+    keys: int
+    """Positions of the longest row, with the new ones."""
+
+
+class MixerState(Protocol):
+    """What one layer keeps."""
+
+    def join(self, other: Self, lengths: Sequence[int], more: Sequence[int]) -> None:
+        """Rows with `more` positions of another state come behind the rows of this one, which have `lengths`."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Row `source`, of so many positions, takes the place of row `target`."""
+
+
+class KVCache:
+    """Keys and values, [rows, T, K, E] each, in memory that grows by doubling."""
+
+    def __init__(self, max_length: int | None) -> None:
+        self._max_length = max_length
+        self._memory: tuple[Tensor, Tensor] | None = None
+
+    def append(self, keys_BSKE: Tensor, values_BSKE: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Adds new positions to all rows; returns all positions [B, T, K, E], some of which are not of every row."""
+        rows, queries = keys_BSKE.shape[:2]
+        memory = self._reserve(rows, places.keys, keys_BSKE)
+        if places.past is not None:
+            for held, new in zip(memory, (keys_BSKE, values_BSKE), strict=True):
+                held[:rows, places.past : places.past + queries] = new
+        else:
+            row_B1 = torch.arange(rows, device=keys_BSKE.device)[:, None]
+            for held, new in zip(memory, (keys_BSKE, values_BSKE), strict=True):
+                held[row_B1, places.positions_BS] = new
+        return memory[0][:rows, : places.keys], memory[1][:rows, : places.keys]
+
+    def join(self, other: KVCache, lengths: Sequence[int], more: Sequence[int]) -> None:
+        """See `MixerState`."""
+        assert other._memory is not None
+        first, longest = len(lengths), max(more)
+        memory = self._reserve(first + len(more), longest, other._memory[0])
+        for held, new in zip(memory, other._memory, strict=True):
+            held[first : first + len(more), :longest] = new[: len(more), :longest]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """See `MixerState`."""
+        assert self._memory is not None
+        for held in self._memory:
+            held[target, :length] = held[source, :length]
+
+    def _reserve(self, rows: int, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for so many rows and positions at least, of type and heads of `like` [.., .., K, E]."""
+        had_rows, had = (0, 0) if self._memory is None else self._memory[0].shape[:2]
+        if rows <= had_rows and positions <= had:
+            assert self._memory is not None
+            return self._memory
+        size = had
+        if positions > had:
+            size = max(positions, min(max(2 * had, _FIRST), self._max_length or 2 * positions))
+        shape = (rows if rows <= had_rows or not had_rows else max(rows, 2 * had_rows), size, *like.shape[2:])
+        shape = (max(shape[0], had_rows), *shape[1:])
+        grown = []
+        for index in range(2):
+            # Zeros: what no query may see has weight 0, but 0 times what happens to be in memory can be NaN.
+            memory = like.new_zeros(shape)
+            if self._memory is not None:
+                memory[:had_rows, :had] = self._memory[index]
+            grown.append(memory)
+        self._memory = (grown[0], grown[1])
+        return self._memory
+
+
+class States:
+    """The states of all layers, and how long each row is.
+
+    Args:
+        rows: Rows at first, of no positions.
+        layers: A state for each layer.
+    """
+
+    def __init__(self, rows: int, layers: Sequence[MixerState]) -> None:
+        self.lengths = [0] * rows
+        """Positions held, by row. The host keeps them: a device would have to be waited for."""
+        self.layers = layers
+
+    def places(self, queries: int, device: torch.device) -> Places:
+        """Where `queries` new positions of every row go."""
+        longest = max(self.lengths)
+        if longest == min(self.lengths):
+            positions = torch.arange(longest, longest + queries, device=device)[None]
+            return Places(longest, positions, longest + queries)
+        past_B1 = torch.tensor(self.lengths, device=device)[:, None]
+        return Places(None, past_B1 + torch.arange(queries, device=device), longest + queries)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Every row has so many positions more."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def join(self, other: States) -> None:
+        """Rows of other states of the same model come behind the own ones."""
+        for state, more in zip(self.layers, other.layers, strict=True):
+            state.join(more, self.lengths, other.lengths)
+        self.lengths += other.lengths
+
+    def remove(self, row: int) -> None:
+        """The last row takes the place of this one."""
+        last = len(self.lengths) - 1
+        if row != last:
+            for state in self.layers:
+                state.move(last, row, self.lengths[last])
+            self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
