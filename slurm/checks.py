@@ -28,13 +28,13 @@ from pipeline.train.plan import plan_run
 from pipeline.train.run_folder import refuse_lost_checkpoints
 from pipeline.train.schedule import Schedule
 from pipeline.train.start import open_validation
+from pipeline.words import duration, minutes
 from slurm.cluster_checks import check_cluster
 from slurm.findings import Findings
 from slurm.forecast import START_S, Forecast, forecast, free_space, links_needed, nearest
 from slurm.jobs import Where
 from slurm.plan import PlannedJob, eval_job
 from slurm.reserve import signal_seconds
-from slurm.words import duration, minutes
 
 _FEW_FILES = 10_000
 """Inodes below which a warning is due."""

@@ -11,12 +11,12 @@ from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.progress import counted
 from pipeline.errors import UserError
+from pipeline.words import minutes
 from slurm import scheduler
 from slurm.findings import Findings
 from slurm.jobs import user
 from slurm.plan import PlannedJob
 from slurm.scheduler import Association, Partition
-from slurm.words import minutes
 
 
 def check_cluster(

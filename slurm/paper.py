@@ -11,11 +11,11 @@ from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.console import say
 from pipeline.data.progress import counted, size
+from pipeline.words import duration, minutes
 from slurm.forecast import START_S, Course, Disk, Forecast, forecast, links_needed
 from slurm.jobs import Where
 from slurm.plan import PlannedJob
 from slurm.reserve import signal_seconds
-from slurm.words import duration, minutes
 
 _LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
 

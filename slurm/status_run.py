@@ -17,11 +17,11 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.lock import is_held
+from pipeline.words import listed
 from slurm.decide import suspects
 from slurm.launches import Launch, LaunchEnd
 from slurm.status_files import Facts, Rows
 from slurm.status_state import Answer, QueuedJob, State, judge, node_of, queue, row_outcome
-from slurm.words import listed
 
 _LARGE = 2**26
 """Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""

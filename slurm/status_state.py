@@ -15,12 +15,12 @@ from pipeline.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK
 from pipeline.train.attempts import Attempt
 from pipeline.train.heartbeat import ENDED, HUNG, Beat
 from pipeline.train.lock import when
+from pipeline.words import listed
 from slurm import jobs
 from slurm.jobs import Cancelled, Job, Stage, Where
 from slurm.launches import Launch, Next, is_all
 from slurm.scheduler import Accounted, JobState
 from slurm.status_files import Facts
-from slurm.words import listed
 
 # fmt: off
 State = Literal[

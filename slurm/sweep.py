@@ -18,10 +18,10 @@ from rich.table import Table
 from pipeline.console import alarm, say
 from pipeline.data.progress import counted
 from pipeline.errors import MachineError, RankFailed, UserError
+from pipeline.words import minutes
 from slurm.jobs import Where
 from slurm.sweep_members import Member, Sweep, find_sweep, make_sweep, short_names, told
 from slurm.sweep_table import is_done, live, note_members, show_table
-from slurm.words import minutes
 
 
 class RunsFailed(UserError):

@@ -64,18 +64,21 @@ class Goodput:
         return f"{whole}; {rest}" if rest else whole
 
 
-def goodput(run: Path, tries: Sequence[Attempt] | None = None) -> Goodput | None:
+def goodput(
+    run: Path, tries: Sequence[Attempt] | None = None, rows: Iterable[dict[str, Any]] | None = None
+) -> Goodput | None:
     """Of a run folder; None before its first attempt. An attempt that still runs counts until now.
 
     Args:
         run: folder.
         tries: its attempts, where they are known already.
+        rows: its metrics, where somebody reads them anyway; all of them are taken if there was an attempt.
     """
     tries = attempts(run) if tries is None else tries
     if not tries:
         return None
     now, used = time.time(), _Use(tries)
-    for row in store.json_lines(metrics_path(run)):
+    for row in store.json_lines(metrics_path(run)) if rows is None else rows:
         used.add(row)
     used.finish()
     starting = other = inside = down = 0.0

@@ -16,13 +16,13 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import doomed, due
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.words import duration
 from slurm import forecast as forecasting
 from slurm import local
 from slurm.forecast import forecast, links_needed, measured_rate, most_checkpoints, peak_flops
 from slurm.paper import cost, count, show
 from slurm.plan import PlannedJob, plan
 from slurm.reserve import signal_seconds
-from slurm.words import duration
 from tests import tiny
 
 PLENTY_OF_TIME = 24 * 60

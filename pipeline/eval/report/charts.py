@@ -1,0 +1,321 @@
+"""The charts that follow the steps of runs: losses, learning rate, gradients, speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from pipeline.eval.report.gather import RunFacts
+from pipeline.eval.report.model import Axis, Line, LineChart, Look, Marks, Table
+from pipeline.eval.report.series import Curve, Floats, Validation, curve
+from pipeline.eval.report.words import NONE, count, figure, seconds
+
+T = TypeVar("T")
+TABLE_ROWS = 12
+"""Rows of a run in the table of a chart."""
+_MOST_MARKS = 200
+MOST_LINES = 8
+"""That can be told apart in a chart."""
+_UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7_200.0, 3_600.0, "hours"), (120.0, 60.0, "minutes"))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What lies on the horizontal axis."""
+
+    axis: Axis
+    label: str
+    unit: float = 1.0
+
+    def of(self, facts: RunFacts) -> Floats:
+        """Where the steps of a run are."""
+        if self.axis == "tokens":
+            return np.asarray(facts.columns.tokens)
+        return (np.asarray(facts.columns.time) - (facts.start or 0.0)) / self.unit
+
+    def at(self, facts: RunFacts, step: int, time: float) -> float:
+        """Where something is that happened after a step, at a time."""
+        return _tokens_at(facts, step) if self.axis == "tokens" else (time - (facts.start or 0.0)) / self.unit
+
+
+def scales(runs: Sequence[RunFacts]) -> tuple[Scale, Scale]:
+    """By tokens, and by time since the start of each run, pauses included."""
+    longest = max((each.columns.time[-1] - (each.start or 0.0) for each in runs if len(each.columns)), default=0.0)
+    unit, name = next(((unit, name) for least, unit, name in _UNITS if longest >= least), (1.0, "seconds"))
+    return Scale("tokens", "tokens"), Scale("time", f"{name} since the start", unit)
+
+
+def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
+    """The charts that follow the steps of the runs."""
+    yield _loss(runs, scale)
+    yield from _losses_by_source(runs, scale)
+    yield from _validations_by_source(runs, scale)
+    yield _number(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True)
+    yield _number(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
+    yield _number(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
+    if any(np.isfinite(each.columns.column("mfu")).any() for each in runs):
+        yield _number(runs, scale, "mfu", "Model FLOP utilization", "share of the peak", from_zero=True)
+
+
+def _tokens_at(facts: RunFacts, step: int) -> float:
+    columns = facts.columns
+    at = int(np.searchsorted(np.asarray(columns.step), step, side="right")) - 1
+    return columns.tokens[at] if at >= 0 else 0.0
+
+
+def _over(scale: Scale) -> str:
+    return f"over {scale.label}"
+
+
+def _named(runs: Sequence[RunFacts], facts: RunFacts, what: str) -> str:
+    return facts.name if len(runs) > 1 else what
+
+
+def _rules(runs: Sequence[RunFacts], scale: Scale) -> tuple[tuple[float, str], ...]:
+    """Where attempts began, of one run; of several it would not be seen whose they are."""
+    if len(runs) > 1 or len(runs[0].tries) < 2:
+        return ()
+    return tuple((scale.at(runs[0], each.first_step, each.begin), f"{each.number}") for each in runs[0].tries[1:])
+
+
+def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
+    """Spikes, skipped steps and those passed over, of all runs."""
+    found = []
+    for label, key, symbol, slot in (
+        ("spike", "spikes", "^", "ink"),
+        ("not applied", "skipped", "x", "ink"),
+        ("passed over", "passed_over", "|", "ink"),
+    ):
+        places: list[float] = []
+        for each in runs:
+            steps, x = np.asarray(each.columns.step), scale.of(each)
+            marked = np.asarray(getattr(each.columns, key))
+            places += x[np.isin(steps, marked[:: -(-len(marked) // _MOST_MARKS)])].tolist() if len(marked) else []
+        if places:
+            found.append(Marks(label, np.asarray(places), symbol, slot))
+    return tuple(found)
+
+
+def _loss(runs: Sequence[RunFacts], scale: Scale) -> LineChart:
+    lines, notes = [], []
+    for number, each in enumerate(runs):
+        look = Look.of(number) if len(runs) > 1 else Look("s0")
+        drawn = curve(scale.of(each), each.columns.column("loss"), each.columns.breaks)
+        lines.append(Line(_named(runs, each, "training"), drawn, look))
+        notes.append(drawn.note)
+        if each.columns.validations:
+            x = np.array([scale.at(each, v.step, v.time) for v in each.columns.validations])
+            y = np.array([v.loss for v in each.columns.validations])
+            of = f"{each.name}, validation" if len(runs) > 1 else "validation"
+            lines.append(Line(of, points_of(x, y), Look(look.slot if len(runs) > 1 else "s1", ":"), points=True))
+    return LineChart(
+        title="Loss",
+        description=f"Training and validation loss {_over(scale)}, nats a token. {_ends(runs, 'loss')}",
+        axis=scale.axis,
+        x_label=scale.label,
+        y_label="nats a token",
+        lines=tuple(lines),
+        table=_table(runs, "loss", validation=True),
+        marks=_marks(runs, scale),
+        rules=_rules(runs, scale),
+        logarithmic=True,
+        note=_joined(notes),
+    )
+
+
+def _number(
+    runs: Sequence[RunFacts],
+    scale: Scale,
+    name: str,
+    title: str,
+    y_label: str,
+    *,
+    logarithmic: bool = False,
+    from_zero: bool = False,
+) -> LineChart:
+    """A number of each step."""
+    lines, notes = [], []
+    for number, each in enumerate(runs):
+        drawn = curve(scale.of(each), each.columns.column(name), each.columns.breaks)
+        lines.append(Line(_named(runs, each, title.lower()), drawn, Look.of(number) if len(runs) > 1 else Look("s0")))
+        notes.append(drawn.note)
+    return LineChart(
+        title=title,
+        description=f"{title} {_over(scale)}: {y_label}. {_ends(runs, name)}",
+        axis=scale.axis,
+        x_label=scale.label,
+        y_label=y_label,
+        lines=tuple(lines),
+        table=_table(runs, name),
+        rules=_rules(runs, scale),
+        logarithmic=logarithmic,
+        from_zero=from_zero,
+        note=_joined(notes),
+    )
+
+
+def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
+    """Of one run all sources in a chart; of several a chart a source, in which they can be compared."""
+    return _by_source(
+        runs,
+        scale,
+        "loss",
+        "Loss by source",
+        lambda each: list(each.columns.loss_by_source),
+        lambda each, name: (scale.of(each), each.columns.source(name)),
+        _source_rows,
+        points=False,
+    )
+
+
+def _validations_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
+    def values(each: RunFacts, name: str) -> tuple[Floats, Floats]:
+        found = [v for v in each.columns.validations if name in v.by_source]
+        return np.array([scale.at(each, v.step, v.time) for v in found]), np.array([v.by_source[name] for v in found])
+
+    return _by_source(
+        runs,
+        scale,
+        "validation loss",
+        "Validation by source",
+        lambda each: list(dict.fromkeys(name for v in each.columns.validations for name in v.by_source)),
+        values,
+        lambda each, names: [
+            (count(v.step), count(_tokens_at(each, v.step)), *(figure(v.by_source.get(name)) for name in names))
+            for v in _some(each.columns.validations)
+        ],
+        points=True,
+    )
+
+
+def _by_source(
+    runs: Sequence[RunFacts],
+    scale: Scale,
+    what: str,
+    title: str,
+    names_of: Callable[[RunFacts], list[str]],
+    values: Callable[[RunFacts, str], tuple[Floats, Floats]],
+    rows: Callable[[RunFacts, list[str]], list[tuple[str, ...]]],
+    *,
+    points: bool,
+) -> Iterator[LineChart]:
+    every = list(dict.fromkeys(name for each in runs for name in names_of(each)))
+    if len(every) < 2:
+        return  # of one source it is the loss itself
+    order = {row.source: place for place, row in enumerate(c for each in runs for c in each.consumption)}
+    names = sorted(every, key=lambda name: order.get(name, len(order)))[:MOST_LINES]
+    left = f" The {len(names)} largest of {len(every)} sources." if len(every) > len(names) else ""
+
+    def line(each: RunFacts, name: str, label: str, look: Look) -> Line:
+        x, y = values(each, name)
+        drawn = points_of(x, y) if points else curve(x, y, each.columns.breaks, plain=True)
+        return Line(label, drawn, look, points=points)
+
+    def chart(title: str, lines: list[Line], table: Table, rules: tuple[tuple[float, str], ...]) -> LineChart:
+        steps = max((each.curve.steps for each in lines), default=1)
+        note = "" if points else f"Means of {steps:,} steps." if steps > 1 else "Each point is a step."
+        return LineChart(
+            title=title,
+            description=f"{what.capitalize()} of each source {_over(scale)}, nats a token.",
+            axis=scale.axis,
+            x_label=scale.label,
+            y_label="nats a token",
+            lines=tuple(lines),
+            table=table,
+            rules=rules,
+            logarithmic=True,
+            note=(note + left).strip(),
+        )
+
+    if len(runs) == 1:
+        lines = [line(runs[0], name, name, Look.of(number)) for number, name in enumerate(names)]
+        table = Table(("step", "tokens", *names), tuple(rows(runs[0], names)))
+        yield chart(title, lines, table, _rules(runs, scale))
+        return
+    for name in names:
+        lines = [
+            line(each, name, each.name, Look.of(number)) for number, each in enumerate(runs) if name in names_of(each)
+        ]
+        cells = [(each.name, *row) for each in runs if name in names_of(each) for row in rows(each, [name])]
+        yield chart(f"{what.capitalize()}: {name}", lines, Table(("run", "step", "tokens", what), tuple(cells), 1), ())
+
+
+def points_of(x: Floats, y: Floats) -> Curve:
+    """A few values that are drawn as they are."""
+    return Curve(x, np.where(np.isfinite(y), y, np.nan), 1)
+
+
+def _joined(notes: Sequence[str]) -> str:
+    """What is said of all runs once, else of each in order."""
+    return " / ".join(dict.fromkeys(notes))
+
+
+def _ends(runs: Sequence[RunFacts], name: str) -> str:
+    """The first and last value of each run, for those who cannot see the chart."""
+    told = []
+    for each in runs:
+        values = each.columns.column(name)
+        values = values[np.isfinite(values)]
+        if values.size:
+            of = f"{each.name}: " if len(runs) > 1 else ""
+            told.append(f"{of}from {figure(float(values[0]))} to {figure(float(values[-1]))}")
+    return "; ".join(told) + "." if told else "No step has it yet."
+
+
+def _some(values: Sequence[T], most: int = TABLE_ROWS) -> list[T]:
+    """At equal distances, the last one among them."""
+    if not values:
+        return []
+    return [values[place] for place in np.unique(np.linspace(0, len(values) - 1, most).round().astype(int))]
+
+
+def _table(runs: Sequence[RunFacts], name: str, *, validation: bool = False) -> Table:
+    """Steps at equal distances: the number of each, the mean since the row before, the last validation until then."""
+    cells = []
+    for each in runs:
+        columns = each.columns
+        values = columns.column(name)
+        looks = {v.step: v for v in columns.validations}
+        steps = list(range(len(columns)))
+        before, at = -1, 0
+        known: list[Validation] = list(looks.values())
+        for place in _some(steps):
+            since = values[before + 1 : place + 1]
+            since = since[np.isfinite(since)]
+            row = [
+                count(columns.step[place]),
+                count(columns.tokens[place]),
+                seconds(columns.time[place] - (each.start or 0.0)),
+                figure(float(values[place])),
+                figure(float(since.mean()) if since.size else None),
+            ]
+            if validation:
+                newest = None
+                while at < len(known) and known[at].step <= columns.step[place]:
+                    newest, at = known[at], at + 1
+                row.append(f"{figure(newest.loss)} (step {newest.step:,})" if newest else NONE)
+            cells.append((each.name, *row) if len(runs) > 1 else tuple(row))
+            before = place
+    head = ["step", "tokens", "time", "value", "mean since the row above", *(["validation"] if validation else [])]
+    several = len(runs) > 1
+    return Table(tuple(["run", *head] if several else head), tuple(cells), 1 if several else 0)
+
+
+def _source_rows(each: RunFacts, names: list[str]) -> list[tuple[str, ...]]:
+    """Means of each source's loss since the row before."""
+    columns, rows, before = each.columns, [], -1
+    for place in _some(list(range(len(columns)))):
+        cells = []
+        for name in names:
+            if name not in columns.loss_by_source:
+                cells.append(NONE)
+                continue
+            since = columns.source(name)[before + 1 : place + 1]
+            since = since[np.isfinite(since)]
+            cells.append(figure(float(since.mean()) if since.size else None))
+        rows.append((count(columns.step[place]), count(columns.tokens[place]), *cells))
+        before = place
+    return rows

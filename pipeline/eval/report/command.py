@@ -1,0 +1,70 @@
+"""`pipeline report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.console import say
+from pipeline.data import store
+from pipeline.errors import UserError
+from pipeline.eval.report.charts import curves, scales
+from pipeline.eval.report.drawing import png
+from pipeline.eval.report.facts import headline
+from pipeline.eval.report.gather import RunFacts, gather_all
+from pipeline.eval.report.outcomes import others
+from pipeline.eval.report.page import page
+
+REPORT_FILE = "report.html"
+
+
+def report(runs: Sequence[Path], console: Console, *, out: Path | None = None, picture: bool = False) -> Path:
+    """Write the report on one run, or on several that are compared.
+
+    Reads the files of the run folders alone, takes no lock, and may be made while a run goes on.
+
+    Args:
+        runs: run files or run folders.
+        console: where it is said what was written.
+        out: the HTML file; by default `report.html` in the folder of the run, of several in the current folder.
+        picture: also write the charts as a PNG beside it.
+
+    Returns:
+        The HTML file.
+
+    Raises:
+        UserError: a run is none, nothing of it is there, or the file cannot be written.
+    """
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out is {out}; name a file that ends with .html")
+    if out is not None and out.is_dir():
+        raise UserError(f"--out is {out}, a folder; name a file in it, like {out / REPORT_FILE}")
+    found = gather_all(runs)
+    file = out or (found[0].folder / REPORT_FILE if len(found) == 1 else Path(REPORT_FILE))
+    contents = {file: page(found)}
+    if picture:
+        contents[file.with_suffix(".png")] = sheet(found)
+    with store.writing(f"--out {file}"):
+        for path, content in contents.items():
+            store.put(path, content)
+            say(console, f"report: {path}")
+    for facts in found:
+        why = f": {facts.state.why}" if facts.state.why else ""
+        say(console, f"{facts.name}: {facts.state.word}{why}")
+        for line in facts.problems:
+            say(console, f"  not known: {line}")
+    return file
+
+
+def sheet(runs: Sequence[RunFacts]) -> bytes:
+    """All charts, those of steps over tokens, as one PNG."""
+    by_tokens, _ = scales(runs)
+    lines = []
+    for facts in runs:
+        told = {fact.label: fact for fact in headline(facts)}
+        shown = ("step", "tokens trained on", "training loss", "validation loss", "throughput", "goodput")
+        parts = [f"{label} {told[label].value}" for label in shown]
+        lines.append(f"{facts.name}: {facts.state.word}. " + " · ".join(parts))
+    return png([*curves(runs, by_tokens), *others(runs)], ", ".join(facts.name for facts in runs), lines)

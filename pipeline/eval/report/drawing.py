@@ -1,0 +1,342 @@
+"""Charts drawn with matplotlib: as SVG whose colours are the page's, and together as one picture.
+
+matplotlib is imported here alone, and only when something is drawn; there is no state of pyplot's.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.eval.report.model import BarChart, Chart, LineChart
+from pipeline.eval.report.words import clean, si
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LIGHT = {
+    "ink": "#1f2328",
+    "muted": "#57606a",
+    "grid": "#dfe3e8",
+    "card": "#ffffff",
+    "s0": "#1f6fb8",
+    "s1": "#c2500a",
+    "s2": "#0b7f63",
+    "s3": "#a0468c",
+    "s4": "#8a6a00",
+    "s5": "#2f8fb5",
+    "s6": "#6e7781",
+    "s7": "#8c3b2f",
+}
+"""Colours on white. Those of lines are after Okabe and Ito, for any colour vision, at 3 to 1 or more."""
+DARK = {
+    "ink": "#e6e9ed",
+    "muted": "#a3abb5",
+    "grid": "#333a44",
+    "card": "#181c22",
+    "s0": "#6cb0f5",
+    "s1": "#f59a5a",
+    "s2": "#3fcfa5",
+    "s3": "#e193cf",
+    "s4": "#e0bc45",
+    "s5": "#7fd6f2",
+    "s6": "#a9b1bb",
+    "s7": "#e08b7d",
+}
+_PLACEHOLDERS = {name: f"#fe01{number:02x}" for number, name in enumerate(LIGHT)}
+"""Colours that nothing else has, replaced by the page's variables in the SVG."""
+_WIDTH, _HEIGHT = 4.4, 2.9
+_BAR_HEIGHT, _BAR_ROOM = 0.36, 0.75
+_FONT = 11.0
+"""Points, of which a chart is so few wide that they are as many pixels or more on a phone."""
+_SHEET_COLUMNS, _SHEET_DPI, _SHEET_LEGEND = 3, 130, 0.75
+_MOST_LABELS, _LABEL = 8, 26
+_RULE_NAMES = 8
+"""Attempts whose number is shown."""
+_TICKS = 5
+_NARROW, _WIDE = 4.0, 200.0
+"""Ratios of the ends of a logarithmic axis, up to which it has equal ticks, and three in a decade."""
+_MARKS_FROM, _MARKS_APART = 0.035, 0.06
+"""Of the height of a chart."""
+
+
+def svg(chart: Chart, key: str) -> str:
+    """A chart as an `<svg>` element for a page that has the colours as variables `--s0` and so on.
+
+    Args:
+        chart: what to draw.
+        key: begins all ids in it, which are the page's.
+    """
+    from matplotlib.figure import Figure
+
+    with _style(), io.StringIO() as file:
+        figure = Figure(figsize=(_WIDTH, height(chart)), layout="constrained")
+        _draw(figure.add_subplot(), chart, _PLACEHOLDERS)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        text = file.getvalue()
+    return _embeddable(text, key, chart)
+
+
+def png(charts: Sequence[Chart], title: str, lines: Sequence[str]) -> bytes:
+    """All charts on one sheet, on white.
+
+    Args:
+        charts: what to draw.
+        title: above all.
+        lines: below it.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [charts[start : start + _SHEET_COLUMNS] for start in range(0, len(charts), _SHEET_COLUMNS)]
+    heights = [max(height(chart) for chart in row) + _SHEET_LEGEND for row in rows]
+    head = 0.7 + 0.28 * len(lines)
+    with _style(), io.BytesIO() as file:
+        figure = Figure(figsize=(_WIDTH * _SHEET_COLUMNS, head + sum(heights)), layout="constrained", dpi=_SHEET_DPI)
+        figure.set_facecolor(LIGHT["card"])
+        figure.get_layout_engine().set(w_pad=0.16, h_pad=0.12)  # type: ignore[union-attr, call-arg]
+        top, *below = figure.subfigures(len(rows) + 1, 1, height_ratios=[head, *heights], squeeze=False)[:, 0]
+        top.text(0.012, 0.93, _short(title, 90), size=17, weight="bold", va="top", color=LIGHT["ink"])
+        top.text(0.012, 0.93 - 0.42 / head, "\n".join(lines), size=12, va="top", color=LIGHT["muted"], linespacing=1.5)
+        for row, place in zip(rows, below, strict=True):
+            cells = place.subfigures(1, _SHEET_COLUMNS, squeeze=False)[0]
+            for chart, cell in zip(row, cells, strict=False):
+                axes = cell.add_subplot()
+                _draw(axes, chart, LIGHT)
+                axes.set_title(_short(chart.title, 44), loc="left", size=13, weight="bold", color=LIGHT["ink"])
+                _legend(cell, chart)
+        figure.savefig(file, format="png", metadata={"Software": None})
+        return file.getvalue()
+
+
+def height(chart: Chart) -> float:
+    """Of a chart, in inches."""
+    return _HEIGHT if isinstance(chart, LineChart) else _BAR_ROOM + _BAR_HEIGHT * 2 * max(1, len(chart.bars))
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "report",
+        "font.size": _FONT,
+        # Names of runs and sources are text, whatever dollars are in them.
+        "text.parse_math": False,
+        "text.usetex": False,
+        "axes.unicode_minus": True,
+        "path.simplify": True,
+    }
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        yield
+
+
+def _draw(axes: Axes, chart: Chart, colours: dict[str, str]) -> None:
+    axes.set_facecolor("none")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(colours["grid"])
+    axes.tick_params(which="both", length=0, colors=colours["muted"], labelsize=_FONT)
+    axes.set_axisbelow(True)
+    if isinstance(chart, LineChart):
+        _draw_lines(axes, chart, colours)
+    else:
+        _draw_bars(axes, chart, colours)
+
+
+def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axes.grid(axis="y", color=colours["grid"], linewidth=0.8)
+    if chart.logarithmic:
+        axes.set_yscale("log")
+    for line in chart.lines:
+        colour, curve = colours[line.look.slot], line.curve
+        if curve.low is not None and curve.high is not None:
+            low, high = (_drawable(values, chart) for values in (curve.low, curve.high))
+            axes.fill_between(curve.x, low, high, color=colour, alpha=0.22, linewidth=0)
+        if curve.each is not None and curve.each_x is not None:
+            axes.plot(curve.each_x, _drawable(curve.each, chart), color=colour, linewidth=0.6, alpha=0.45)
+        alone = _alone(curve.mean)
+        axes.plot(
+            curve.x,
+            _drawable(curve.mean, chart),
+            color=colour,
+            linestyle=line.look.dash,
+            linewidth=1.7,
+            marker="o" if line.points or alone else None,
+            markersize=3.6,
+        )
+    _limits(axes, chart)
+    for number, marks in enumerate(chart.marks):
+        axes.plot(
+            marks.x,
+            np.full(len(marks.x), _MARKS_FROM + number * _MARKS_APART),
+            transform=axes.get_xaxis_transform(),
+            marker=marks.symbol,
+            linestyle="none",
+            color=colours[marks.slot],
+            markersize=6,
+            clip_on=False,
+        )
+    few = len(chart.rules) <= _RULE_NAMES
+    for place, name in chart.rules:
+        axes.axvline(place, color=colours["muted"], linewidth=0.8, linestyle=(0, (2, 2)), alpha=1 if few else 0.4)
+        if few:
+            text = axes.text(place, 1.0, name, transform=axes.get_xaxis_transform(), va="bottom", ha="center")
+            text.set(color=colours["muted"], size=_FONT)
+    axes.set_xlabel(chart.x_label, color=colours["muted"])
+    axes.set_ylabel(chart.y_label, color=colours["muted"])
+    axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=chart.axis == "steps"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
+    low, high = axes.get_ylim()
+    if chart.logarithmic and high / low > _NARROW:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < _WIDE else (1,), numticks=6))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
+
+
+def _limits(axes: Axes, chart: LineChart) -> None:
+    """Room for what is drawn; where nothing is, or a single value, an axis that says so."""
+    shown = [
+        curve
+        for line in chart.lines
+        for curve in (line.curve.mean, line.curve.each, line.curve.high)
+        if curve is not None
+    ]
+    values = np.concatenate([_drawable(each, chart) for each in shown]) if shown else np.array([])
+    values = values[np.isfinite(values)]
+    if not values.size:
+        axes.set_ylim(0.1 if chart.logarithmic else 0.0, 1.0)
+    elif chart.from_zero:
+        axes.set_ylim(0, max(float(values.max()) * 1.08, 1e-12))
+    elif values.min() == values.max():
+        value = float(values[0])
+        room = abs(value) * 0.1 or 1.0
+        axes.set_ylim(value - room, value + room)
+    places = [line.curve.x for line in chart.lines]
+    xs = np.concatenate(places) if places else np.array([])
+    xs = xs[np.isfinite(xs)]
+    if not xs.size or xs.min() == xs.max():
+        at = float(xs[0]) if xs.size else 0.0
+        axes.set_xlim(max(0.0, at - (at or 1.0)), at + (at or 1.0))
+    elif chart.axis != "steps":
+        low = 0.0 if xs.min() < 0.3 * xs.max() else float(xs.min())
+        axes.set_xlim(low, float(xs.max()) + 0.015 * (float(xs.max()) - low))  # a point at the end is seen whole
+
+
+def _drawable(values: Any, chart: LineChart) -> Any:
+    return np.where(values > 0, values, np.nan) if chart.logarithmic else values
+
+
+def _alone(values: Any) -> bool:
+    """Whether a line would not be seen, having no two values beside each other."""
+    finite = np.isfinite(values)
+    return bool(finite.any()) and not bool((finite[1:] & finite[:-1]).any())
+
+
+def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.grid(axis="x", color=colours["grid"], linewidth=0.8)
+    end = 0.0
+    for number, bar in enumerate(chart.bars):
+        place, left = -number, 0.0
+        for part in bar.parts:
+            colour = colours[part.look.slot]
+            if part.outline:
+                axes.barh(place, part.value, 0.5, facecolor=colour, alpha=0.18, linewidth=0)
+                axes.barh(place, part.value, 0.5, facecolor="none", edgecolor=colour, linewidth=1.2)
+            else:
+                axes.barh(place, part.value, 0.5, left=left, color=colour, edgecolor="none")
+                left += part.value
+            end = max(end, left, part.value)
+        axes.text(0, place + 0.33, _short(bar.label, 34), va="bottom", ha="left", color=colours["ink"])
+        if bar.text:
+            text = axes.text(1, place + 0.33, bar.text, va="bottom", ha="right", color=colours["muted"])
+            text.set_transform(axes.get_yaxis_transform())
+    axes.set_ylim(-len(chart.bars) + 0.6, 0.85)
+    axes.set_xlim(0, end or 1.0)
+    axes.set_yticks([])
+    axes.set_xlabel(chart.x_label, color=colours["muted"])
+    axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
+    share = chart.axis == "share"
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if share else si(value)))
+
+
+def _legend(cell: Any, chart: Chart) -> None:
+    """Below a chart of the sheet; the page has one of its own."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = []
+    if isinstance(chart, LineChart):
+        for line in {line.label: line for line in chart.lines}.values():
+            marker = "o" if line.points else None
+            handles.append(
+                Line2D([], [], color=LIGHT[line.look.slot], ls=line.look.dash, marker=marker, label=line.label)
+            )
+        for marks in chart.marks:
+            handles.append(
+                Line2D([], [], color=LIGHT[marks.slot], linestyle="none", marker=marks.symbol, label=marks.label)
+            )
+    else:
+        handles = [
+            Patch(
+                facecolor=LIGHT[part.look.slot] if not part.outline else "none",
+                edgecolor=LIGHT[part.look.slot],
+                label=part.label,
+            )
+            for part in chart.legend
+        ]
+    if len(handles) < 2 and not isinstance(chart, BarChart):
+        return
+    for handle in handles:
+        handle.set_label("\u200b" + _short(handle.get_label(), _LABEL))  # one that begins with "_" is left out
+    cell.legend(
+        handles=handles[:_MOST_LABELS],
+        loc="outside lower center",
+        ncols=2 if any(len(handle.get_label()) > 15 for handle in handles) else 3,
+        frameon=False,
+        fontsize=10,
+        labelcolor=LIGHT["ink"],
+    )
+
+
+def _short(text: str, most: int) -> str:
+    text = " ".join(clean(text).split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _embeddable(text: str, key: str, chart: Chart) -> str:
+    """What matplotlib wrote, as a part of an HTML page: no prolog, no ids twice, the page's colours and fonts."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
+    used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', text))
+
+    def tag(found: re.Match[str]) -> str:
+        # Of tags alone: texts may have anything in them.
+        one = re.sub(r' id="([^"]*)"', lambda name: f' id="{key}-{name[1]}"' if name[1] in used else "", found[0])
+        one = re.sub(r'((?:xlink:href="|url\()#)', rf"\1{key}-", one)
+        one = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", one)
+        for name, colour in _PLACEHOLDERS.items():
+            one = one.replace(colour, f"var(--{name})")
+        return one
+
+    text = re.sub(r"<[^<>]+>", tag, text)
+    box = re.search(r'viewBox="[^"]*"', text)
+    assert box is not None, "matplotlib gives each SVG its size"
+    title, description = (html.escape(clean(each)) for each in (chart.title, chart.description))
+    names = f'<title id="{key}-t">{title}</title><desc id="{key}-d">{description}</desc>'
+    opening = f'<svg role="img" aria-labelledby="{key}-t {key}-d" {box[0]} xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return re.sub(r"\n\s*", "\n", opening + names + text[text.index(">") + 1 :])

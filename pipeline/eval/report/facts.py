@@ -1,0 +1,196 @@
+"""The figures above the charts and the tables below them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from pipeline.data.provenance import JOURNAL_FILE, read_journal
+from pipeline.data.tokenizer_stage import run_tokenizer
+from pipeline.eval.report.gather import RunFacts
+from pipeline.eval.report.model import Table
+from pipeline.eval.report.words import NONE, count, figure, moment, seconds, share, si
+from pipeline.eval.reports import best
+from pipeline.train.describe import describe_run
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.flops import num_parameters
+
+_MOST_ATTEMPTS = 60
+_LONGEST = 400
+"""Characters of a value."""
+_LONGEST_REASON = 240
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure and what it is."""
+
+    label: str
+    value: str
+    detail: str = ""
+    part: float | None = None
+    """Share of the whole, for a bar."""
+
+
+def headline(facts: RunFacts) -> Iterator[Fact]:
+    """What somebody wants to know first, the same rows for every run."""
+    columns, spent = facts.columns, facts.goodput
+    done = facts.step
+    yield Fact(
+        "step",
+        count(done),
+        f"of {count(facts.steps)}" if facts.steps else "of an unknown number",
+        done / facts.steps if facts.steps else None,
+    )
+    tokens = columns.tokens[-1] if len(columns) else facts.checkpoint.get("tokens")
+    if not isinstance(tokens, (int, float)):
+        tokens = None
+    yield Fact(
+        "tokens trained on",
+        si(tokens) if tokens is not None else NONE,
+        f"of {si(facts.tokens)}" if facts.tokens else "",
+        tokens / facts.tokens if facts.tokens and tokens is not None else None,
+    )
+    loss = next((value for value in reversed(columns.numbers["loss"]) if math.isfinite(value)), None)
+    yield Fact("training loss", figure(loss), "newest step")
+    looks = [each for each in columns.validations if math.isfinite(each.loss)]
+    yield Fact(
+        "validation loss", figure(looks[-1].loss if looks else None), f"step {looks[-1].step:,}" if looks else ""
+    )
+    lowest = min(looks, key=lambda each: each.loss, default=None)
+    yield Fact("best validation", figure(lowest.loss if lowest else None), f"step {lowest.step:,}" if lowest else "")
+    scores = [each for each in facts.evaluations if not each.replaced and each.scores["loss"] is not None]
+    chosen = (best(facts.evaluations) or scores[-1:])[:1]
+    yield Fact(
+        "held-out loss",
+        figure(chosen[0].scores["loss"] if chosen else None),
+        f"best evaluation, step {chosen[0].step:,}" if chosen else "not evaluated",
+    )
+    yield Fact("throughput", si(rate) if (rate := facts.recent("tokens_per_second")) else NONE, "tokens a second")
+    if (mfu := facts.recent("mfu")) is not None:
+        yield Fact("MFU", share(mfu), "attention counted whole")
+    yield Fact("goodput", share(spent.share) if spent else NONE, f"of {seconds(spent.wall)}" if spent else "")
+    left = _left(facts)
+    day, _, clock = moment(facts.start).partition(" ")
+    yield Fact("started", day, f"{clock}, {seconds(left)} left" if left is not None else clock)
+    yield Fact("attempts", count(len(facts.tries)), f"{columns.lost:,} steps made again" if columns.lost else "")
+
+
+def _left(facts: RunFacts) -> float | None:
+    """Seconds until the end, by the time that the newest steps took."""
+    times = facts.columns.time[-100:]
+    if facts.state.word != "going on" or facts.steps is None or len(times) < 2:
+        return None
+    return max(0.0, (facts.steps - facts.step) * (times[-1] - times[0]) / (len(times) - 1))
+
+
+def attempts_table(runs: Sequence[RunFacts]) -> tuple[Table, str]:
+    """How each attempt went, and what is left out."""
+    rows = []
+    for facts in runs:
+        tries = facts.tries[-_MOST_ATTEMPTS:]
+        for each in tries:
+            end = each.end if each.end is not None else facts.columns.time[-1] if len(facts.columns) else None
+            where = each.host + (f", job {each.job}" if each.job else "")
+            step = facts.step if each.end is None else each.step
+            cells = (f"{each.number}", moment(each.begin), where, each.outcome)
+            numbers = (seconds(end - each.begin) if end else NONE, count(each.first_step), count(step))
+            row = (*cells, *numbers, _cut(each.reason, _LONGEST_REASON) if each.end else "")
+            rows.append((facts.name, *row) if len(runs) > 1 else row)
+    head = ("attempt", "began", "on", "outcome", "lasted", "from step", "to step", "why it ended")
+    several = len(runs) > 1
+    left = sum(max(0, len(facts.tries) - _MOST_ATTEMPTS) for facts in runs)
+    note = f"{left:,} earlier attempts are in ledger.jsonl." if left else ""
+    return Table(("run", *head) if several else head, tuple(rows), 5 if several else 4, last_words=True), note
+
+
+def layout_table(runs: Sequence[RunFacts]) -> Table:
+    """What computed the runs: model, steps, processes, versions. A column a run."""
+    columns = [_layout(facts) for facts in runs]
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    rows = tuple((key, *(column.get(key, NONE) for column in columns)) for key in keys)
+    return Table(("", *(facts.name for facts in runs)), rows, 1 + len(runs))
+
+
+def _layout(facts: RunFacts) -> dict[str, str]:
+    found: dict[str, str] = {"folder": str(facts.folder)}
+    origin = facts.checkpoint.get("origin")
+    if isinstance(origin, dict) and origin:
+        if origin.get("kind") == "fork":
+            found["began as"] = f"a fork of {origin.get('run')} at step {origin.get('step')}"
+        else:
+            found["began as"] = f"weights of {origin.get('path')}"
+    if facts.config is not None:
+        config, model = facts.config, facts.config.model
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            spec = decoder_spec(model, run_tokenizer(config).vocab_size, config.max_positions)
+            found["parameters"] = f"{num_parameters(spec):,}"
+        found["model"] = f"{model.layers} layers, width {model.dim}, {model.heads} heads"
+        with suppress(OSError, ValueError):
+            journal = read_journal(facts.folder) if (facts.folder / JOURNAL_FILE).exists() else None
+            if journal is not None and facts.steps:
+                found["steps"] = describe_run(config, journal, 0, facts.steps)
+        found["ends"] = facts.length_reason
+        found["compute"] = config.train.precision.compute
+    layout = facts.tries[-1].layout if facts.tries else {}
+    if layout:
+        found["processes"] = count(layout.get("world_size", 1))
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            if axis in layout:
+                found[axis] = count(layout[axis])
+    versions = facts.checkpoint.get("versions")
+    for name, version in (versions if isinstance(versions, dict) else {}).items():
+        if isinstance(version, dict):
+            changed = ", changed files" if version.get("changed") else ""
+            found[f"version of {name}"] = f"{str(version.get('revision'))[:12]}{changed}"
+        else:
+            found[f"version of {name}"] = str(version)
+    return {key: _cut(value) for key, value in found.items()}
+
+
+def config_table(runs: Sequence[RunFacts]) -> Table:
+    """Of several runs the keys that differ, side by side; of one those that are not the default."""
+    if len(runs) == 1:
+        config = runs[0].config
+        changed = _flat(config.model_dump(mode="json", exclude_defaults=True)) if config else _flat(runs[0].values)
+        return Table(("key", "value"), tuple((key, _shown(value)) for key, value in changed.items()), 2)
+    flat = [_flat(facts.values) for facts in runs]
+    keys = list(dict.fromkeys(key for values in flat for key in values))
+    rows = []
+    for key in keys:
+        values = [each.get(key, _MISSING) for each in flat]
+        if key != "run.dir" and any(value != values[0] or type(value) is not type(values[0]) for value in values[1:]):
+            rows.append((key, *(NONE if value is _MISSING else _shown(value) for value in values)))
+    return Table(("key", *(facts.name for facts in runs)), tuple(rows), 1 + len(runs))
+
+
+_MISSING = object()
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Values by dotted key. Entries of lists that have names go by these, so that another order is no difference."""
+    found: dict[str, Any] = {}
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            found |= _flat(below, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        for number, each in enumerate(value):
+            found |= _flat({k: v for k, v in each.items() if k != "name"}, f"{path}.{each.get('name', number)}")
+    else:
+        found[path] = value
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return _cut(value)
+    return _cut(orjson.dumps(value, default=str).decode())
+
+
+def _cut(text: str, most: int = _LONGEST) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

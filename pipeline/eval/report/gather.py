@@ -1,0 +1,298 @@
+"""What the files of a run folder tell of a run, read without its lock and without disturbing it.
+
+A run may be going on, may have failed, or may lack any of its files: what cannot be read is None, and said.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+import yaml
+
+from pipeline.config import Config
+from pipeline.config.load import RUN_FILE, load_run, no_run_folder
+from pipeline.data import store
+from pipeline.data.accounting import run_length
+from pipeline.data.accounts import Account, accounts
+from pipeline.data.journal import Journal
+from pipeline.data.provenance import JOURNAL_FILE, read_journal
+from pipeline.data.sampler import Sampler
+from pipeline.errors import UserError
+from pipeline.eval.report.scores import Score, read_scores
+from pipeline.eval.report.series import Columns
+from pipeline.eval.report.state import State, judge
+from pipeline.eval.reports import Evaluation, read_evaluations
+from pipeline.train.attempts import Attempt, attempts, ledger_path, metrics_path
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.goodput import Goodput, goodput
+from pipeline.train.heartbeat import Beat, read_beats
+
+EXIT_FILE = "exit.json"
+_TRACES = (RUN_FILE, "metrics.jsonl", "ledger.jsonl", EXIT_FILE, "checkpoints")
+"""Each of these is in a run folder and nowhere else."""
+_RECENT = 100
+"""Steps whose median is the speed of now."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Consumption:
+    """Tokens that a run has drawn from a source, and is to draw by its plan."""
+
+    source: str
+    drawn: int | None
+    """As the metrics have it; None before the first step."""
+    by_now: Account | None
+    """What the plan says of the steps done."""
+    in_all: Account | None
+    """What it says of the whole run."""
+
+
+@dataclass
+class RunFacts:
+    """What is known of a run."""
+
+    folder: Path
+    name: str
+    columns: Columns
+    tries: list[Attempt]
+    state: State
+    goodput: Goodput | None
+    config: Config | None
+    values: dict[str, Any]
+    """The resolved config as plain values, which may be of another version of this program."""
+    steps: int | None
+    """Of the whole run."""
+    tokens: int | None
+    """Of the whole run."""
+    length_reason: str
+    consumption: list[Consumption]
+    evaluations: list[Evaluation]
+    scores: list[Score]
+    checkpoint: dict[str, Any]
+    """The state that the newest checkpoint has written down."""
+    problems: list[str] = field(default_factory=list)
+    """What is missing or could not be read."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        if len(self.columns):
+            return self.columns.step[-1]
+        return self.tries[-1].first_step if self.tries else int(self.checkpoint.get("step", 0))
+
+    @property
+    def start(self) -> float | None:
+        """When its first attempt began, in seconds since 1970."""
+        if self.tries:
+            return self.tries[0].begin
+        return self.columns.time[0] if len(self.columns) else None
+
+    def recent(self, name: str) -> float | None:
+        """Median of a number over the newest steps."""
+        values = np.asarray(self.columns.numbers[name])[-_RECENT:]
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if values.size else None
+
+
+def gather(run: Path) -> RunFacts:
+    """All that is known of a run.
+
+    Args:
+        run: its run file or its folder.
+
+    Raises:
+        UserError: it is neither, or nothing of the run is there.
+    """
+    folder = _folder(run)
+    problems: list[str] = []
+
+    def read(what: str, function: Callable[[], T], otherwise: T, *, optional: bool = False) -> T:
+        """Something that may be missing or damaged, which is no reason to say nothing of the rest."""
+        try:
+            return function()
+        except FileNotFoundError as error:
+            if not optional:
+                problems.append(f"{what} is missing ({Path(error.filename).name if error.filename else error})")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+            problems.append(f"{what} cannot be read: {str(error) or type(error).__name__}")
+        return otherwise
+
+    tries: list[Attempt] = read(ledger_path(folder).name, lambda: attempts(folder), [])
+    columns, spent = _metrics(folder, tries, read)
+    if not metrics_path(folder).exists():
+        problems.append(f"{metrics_path(folder).name} is missing: no step was made yet, or it was moved away")
+    values: dict[str, Any] = read(RUN_FILE, lambda: _values(folder / RUN_FILE), {})
+    config: Config | None = None
+    if values:
+        config = read(RUN_FILE, lambda: load_run(folder), None)
+    checkpoint: dict[str, Any] = read("the newest checkpoint", lambda: _checkpoint(folder), {})
+    steps, tokens, why = _length(folder, config, read)
+    no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
+    evaluations, damaged = read("eval", lambda: read_evaluations(folder), no_evaluations)
+    no_scores: tuple[list[Score], list[Path]] = ([], [])
+    scores, damaged_scores = read("eval", lambda: read_scores(folder), no_scores)
+    damaged += damaged_scores
+    problems += [f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again" for path in damaged]
+    exit_state: dict[str, Any] = read(EXIT_FILE, lambda: _object(folder / EXIT_FILE), {}, optional=True)
+    beats: dict[int, Beat] = read("heartbeats", lambda: read_beats(folder), {})
+    step_seconds = np.diff(np.asarray(columns.time)[-_RECENT:])
+    found = RunFacts(
+        folder=folder,
+        name=folder.name,
+        columns=columns,
+        tries=tries,
+        state=judge(
+            folder,
+            tries,
+            exit_state,
+            beats,
+            newest=columns.time[-1] if len(columns) else None,
+            step_seconds=float(np.median(step_seconds)) if step_seconds.size else 0.0,
+            heartbeat_seconds=config.launch.heartbeat_seconds if config is not None else 30.0,
+            now=time.time(),
+        ),
+        goodput=spent,
+        config=config,
+        values=values,
+        steps=steps,
+        tokens=tokens,
+        length_reason=why,
+        consumption=[],
+        evaluations=evaluations,
+        scores=scores,
+        checkpoint=checkpoint,
+        problems=problems,
+    )
+    found.consumption = read("the plan of the data", lambda: _consumption(found), [])
+    return found
+
+
+def gather_all(runs: Sequence[Path]) -> list[RunFacts]:
+    """`gather` of several runs, under names that differ."""
+    found = [gather(run) for run in runs]
+    folders = [each.folder for each in found]
+    for each in found:
+        if folders.count(each.folder) > 1:
+            raise UserError(f"{each.folder} is named more than once; name each run once")
+    depth = 1
+    while len({each.name for each in found}) < len(found):
+        depth += 1
+        for each in found:
+            each.name = os.path.join(*each.folder.parts[-depth:])
+    return found
+
+
+def _folder(run: Path) -> Path:
+    if run.is_dir():
+        if not any((run / trace).exists() for trace in _TRACES):
+            raise no_run_folder(run)
+        return run.absolute()
+    config = load_run(run)
+    if not config.run.dir.is_dir():
+        raise UserError(
+            f"run.dir {config.run.dir} of {run} is not there: nothing of this run was trained yet. Train it, or name "
+            "the folder of another run"
+        )
+    return config.run.dir.absolute()
+
+
+def _metrics(folder: Path, tries: list[Attempt], read: Callable[..., Any]) -> tuple[Columns, Goodput | None]:
+    """Columns and goodput, in one pass over what may be a file of gigabytes."""
+    path = metrics_path(folder)
+
+    def both() -> tuple[Columns, Goodput | None]:
+        columns = Columns(tries)
+        rows = columns.taking(store.json_lines(path))
+        spent = goodput(folder, tries, rows)
+        for _ in rows:  # without an attempt that is known nobody has taken them
+            pass
+        columns.finish()
+        return columns, spent
+
+    def alone() -> tuple[Columns, Goodput | None]:
+        columns = Columns(tries)
+        for _ in columns.taking(store.json_lines(path)):
+            pass
+        columns.finish()
+        return columns, None
+
+    found: tuple[Columns, Goodput | None] | None = read("the goodput", both, None)
+    if found is None:
+        found = read(path.name, alone, (Columns(), None))
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = orjson.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is no mapping of sections")
+    return value
+
+
+def _checkpoint(folder: Path) -> dict[str, Any]:
+    """The state of the newest checkpoint; the run may remove any while it is looked for."""
+    for checkpoint in reversed(Checkpoints.of_run(folder).all()):
+        with suppress(FileNotFoundError):
+            return checkpoint.state()
+    return {}
+
+
+def _length(folder: Path, config: Config | None, read: Callable[..., Any]) -> tuple[int | None, int | None, str]:
+    """Steps and tokens of the whole run, and what ends it there."""
+    if config is None:
+        return None, None, ""
+    duration = config.train.duration
+    if (folder / JOURNAL_FILE).exists():
+
+        def by_plan() -> tuple[int, int, str]:
+            journal = read_journal(folder)
+            length = run_length(config, Sampler.of_windows(journal))
+            return length.steps, journal.tokens(length.steps), length.reason
+
+        found: tuple[int, int, str] | None = read(JOURNAL_FILE, by_plan, None)
+        if found is not None:
+            return found
+    words = f"train.duration: {duration.count:,} {duration.unit}"
+    return (duration.count, None, words) if duration.unit == "steps" else (None, duration.count, words)
+
+
+def _consumption(found: RunFacts) -> list[Consumption]:
+    """By source, in the order of the tokens that the plan wants of them."""
+    drawn: dict[str, Any] = {}
+    if found.columns.newest is not None and isinstance(found.columns.newest.get("tokens_by_source"), dict):
+        drawn = {k: v for k, v in found.columns.newest["tokens_by_source"].items() if _is_count(v)}
+    by_now: dict[str, Account] = {}
+    in_all: dict[str, Account] = {}
+    if (found.folder / JOURNAL_FILE).exists():
+        journal: Journal = read_journal(found.folder)
+        sampler = Sampler.of_windows(journal)
+        by_now = accounts(sampler, found.step)
+        if found.steps is not None:
+            in_all = accounts(sampler, found.steps)
+    names = dict.fromkeys([*drawn, *by_now, *in_all])
+    rows = [Consumption(name, drawn.get(name), by_now.get(name), in_all.get(name)) for name in names]
+    return sorted(rows, key=lambda row: (-(row.in_all.drawn if row.in_all else row.drawn or 0), row.source))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

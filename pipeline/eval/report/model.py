@@ -1,0 +1,126 @@
+"""What a chart is, before it is drawn: the same for the page and for the picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.eval.report.series import Curve, Floats
+
+Axis = Literal["tokens", "time", "steps"]
+SLOTS = 8
+"""Colours that can be told apart."""
+_DASHES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one of several things is drawn: by colour and by line, so that neither is needed alone."""
+
+    slot: str
+    """Name of a colour."""
+    dash: str = "-"
+
+    @classmethod
+    def of(cls, number: int) -> Look:
+        """Of the n-th thing. The colours come back with another line after `SLOTS`."""
+        return cls(f"s{number % SLOTS}", _DASHES[(number + number // SLOTS) % len(_DASHES)])
+
+    def dotted(self, number: int) -> Look:
+        """The same colour with the n-th line."""
+        return Look(self.slot, _DASHES[number % len(_DASHES)])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures of a chart."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 0
+    """So many columns on the left are words; the others are numbers."""
+    last_words: bool = False
+    """Whether the last column is words, too."""
+
+    def is_words(self, column: int) -> bool:
+        """Whether a column has words."""
+        return column < self.words or (self.last_words and column == len(self.head) - 1)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve and what it is called in the legend."""
+
+    label: str
+    curve: Curve
+    look: Look
+    points: bool = False
+    """Whether each value is marked, as of what is measured now and then."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Steps at which something happened, at the lower edge."""
+
+    label: str
+    x: Floats
+    symbol: str
+    """As matplotlib calls it."""
+    slot: str
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Values over tokens, time or steps."""
+
+    title: str
+    description: str
+    axis: Axis
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    table: Table
+    marks: tuple[Marks, ...] = ()
+    rules: tuple[tuple[float, str], ...] = ()
+    """Where attempts began, and the number of each."""
+    logarithmic: bool = False
+    from_zero: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a bar."""
+
+    label: str
+    value: float
+    look: Look
+    outline: bool = False
+    """Drawn as the frame that the other parts fill."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A horizontal bar."""
+
+    label: str
+    parts: tuple[Part, ...]
+    text: str = ""
+    """At its end."""
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Horizontal bars. Parts that are outlines begin at zero, the others one after the other."""
+
+    title: str
+    description: str
+    x_label: str
+    bars: tuple[Bar, ...]
+    table: Table
+    axis: Axis | Literal["share"] = "tokens"
+    note: str = ""
+    legend: tuple[Part, ...] = field(default=())
+
+
+Chart = LineChart | BarChart

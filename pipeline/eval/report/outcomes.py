@@ -1,0 +1,200 @@
+"""The charts of what runs came to: where the time went, what was read of the data, how well checkpoints do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipeline.eval.report.charts import MOST_LINES, points_of
+from pipeline.eval.report.gather import Consumption, RunFacts
+from pipeline.eval.report.model import Bar, BarChart, Chart, Line, LineChart, Look, Part, Table
+from pipeline.eval.report.words import NONE, count, figure, seconds, share, si
+
+_MOST_BARS = 12
+_SPENT: tuple[tuple[str, str, str], ...] = (
+    ("productive", "steps that count", "s2"),
+    ("lost", "steps made again", "s1"),
+    ("waiting", "waiting for data", "s4"),
+    ("saving", "saving", "s0"),
+    ("validating", "validating", "s3"),
+    ("starting", "starting", "s5"),
+    ("down", "between attempts", "s6"),
+    ("other", "other", "s7"),
+)
+"""Parts of the goodput, in their order."""
+
+
+def others(runs: Sequence[RunFacts]) -> Iterator[Chart]:
+    """The charts that are the same by tokens and by time."""
+    if any(each.goodput for each in runs):
+        yield _goodput(runs)
+    for each in runs:
+        if each.consumption:
+            yield _consumption(each, several=len(runs) > 1)
+    if any(each.evaluations for each in runs):
+        yield _evaluations(runs)
+    yield from _scores(runs)
+
+
+def _goodput(runs: Sequence[RunFacts]) -> BarChart:
+    bars, rows = [], []
+    used = []
+    for each in runs:
+        spent = each.goodput
+        if spent is None:
+            continue
+        parts = [(key, label, Look(slot), float(getattr(spent, key))) for key, label, slot in _SPENT]
+        wall = spent.wall or 1.0
+        bars.append(
+            Bar(
+                each.name,
+                tuple(Part(label, value / wall, look) for _, label, look, value in parts if value > 0),
+                f"{spent.share:.1%} of {seconds(spent.wall)}",
+            )
+        )
+        used += [key for key, _, _, value in parts if value > 0]
+        rows += [(each.name, label, seconds(value), share(value / wall)) for _, label, _, value in parts]
+    legend = tuple(Part(label, 0, Look(slot)) for key, label, slot in _SPENT if key in used)
+    return BarChart(
+        title="Goodput",
+        description="Where the time went: "
+        + "; ".join(f"{bar.label} {bar.text} into steps that count" for bar in bars)
+        + ".",
+        x_label="share of the time since the start",
+        bars=tuple(bars),
+        table=Table(("run", "part", "time", "share"), tuple(rows), 2),
+        axis="share",
+        note="Steps that count, out of all the time since the first start. " + _lost(runs),
+        legend=legend,
+    )
+
+
+def _lost(runs: Sequence[RunFacts]) -> str:
+    told = [f"{each.name}: " * (len(runs) > 1) + f"{each.columns.lost:,}" for each in runs if each.columns.lost]
+    return f"Steps that were made and lost: {', '.join(told)}." if told else ""
+
+
+def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
+    rows = facts.consumption
+    planned = sum(row.in_all.drawn for row in rows if row.in_all) or 1
+    drawn = sum(_drawn(row) for row in rows) or 1
+    bars = []
+    for row in rows[:_MOST_BARS]:
+        parts = [Part("drawn", float(_drawn(row)), Look("s0"))]
+        epochs = f"{row.by_now.epochs:.3g}" if row.by_now else NONE
+        if row.in_all:
+            parts.insert(0, Part("planned", float(row.in_all.drawn), Look("s0"), outline=True))
+            epochs += f" of {row.in_all.epochs:.3g}"
+        bars.append(Bar(row.source, tuple(parts), f"{si(_drawn(row))} tokens, {epochs} epochs"))
+    cells = [
+        (
+            row.source,
+            count(row.drawn),
+            count(row.by_now.drawn if row.by_now else None),
+            count(row.in_all.drawn if row.in_all else None),
+            share(_drawn(row) / drawn),
+            share(row.in_all.drawn / planned if row.in_all else None),
+            f"{row.by_now.epochs:.4g}" if row.by_now else NONE,
+            f"{row.in_all.epochs:.4g}" if row.in_all else NONE,
+            count(row.by_now.unique if row.by_now else None),
+            count(row.by_now.unseen if row.by_now else None),
+        )
+        for row in rows
+    ]
+    head = ("source", "drawn", "planned by now", "planned in all", "share", "planned share")
+    left = f"The {_MOST_BARS} largest of {len(rows)} sources. " if len(rows) > _MOST_BARS else ""
+    return BarChart(
+        title=f"Data: {facts.name}" if several else "Data by source",
+        description="Tokens drawn from each source, against the plan of the whole run: "
+        + "; ".join(f"{bar.label} {bar.text}" for bar in bars)
+        + ".",
+        x_label="tokens",
+        bars=tuple(bars),
+        table=Table((*head, "epochs", "epochs at the end", "seen at least once", "left out"), tuple(cells), 1),
+        note=left + "Frame: the plan of the whole run. Left out: tokens of laps that ended early.",
+        legend=(Part("drawn", 0, Look("s0")), Part("planned", 0, Look("s0"), outline=True)),
+    )
+
+
+def _drawn(row: Consumption) -> int:
+    """By the metrics, or by the plan where they do not say."""
+    return row.drawn if row.drawn is not None else row.by_now.drawn if row.by_now else 0
+
+
+def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
+    """The held-out loss of checkpoints, all sources together and each of several."""
+    lines: list[Line] = []
+    cells = []
+    for number, each in enumerate(runs):
+        series: dict[str, list[tuple[int, float]]] = {}
+        for found in each.evaluations:
+            if found.replaced:
+                continue
+            of = " (average of weights)" if found.weights == "ema" else ""
+            what = f"{found.split}{of}"
+            name = f"{each.name}, {what}" if len(runs) > 1 else what
+            parts = {name: found.scores} | (
+                {f"{name}: {source}": scores for source, scores in found.sources.items()}
+                if len(found.sources) > 1 and len(runs) == 1
+                else {}
+            )
+            for label, scores in parts.items():
+                if (loss := scores["loss"]) is not None:
+                    series.setdefault(label, []).append((found.step, loss))
+                cells.append(
+                    (label, count(found.step), *(figure(scores[k]) for k in ("loss", "perplexity", "bits_per_byte")))
+                )
+        for place, (label, points) in enumerate(series.items()):
+            look = Look.of(place) if len(runs) == 1 else Look.of(number).dotted(place)
+            x, y = (np.array(values, float) for values in zip(*points, strict=True))
+            lines.append(Line(label, points_of(x, y), look, points=True))
+    return LineChart(
+        title="Held-out loss",
+        description="Held-out loss of the checkpoints that were evaluated, over steps, nats a token.",
+        axis="steps",
+        x_label="steps",
+        y_label="nats a token",
+        lines=tuple(lines[:MOST_LINES]),
+        table=Table(("of", "step", "loss", "perplexity", "bits per byte"), tuple(cells), 1),
+        logarithmic=True,
+        note="From `pipeline eval`: the whole split, where validation takes a sample.",
+    )
+
+
+def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
+    """Benchmarks: what is a share of right answers in one chart, perplexities and bits in another."""
+    for shares, title, y_label in ((True, "Benchmarks", "share"), (False, "Benchmarks: perplexity, bits", "value")):
+        series: dict[str, list[tuple[int, float]]] = {}
+        looks: dict[str, Look] = {}
+        cells = []
+        for number, each in enumerate(runs):
+            kinds = {(s.task, s.figure) for s in each.scores if not s.is_share}
+            for score in each.scores:
+                if ((score.task, score.figure) not in kinds) is not shares:
+                    continue
+                of = " (average of weights)" if score.weights == "ema" else ""
+                name = f"{score.task}, {score.figure}{of}"
+                label = f"{each.name}: {name}" if len(runs) > 1 else name
+                series.setdefault(label, []).append((score.step, score.value))
+                looks.setdefault(label, Look.of(number).dotted(len(looks)) if len(runs) > 1 else Look.of(len(looks)))
+                cells.append((label, count(score.step), figure(score.value), figure(score.stderr)))
+        if not series:
+            continue
+        labels = list(series)[:MOST_LINES]
+        lines = []
+        for label in labels:
+            x, y = (np.array(values, float) for values in zip(*series[label], strict=True))
+            lines.append(Line(label, points_of(x, y), looks[label], points=True))
+        more = f"{len(labels)} of {len(series)} figures; the table has all." if len(series) > len(labels) else ""
+        yield LineChart(
+            title=title,
+            description=f"{title} of the checkpoints that were evaluated, over steps.",
+            axis="steps",
+            x_label="steps",
+            y_label=y_label,
+            lines=tuple(lines),
+            table=Table(("of", "step", "value", "standard error"), tuple(cells), 1),
+            logarithmic=not shares,
+            note=more,
+        )

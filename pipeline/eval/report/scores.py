@@ -1,0 +1,80 @@
+"""Results of benchmarks over the steps of a run: those that are built in, and those of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.eval.reports import evaluations_folder
+
+_COUNTS = ("nats", "passages", "documents", "words", "bytes", "targets", "tokens", "samples", "sample_len")
+"""Figures that say how much was read, not how well."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure of a benchmark at a step."""
+
+    step: int
+    weights: str
+    task: str
+    figure: str
+    value: float
+    stderr: float | None
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share of right answers, or something else from 0 to 1 that is better the higher it is."""
+        words = ("perplexity", "bits", "loss", "bpb", "nats", "error")
+        return 0 <= self.value <= 1 and not any(word in self.figure for word in words)
+
+
+def read_scores(run: Path) -> tuple[list[Score], list[Path]]:
+    """What the files of benchmarks in a run folder say, by step; and the files that say nothing, being damaged."""
+    found: list[Score] = []
+    damaged = []
+    for kind in ("tasks", "harness"):
+        for path in sorted(evaluations_folder(run).glob(f"{kind}-step-*.json")):
+            try:
+                value = orjson.loads(path.read_bytes())
+                step = int(value["step"])
+                found += _of_tasks(step, value) if kind == "tasks" else _of_harness(step, value)
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, TypeError, AttributeError):
+                damaged.append(path)
+    # Of two results of one task at a step, those that the harness was asked for last come first.
+    once = {(each.step, each.weights, each.task, each.figure): each for each in reversed(found)}
+    return sorted(once.values(), key=lambda each: (each.task, each.figure, each.weights, each.step)), damaged
+
+
+def _of_tasks(step: int, value: Any) -> Iterator[Score]:
+    for task, entry in value["tasks"].items():
+        yield from _scores(step, entry["made_with"]["weights"], task, entry["results"])
+
+
+def _of_harness(step: int, value: Any) -> Iterator[Score]:
+    for entry in [value, *value.get("others", [])]:
+        weights = entry["made_with"]["weights"]
+        for task, results in entry["results"].items():
+            yield from _scores(step, weights, task, results)
+
+
+def _scores(step: int, weights: str, task: str, results: dict[str, Any]) -> Iterator[Score]:
+    """Figures of a task; the harness names them `figure,filter`, and their errors `figure_stderr,filter`."""
+    for name, value in results.items():
+        figure, comma, of = name.partition(",")
+        if figure in _COUNTS or figure.endswith("_stderr") or not _is_number(value):
+            continue
+        stderr = results.get(f"{figure}_stderr{comma}{of}")
+        shown = figure if of in ("", "none") else f"{figure} ({of})"
+        yield Score(step, weights, task, shown.replace("_", " "), value, stderr if _is_number(stderr) else None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,212 @@
+"""The metrics of a run as columns, read in one pass, and what is drawn of columns with more steps than pixels."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.train.attempts import Attempt
+
+Floats = npt.NDArray[np.float64]
+
+NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu")
+"""What is kept of each step; NaN where a row does not have it."""
+EVERY_STEP = 1_500
+"""Up to so many steps a chart shows each."""
+_MEANS = 100
+"""Points of the means that are drawn over them."""
+_POINTS = 300
+"""Points of a curve with more steps."""
+_MOST_BREAKS = 100
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A look at the held-out data while training."""
+
+    step: int
+    time: float
+    loss: float
+    by_source: dict[str, float]
+
+
+class Columns:
+    """Steps that count, in order: of those that were lost with an attempt and made again, the later ones.
+
+    Args:
+        tries: the attempts at the run, which tell what each went on from.
+    """
+
+    def __init__(self, tries: Sequence[Attempt] = ()) -> None:
+        self._first_steps = {each.number: each.first_step for each in tries}
+        self._attempt = 0
+        self.step, self.tokens, self.attempt = array("q"), array("d"), array("q")
+        self.time = array("d")
+        """When the step ended, in seconds since 1970."""
+        self.numbers = {name: array("d") for name in NUMBERS}
+        self.loss_by_source: dict[str, array[float]] = {}
+        self.spikes, self.skipped, self.passed_over = array("q"), array("q"), array("q")
+        """Steps that were spikes; that were not applied to the weights; of which nothing was computed."""
+        self.validations: list[Validation] = []
+        self.newest: dict[str, Any] | None = None
+        """Row of the last step; None where the run went back and has made none since."""
+        self.lost = 0
+        """Steps that were made and do not count."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def taking(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Hand on each row after it was added."""
+        for row in rows:
+            self.add(row)
+            yield row
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl; rows come in the order of the file. One that is none of a step is passed over."""
+        step, attempt = row.get("step"), row.get("attempt", 0)
+        if type(step) is not int or type(attempt) is not int or not 0 <= step < 2**62 or not 0 <= attempt < 2**62:
+            return
+        if attempt < self._attempt:
+            return  # of a process that had lost the run's lock and had not noticed yet
+        if attempt > self._attempt:
+            self._go_on_as(attempt)
+        time = _number(row.get("time"))
+        if "validation_loss" in row:
+            by_source = row.get("validation_loss_by_source")
+            losses = {str(k): _number(v) for k, v in by_source.items()} if isinstance(by_source, dict) else {}
+            self.validations.append(Validation(step, time, _number(row["validation_loss"]), losses))
+        if "tokens" not in row:
+            return
+        if self.step and step <= self.step[-1]:
+            self._go_back(step - 1)
+        self.step.append(step)
+        self.attempt.append(attempt)
+        self.time.append(time)
+        self.tokens.append(_number(row["tokens"]))
+        for name, column in self.numbers.items():
+            column.append(_number(row.get(name)))
+        by_source = row.get("loss_by_source")
+        if isinstance(by_source, dict):
+            for name, value in by_source.items():
+                of_source = self.loss_by_source.setdefault(name, array("d"))
+                of_source.extend([math.nan] * (len(self.step) - 1 - len(of_source)))
+                of_source.append(_number(value))
+        if row.get("spike") is True:
+            self.spikes.append(step)
+        if row.get("skipped") is True:
+            self.skipped.append(step)
+        if row.get("passed_over") is True:
+            self.passed_over.append(step)
+        self.newest = row
+
+    def finish(self) -> None:
+        """No more rows: attempts that did not come to their first step have gone back, too."""
+        if self._first_steps:
+            self._go_on_as(max(self._first_steps))
+        for column in self.loss_by_source.values():
+            column.extend([math.nan] * (len(self) - len(column)))
+
+    def column(self, name: str) -> Floats:
+        """A number of each step."""
+        return np.asarray(self.numbers[name])
+
+    def source(self, name: str) -> Floats:
+        """The loss of a source in each step."""
+        return np.asarray(self.loss_by_source[name])
+
+    @property
+    def breaks(self) -> list[int]:
+        """Indices of the steps before which another attempt ended."""
+        found: list[int] = (np.flatnonzero(np.diff(np.asarray(self.attempt))) + 1).tolist()
+        return found
+
+    def _go_on_as(self, attempt: int) -> None:
+        for number, first in self._first_steps.items():
+            if self._attempt < number <= attempt:
+                self._go_back(first)
+        self._attempt = attempt
+
+    def _go_back(self, step: int) -> None:
+        """Steps after this one do not count."""
+        keep = bisect_right(self.step, step)
+        if keep < len(self.step):
+            self.lost += len(self.step) - keep
+            self.newest = None
+            for whole in (self.step, self.attempt):
+                del whole[keep:]
+            for column in (self.time, self.tokens, *self.numbers.values(), *self.loss_by_source.values()):
+                del column[keep:]
+            for steps in (self.spikes, self.skipped, self.passed_over):
+                del steps[bisect_right(steps, step) :]
+        while self.validations and self.validations[-1].step > step:
+            self.validations.pop()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn of a column: means of so many steps each, and what lies behind them. NaN breaks the line."""
+
+    x: Floats
+    mean: Floats
+    steps: int
+    """Steps of a mean."""
+    each_x: Floats | None = None
+    each: Floats | None = None
+    """Every step, where there are few."""
+    low: Floats | None = None
+    high: Floats | None = None
+    """Lowest and highest of the steps of a mean, where there are many."""
+
+    @property
+    def note(self) -> str:
+        """What the chart shows, in words."""
+        if self.steps == 1:
+            return "Each point is a step."
+        if self.each is not None:
+            return f"Thin: each step; thick: means of {self.steps} steps."
+        return f"Line: means of {self.steps:,} steps; band: the lowest and highest of them."
+
+
+def curve(x: Floats, y: Floats, breaks: Sequence[int] = (), *, plain: bool = False) -> Curve:
+    """A column as it is drawn.
+
+    Args:
+        x [n]: where each step is.
+        y [n]: its value; what is not finite is left out of means.
+        breaks: indices before which the line is interrupted.
+        plain: means alone, for charts with many lines.
+    """
+    count = len(y)
+    y = np.where(np.isfinite(y), y, np.nan)
+    few = count <= EVERY_STEP
+    steps = max(1, -(-count // (_MEANS if few else _POINTS)))
+    breaks = [at for at in breaks if 0 < at < count] if len(breaks) <= _MOST_BREAKS else []
+    bounds = np.unique(np.concatenate([np.arange(0, count, steps), np.asarray(breaks, int)])).astype(int)
+    if not count:
+        return Curve(x, y, 1)
+    finite = np.isfinite(y)
+    counts = np.add.reduceat(finite.astype(float), bounds)
+    with np.errstate(invalid="ignore"):
+        mean = np.where(counts > 0, np.add.reduceat(np.where(finite, y, 0.0), bounds) / np.maximum(counts, 1), np.nan)
+    places = np.add.reduceat(x, bounds) / np.diff(np.append(bounds, count))
+    cuts = np.searchsorted(bounds, breaks)
+    mean_x, mean = np.insert(places, cuts, np.nan), np.insert(mean, cuts, np.nan)
+    if plain or steps == 1:
+        return Curve(mean_x, mean, steps)
+    if few:
+        return Curve(mean_x, mean, steps, np.insert(x, breaks, np.nan), np.insert(y, breaks, np.nan))
+    low, high = (np.insert(f.reduceat(y, bounds), cuts, np.nan) for f in (np.fmin, np.fmax))
+    return Curve(mean_x, mean, steps, low=low, high=high)
+
+
+def _number(value: Any) -> float:
+    """As a float; NaN for what is none."""
+    return float(value) if isinstance(value, (int, float)) else math.nan

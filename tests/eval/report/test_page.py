@@ -1,0 +1,151 @@
+"""The page in Chromium: light, dark, on a phone, by tokens and by time, and with names that would like to be code."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from rich.console import Console
+
+from pipeline.data.store import JsonLines
+from pipeline.eval.report.command import report
+from tests.browser import Chromium, browser  # noqa: F401
+from tests.eval.report.reading import Report
+
+CODE = "</title></desc></text></svg><script>alert(1)</script><img src=x onerror=alert(1)>"
+NAMES = [
+    CODE,
+    "\"'><svg onload=alert(1)>",
+    "$\\frac{a}{",
+    "&lt;b&gt;",
+    "_hidden",
+    "\u202egnp.exe",
+    "源\U0001f600",
+    "x" * 300,
+]
+
+
+@pytest.fixture(scope="module")
+def pages(seen: dict[str, Report], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hostile")
+    report([hostile(root)], Console(quiet=True), out=root / "hostile.html", picture=True)
+    return {"one": seen["again"].file, "two": seen["two"].file, "hostile": root / "hostile.html"}
+
+
+def hostile(root: Path) -> Path:
+    """A run whose name, host, job, sources, reason, tasks and keys are made to break out of where they are put."""
+    run = root / "<img src=x onerror=alert(1)>"
+    (run / "eval").mkdir(parents=True)
+    values: dict[str, Any] = {"run": {"dir": CODE}, "model": {CODE: CODE}, "note": NAMES}
+    (run / "config.yaml").write_bytes(orjson.dumps(values))
+    lines = JsonLines(run / "metrics.jsonl")
+    for step in range(1, 30):
+        by_source = dict.fromkeys(NAMES, 1.0 + step)
+        lines.write(
+            {
+                "step": step,
+                "attempt": 1 + step // 20,
+                "time": time.time() + step,
+                "tokens": 100 * step,
+                "tokens_by_source": dict.fromkeys(NAMES, 10 * step),
+                "loss": 3.0,
+                "loss_by_source": by_source,
+                "validation_loss": 3.0,
+                "validation_loss_by_source": by_source,
+                "spike": step % 7 == 0,
+            }
+        )
+    lines.close()
+    ledger = JsonLines(run / "ledger.jsonl")
+    head = {"host": CODE, "pid": 1, "job": CODE, "config": ""}
+    for number, first in ((1, 0), (2, 19)):
+        layout = {"world_size": 1, "tp": 1}
+        ledger.write(
+            {"event": "attempt", "attempt": number, "time": time.time(), "layout": layout, "first_step": first, **head}
+        )
+        ledger.write({"event": "attempt end", "attempt": number, "seconds": 1.0, "step": 29, "code": 1, "reason": CODE})
+    ledger.close()
+    results = {"made_with": {"weights": CODE}, "results": {CODE: {CODE: 0.5, f"{CODE},none": 0.5}}}
+    (run / "eval/harness-step-00000003.json").write_bytes(orjson.dumps({"step": 3, **results}))
+    (run / "exit.json").write_bytes(orjson.dumps({"attempt": 2, "code": 1, "reason": CODE}))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "dark", "phone"),
+    [
+        ("one", False, False),
+        ("one", False, True),
+        ("two", True, False),
+        ("two", False, True),
+        ("hostile", True, True),
+        ("hostile", False, False),
+    ],
+)
+def test_it_is_quiet_and_readable(
+    browser: Chromium,  # noqa: F811
+    pages: dict[str, Path],
+    name: str,
+    dark: bool,
+    phone: bool,
+) -> None:
+    with browser.open(pages[name], dark=dark, phone=phone) as opened:
+        page = opened.page
+        dialogs: list[str] = []
+        page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+        over = {axis: page.locator(f".over-{axis}").first for axis in ("tokens", "time")}
+        assert over["tokens"].is_visible() and not over["time"].is_visible()
+        opened.check_readable()
+        page.get_by_text("time", exact=True).first.click()
+        assert over["time"].is_visible() and not over["tokens"].is_visible()
+        page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        opened.check_readable()
+        assert (
+            page.evaluate("document.querySelectorAll('script, img, iframe, object, [onload], [onerror]').length") == 0
+        )
+        ids = page.evaluate("[...document.querySelectorAll('[id]')].map(each => each.id)")
+        assert len(ids) == len(set(ids))
+        # Every chart has a name and a description for those who do not see it.
+        charts = page.evaluate(
+            "[...document.querySelectorAll('figure > svg')].map(each => each.getAttribute('aria-labelledby')"
+            ".split(' ').every(id => document.getElementById(id).textContent.length > 3))"
+        )
+        assert len(charts) > 8 and all(charts)
+        assert dialogs == []
+        opened.check_quiet()
+
+
+def test_lines_have_the_colours_of_the_page(browser: Chromium, pages: dict[str, Path]) -> None:  # noqa: F811
+    """One drawing for light and dark."""
+    seen = []
+    for dark in (False, True):
+        with browser.open(pages["one"], dark=dark) as opened:
+            script = "s => [...new Set([...document.querySelectorAll(s)].map(e => getComputedStyle(e).%s))]"
+            inks = opened.page.evaluate(script % "fill", "figure > svg text")
+            strokes = opened.page.evaluate(script % "stroke", "figure > svg path[style*='stroke: var(--s0)']")
+            seen.append((inks, strokes))
+            assert not [colour for colour in [*inks, *strokes] if colour in ("rgb(0, 0, 0)", "none", "rgb(254, 1, 4)")]
+    assert seen[0] != seen[1] and all(len(inks) <= 2 and len(strokes) == 1 for inks, strokes in seen)
+
+
+def test_names_are_shown_as_they_are(pages: dict[str, Path]) -> None:
+    found = Report(pages["hostile"])
+    assert found.titles == ["<img src=x onerror=alert(1)>"] and found.states == ["failed"]
+    shown = {name.replace("\u202e", "\ufffd") for name in NAMES}
+    assert set(found.tables["Loss by source"][0][2:]) == shown
+    assert "script" not in found.tags and "img" not in found.tags
+    assert CODE in found.text and "\u202e" not in found.text
+
+
+def test_a_page_has_no_address_but_of_name_spaces(pages: dict[str, Path]) -> None:
+    text = pages["two"].read_text()
+    for address in ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"):
+        text = text.replace(address, "")
+    assert (
+        "http" not in text.replace("http-equiv", "")
+        and "@import" not in text
+        and "url(" not in text.replace("url(#", "")
+    )
