@@ -79,21 +79,22 @@ def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | 
     return config
 
 
-def load_run(run: Path, overrides: Sequence[str] = ()) -> Config:
+def load_run(run: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
     """Load a run file, or the one that training has written into a run folder, which may have been moved since.
 
     Args:
         run: The run file or the run folder.
         overrides: As for `load`.
+        values: As for `load`.
 
     Raises:
         UserError: As for `load`, or the folder has no run file.
     """
     if not run.is_dir():
-        return load(find(run, "run file or run folder"), overrides)
+        return load(find(run, "run file or run folder"), overrides, values)
     if not (run / RUN_FILE).is_file():
         raise no_run_folder(run)
-    return load(run / RUN_FILE, overrides, {"run.dir": os.path.abspath(run)})
+    return load(run / RUN_FILE, overrides, {**(values or {}), "run.dir": os.path.abspath(run)})
 
 
 def no_run_folder(path: Path) -> UserError:

@@ -14,6 +14,7 @@ from pipeline.config.eval import EvalConfig, GenerateConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, RunConfig
+from pipeline.config.serve import ServeConfig
 from pipeline.config.slurm import SlurmConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.config.train import ResumeConfig, TrainConfig
@@ -46,6 +47,8 @@ class Config(Section):
     """Evaluation."""
     generate: GenerateConfig = GenerateConfig()
     """Generation."""
+    serve: ServeConfig = ServeConfig()
+    """Serving."""
     slurm: SlurmConfig = SlurmConfig()
     """Jobs on a cluster."""
 
@@ -114,6 +117,16 @@ class Config(Section):
         if length is not None and self.model.positions == "learned" and length > self.max_positions:
             raise ValueError(
                 f"eval.max_length: {length} is more than the {self.max_positions} learned positions of the model "
+                "(model.max_positions, or the longest sequence_length); lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _served_positions(self) -> Config:
+        length = self.serve.max_length
+        if length is not None and self.model.positions == "learned" and length > self.max_positions:
+            raise ValueError(
+                f"serve.max_length: {length} is more than the {self.max_positions} learned positions of the model "
                 "(model.max_positions, or the longest sequence_length); lower it"
             )
         return self

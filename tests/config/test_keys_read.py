@@ -20,6 +20,7 @@ from pipeline.config.base import Section, record_reads
 from pipeline.config.load import load
 from pipeline.config.schema import keys
 from pipeline.config.train import ObjectiveConfig
+from tests.eval.server.running import running
 from tests.tiny import write_run
 from tests.train.poison import INF, poison
 
@@ -107,6 +108,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         load(write_run(tmp_path, {**common, "run.dir": str(tmp_path / str(n)), **changes}, f"{n}.yaml"))
         for n, changes in enumerate(VARIANTS)
     ]
+    served = load(tmp_path / "both.yaml", ["serve.port=0"])
     with record_reads() as reads:
         run(first)
         continue_prompt(first)
@@ -119,6 +121,8 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for variant in variants[:2]:
             train(variant)
         _on_paper(chained)
+        with running(served) as server:
+            assert server.post("/api", {"prompts": ["the"]}).status_code == 200
 
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in reads]
     assert unread == sorted(EXEMPT)

@@ -119,7 +119,7 @@ corpus: x
         "run.yaml:17: train.lr: unknown key; did you mean train.optimizer.lr?",
         "run.yaml:19: train.optimizer.betas: the list needs another entry",
         "run.yaml:20: corpus: unknown key; a run file has the keys run, launch, data, blend, stage, tokenizer, "
-        "model, parallel, train, resume, eval, generate, slurm",
+        "model, parallel, train, resume, eval, generate, serve, slurm",
     ]
 
 

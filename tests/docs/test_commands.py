@@ -3,7 +3,7 @@
 They run without a shell, in a folder with a finished run of a tiny `quickstart.yaml`, so that commands about it take
 seconds. A block that is meant to fail is marked with its exit code: `console exit=2`; one that needs a cluster with
 `console slurm`, and is run by `tests/slurm/test_docs.py`. Commands that set up a machine (make, git, pip) are checked
-without being run.
+without being run. A server goes on until its page ends, on a free port: what is asked of port 5000 is asked of that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -110,24 +110,31 @@ def run_commands(finished: Path, wanted: Sequence[Command], folder: Path, capfd:
     """The commands of a page in order, since later ones may use what earlier ones wrote."""
     shutil.copytree(finished, folder)
     shutil.copytree(ROOT / "docs", folder / "docs")
-    for command in wanted:
-        words = shlex.split(command.text, comments=True)
-        match words:
-            case ["make", *targets]:
-                _check_exit(ROOT, ["make", "--dry-run", *targets], command.exit_code, str(command), capfd)
-            case ["git", "clone", _]:
-                pass
-            case ["pip", "install", *wanted]:
-                _check_requirements(wanted, str(command))
-            case ["python", "-m", "slurm.devcluster", *_] | ["eval", _]:
-                pass  # the cluster of the tests, which is up
-            case ["cd", _]:
-                # Into the clone: the folder where everything runs already.
-                pass
-            case ["pipeline", *_]:
-                _check_exit(folder, words, command.exit_code, str(command), capfd)
-            case _:
-                pytest.fail(f"{command}: this test does not know how to check that; teach it or change the page")
+    url = ""
+    with contextlib.ExitStack() as stack:
+        for command in wanted:
+            words = shlex.split(command.text, comments=True)
+            match words:
+                case ["make", *targets]:
+                    _check_exit(ROOT, ["make", "--dry-run", *targets], command.exit_code, str(command), capfd)
+                case ["git", "clone", _]:
+                    pass
+                case ["pip", "install", *wanted]:
+                    _check_requirements(wanted, str(command))
+                case ["python", "-m", "slurm.devcluster", *_] | ["eval", _]:
+                    pass  # the cluster of the tests, which is up
+                case ["cd", _]:
+                    # Into the clone: the folder where everything runs already.
+                    pass
+                case ["pipeline", "serve", *_]:
+                    url = stack.enter_context(_served(folder, words))
+                case ["curl", *_]:
+                    asked = [word.replace("localhost:5000", url.removeprefix("http://")) for word in words]
+                    _check_exit(folder, [*asked, "--silent", "--show-error"], command.exit_code, str(command), capfd)
+                case ["pipeline", *_]:
+                    _check_exit(folder, words, command.exit_code, str(command), capfd)
+                case _:
+                    pytest.fail(f"{command}: this test does not know how to check that; teach it or change the page")
 
 
 def test_the_parser_sees_commands() -> None:
@@ -147,6 +154,23 @@ def _check_exit(folder: Path, words: list[str], wanted: int, label: str, capfd: 
     out, err = capfd.readouterr()
     assert code == wanted, f"{label}\nexit code {code}\n{out}{err}"
     assert "Traceback" not in err, f"{label}\n{err}"
+
+
+@contextlib.contextmanager
+def _served(folder: Path, words: list[str]) -> Iterator[str]:
+    """A server that runs until the end of the page, on a port that is free; yields its URL."""
+    command = [sys.executable, "-m", *words, "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://\S+", line)
+            assert found, line + process.stdout.read()
+            yield found[0]
+            process.terminate()
+            assert process.wait(60) == 0, process.stdout.read()
+        finally:
+            process.kill()
 
 
 def _check_requirements(wanted: list[str], label: str) -> None:

@@ -1,0 +1,1 @@
+"""A server for looking at a run while it trains."""

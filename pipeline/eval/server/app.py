@@ -1,0 +1,101 @@
+"""The application: routes, and what every error looks like."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from pipeline import __version__
+from pipeline.config.serve import ServeConfig
+from pipeline.eval.server import megatron_api, openai_api
+from pipeline.eval.server.asking import Serving
+from pipeline.eval.server.bodies import problem
+from pipeline.eval.server.guard import Guard
+from pipeline.eval.server.page import page
+from pipeline.eval.server.refusal import Refusal
+
+
+def create_app(
+    serving: Serving, settings: ServeConfig, *, key: str | None = None, hosts: frozenset[str] | None = None
+) -> FastAPI:
+    """The application over a model in memory.
+
+    Args:
+        serving: what it answers from.
+        settings: the `serve:` section.
+        key: API key that requests need; None for none.
+        hosts: names that the Host header may have; None for any.
+    """
+    # The pages of FastAPI that show the schema load scripts from elsewhere.
+    app = FastAPI(
+        title="pipeline serve",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"description": "Refused; the message names the field"}, 503: {"description": "Failed"}},
+    )
+    app.add_middleware(Guard, key=key, hosts=hosts, max_body_bytes=settings.max_body_bytes, log=serving.log)
+    app.include_router(openai_api.router(serving))
+    app.include_router(megatron_api.router(serving))
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        html, headers = page()
+        return HTMLResponse(html, headers=headers)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """What is served, and whether it works."""
+        answer = _health(serving)
+        return JSONResponse(answer, status_code=503 if answer["status"] == "dead" else 200)
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return _answer(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        message, field = problem(list(error.errors()))
+        return _answer(request, Refusal(422, message, field))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = "there is no such route; /v1/completions, /v1/models, /api and /health are here"
+        elif error.status_code == 400:  # of the body: whatever JSON made of it
+            return _answer(request, Refusal(422, "the body is not JSON"))
+        return _answer(request, Refusal(error.status_code, message), error.headers)
+
+    return app
+
+
+def _answer(request: Request, refusal: Refusal, headers: Any = None) -> Response:
+    return JSONResponse(
+        refusal.body(request.url.path), status_code=refusal.status, headers={**(headers or {}), **refusal.headers}
+    )
+
+
+def _health(serving: Serving) -> dict[str, Any]:
+    served, worker = serving.served, serving.worker
+    error = worker.dead or worker.error
+    return {
+        "status": "dead" if worker.dead else "failing" if worker.error else "ok",
+        "error": error,
+        "run": served.run,
+        "step": served.step,
+        "tokens": served.tokens,
+        "loaded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(served.loaded_at)),
+        "waiting": worker.waiting,
+        "running": worker.running,
+        "slots": worker.slots,
+        "queue": worker.queue,
+        "max_length": worker.max_length,
+        "max_prompt_tokens": worker.max_length - 1,
+        "watch": None if serving.watch is None else serving.watch.status(),
+    }

@@ -1,0 +1,149 @@
+"""From a checked body to the events of its texts: what both interfaces share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from pipeline.config.serve import ServeConfig
+from pipeline.errors import UserError
+from pipeline.eval.generate import encode_prompt
+from pipeline.eval.server.bodies import Body
+from pipeline.eval.server.guard import COUNTS
+from pipeline.eval.server.refusal import Refusal
+from pipeline.eval.server.watch import Watch
+from pipeline.eval.server.worker import Event, Served, Wanted, Worker
+
+GONE = 499
+"""Status of a request whose client has left, in the log alone."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the app answers from."""
+
+    worker: Worker
+    settings: ServeConfig
+    log: Callable[[str], None]
+    watch: Watch | None = None
+
+    @property
+    def served(self) -> Served:
+        """The model that answers now."""
+        return self.worker.served
+
+
+async def encode(
+    serving: Serving, prompts: Sequence[str | list[int]], field: str, *, begin: bool = False
+) -> list[list[int]]:
+    """Ids of prompts.
+
+    Args:
+        serving: whose tokenizer it is.
+        prompts: texts, or ids.
+        field: of the body, for messages.
+        begin: put the end-of-document token before each.
+
+    Raises:
+        Refusal: one is too long, or has an id that the model does not have.
+    """
+    served, most = serving.served, serving.worker.max_length - 1
+
+    def all_of_them() -> list[list[int]]:
+        found: list[list[int]] = []
+        for number, prompt in enumerate(prompts):
+            name = field if len(prompts) == 1 else f"{field}.{number}"
+            try:
+                ids = encode_prompt(served.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+            except UserError as error:
+                raise Refusal(422, f"{name}: {error}", field) from None
+            if begin and prompt:  # an empty one begins a document by itself
+                ids = [served.tokenizer.end_of_document, *ids]
+            if len(ids) > most:
+                raise Refusal(
+                    422,
+                    f"{name}: has {len(ids)} tokens; at most {most} are allowed (serve.max_length is "
+                    f"{serving.worker.max_length}, prompt and new tokens together)",
+                    field,
+                )
+            if ids and max(ids) >= served.tokenizer.vocab_size:
+                raise Refusal(
+                    422,
+                    f"{name}: token id {max(ids)} is not in the vocabulary of {served.tokenizer.vocab_size}",
+                    field,
+                )
+            found.append(ids)
+        return found
+
+    return await asyncio.to_thread(all_of_them)
+
+
+def check_new_tokens(serving: Serving, body: Body, field: str) -> None:
+    """Refuse to make more tokens than a text can have, where a request names so many; a default ends by itself."""
+    count = getattr(body, field) or 0
+    if field in body.model_fields_set and count > serving.worker.max_length:
+        raise Refusal(
+            422, f"{field}: {count} is more than serve.max_length, which is {serving.worker.max_length}", field
+        )
+
+
+def check_count(serving: Serving, texts: int, field: str) -> None:
+    """Refuse a request that would never find room in the queue."""
+    if texts > serving.worker.queue:
+        raise Refusal(
+            422, f"{field}: {texts} texts are more than the queue holds (serve.queue is {serving.worker.queue})", field
+        )
+
+
+def seeds(first: int | None, count: int) -> list[int]:
+    """A seed for each of a request's texts."""
+    first = secrets.randbits(62) if first is None or first < 0 else first
+    return [(first + number) % 2**63 for number in range(count)]
+
+
+def log_prompts(serving: Serving, prompts: Sequence[str | list[int]]) -> None:
+    """Write prompts into the log, if that is wanted."""
+    if serving.settings.log_prompts:
+        serving.log("prompts " + json.dumps(prompts))
+
+
+async def ask(
+    request: Request, serving: Serving, wanted: Sequence[Wanted], step: int | None = None
+) -> AsyncGenerator[Event, None]:
+    """Events of a request's texts, until all have ended. A client that leaves frees its slots.
+
+    Raises:
+        Refusal: the queue is full, the model has failed, the server ends, or the client has gone.
+    """
+    counts = request.scope[COUNTS]
+    ticket = serving.worker.submit(wanted, step)
+    counts["prompt tokens"] = sum(len(each.prompt_ids) for each in wanted)
+    counts["new tokens"] = 0
+
+    async def leave_with_client() -> None:
+        with suppress(RuntimeError):  # whatever else is wrong with the connection
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+        counts["status"] = GONE
+        serving.worker.drop(ticket)
+        ticket.events.put_nowait(Refusal(GONE, "the client has gone"))
+
+    leaving = asyncio.create_task(leave_with_client())
+    left = len(wanted)
+    try:
+        while left:
+            event = await ticket.events.get()
+            if isinstance(event, Refusal):
+                raise event
+            counts["new tokens"] += len(event.piece.tokens)
+            left -= event.piece.finish is not None
+            yield event
+    finally:
+        leaving.cancel()
+        serving.worker.drop(ticket)

@@ -1,0 +1,162 @@
+"""What every request passes first: Host header, API key, size of the body; and its line in the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipeline.eval.server.refusal import Refusal
+
+OPEN = ("/", "/health")
+"""Need no key: the page asks for it, and a supervisor has none."""
+COUNTS = "pipeline.counts"
+"""In the scope: what the request has cost, for the log."""
+BODY_SECONDS = 30.0
+_DISCARD_SECONDS = 2.0
+_HAVE_BODIES = ("POST", "PUT", "PATCH", "DELETE")
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        app: what it guards.
+        key: API key that requests need; None for none.
+        hosts: names that the Host header may have, so that no web page can reach a server on this machine under a
+            name of its own (DNS rebinding); None for any.
+        max_body_bytes: of a request.
+        log: told a line for each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        key: str | None,
+        hosts: frozenset[str] | None,
+        max_body_bytes: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self._app, self._hosts, self._max, self._log = app, hosts, max_body_bytes, log
+        self._key = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 500
+        counts: dict[str, int] = {}
+        scope[COUNTS] = counts
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            try:
+                self._check(scope)
+                if scope["method"] in _HAVE_BODIES:
+                    receive = _again(await self._body(Headers(scope=scope), receive), receive)
+            except Refusal as refusal:
+                await refuse(refusal, scope["path"], sent)
+                return
+            await self._app(scope, receive, sent)
+        finally:
+            # The path as it can stand in a line, whatever bytes it was made of.
+            path = quote(scope["path"].encode("utf-8", "replace"), safe="/@:-._~")[:200]
+            ms = 1000 * (time.monotonic() - began)
+            words = "".join(f", {number} {name}" for name, number in counts.items())
+            self._log(f"{scope['method']} {path} {counts.pop('status', status)} {ms:.0f} ms{words}")
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
+            raise Refusal(
+                400, "the Host header is none of this server's; open it as localhost, or bind it elsewhere with a key"
+            )
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        if self._key is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._key):
+            raise Refusal(401, "this server needs its API key: Authorization: Bearer KEY")
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        too_large = Refusal(413, f"the body is larger than serve.max_body_bytes ({self._max:,})")
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared[:20]) > self._max:
+            if "expect" not in headers:  # somebody who asks first has sent nothing
+                await _discard(receive, 8 * self._max)
+            raise too_large
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, "the body must be JSON: send the header Content-Type: application/json")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for piece in _pieces(receive):
+                    body += piece
+                    if len(body) > self._max:
+                        body.clear()
+                        await _discard(receive, 8 * self._max)
+                        raise too_large
+        except TimeoutError:
+            raise Refusal(408, f"the body has not come within {BODY_SECONDS:.0f} s") from None
+        return bytes(body)
+
+
+async def refuse(refusal: Refusal, path: str, send: Send) -> None:
+    """Send a refusal."""
+    body = json.dumps(refusal.body(path)).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _pieces(receive: Receive):  # type: ignore[no-untyped-def]
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal(499, "the client has gone")
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+async def _discard(receive: Receive, most: int) -> None:
+    """Read on for a moment: a client that is still sending would otherwise never see the answer."""
+    with suppress(TimeoutError, Refusal):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            async for piece in _pieces(receive):
+                most -= len(piece)
+                if most < 0:
+                    return
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """`receive` with the body that was read from it."""
+    read = False
+
+    async def first() -> Message:
+        nonlocal read
+        if read:
+            return await receive()
+        read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return first
+
+
+def _host(header: str) -> str:
+    """The name of a Host header, without the port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower()

@@ -1,0 +1,38 @@
+"""What a request is refused with: a status, a message that names the field, and its form in either interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "queue_full"}
+
+
+class Refusal(Exception):
+    """A request that gets no text.
+
+    Args:
+        status: of HTTP.
+        message: names the field, its value and the limit.
+        field: of the body.
+    """
+
+    def __init__(self, status: int, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field = status, message, field
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        if self.status == 429:
+            return {"Retry-After": "1"}
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """JSON of the answer: OpenAI's form, but for Megatron's route, where it is a message and a field."""
+        if path == "/api":
+            return {"message": self.message, "field": self.field}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        code = _CODES.get(self.status)
+        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": code}}

@@ -1,0 +1,208 @@
+"""`pipeline serve`: from a run to a server that listens, and to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.console import say
+from pipeline.errors import UserError
+from pipeline.eval.server.app import create_app
+from pipeline.eval.server.asking import Serving
+from pipeline.eval.server.watch import Watch, load_served
+from pipeline.eval.server.worker import Worker
+
+KEY_VARIABLE = "PIPELINE_API_KEY"
+_LEAST_KEY = 16
+_GRACE_SECONDS = 10.0
+"""So long the texts that are being continued when the server is told to end may go on."""
+
+
+def read_key(file: Path | None) -> str | None:
+    """The API key: the content of a file, or of `PIPELINE_API_KEY`; None if there is neither.
+
+    Raises:
+        UserError: it is short, has characters that a header cannot, or others can read the file.
+    """
+    if file is None:
+        key, place = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
+        if key is None:
+            return None
+    else:
+        key, place = file.read_text(encoding="utf-8", errors="replace").strip(), f"--api-key-file {file}"
+        if file.stat().st_mode & 0o077:
+            raise UserError(f"{place} can be read by others on this machine; chmod 600 {file}")
+    if len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise UserError(
+            f"{place} has {len(key)} characters; a key is {_LEAST_KEY} or more letters, digits and signs, like the "
+            "output of `openssl rand -hex 16`"
+        )
+    return key
+
+
+def serve(config: Config, step: int | None, key_file: Path | None, console: Console) -> None:
+    """Answer requests with a checkpoint until SIGTERM or SIGINT.
+
+    Args:
+        config: resolved config; the `serve:` section and `eval.weights` count.
+        step: of the checkpoint, by default the latest one.
+        key_file: has the API key.
+        console: gets the log.
+
+    Raises:
+        UserError: the port is taken, other machines would reach it without a key, or as `load_for_inference`.
+    """
+    with opened(config, step, read_key(key_file), console) as server:
+        server.run(server.listening)
+
+
+@contextmanager
+def opened(config: Config, step: int | None, key: str | None, console: Console) -> Generator[Server, None, None]:
+    """A server that is bound and has its model, to be run; afterwards its threads have ended."""
+    settings = config.serve
+    if settings.watch and step is not None:
+        raise UserError("--step and --watch (serve.watch) exclude each other: one keeps a step, the other the newest")
+
+    def log(line: str) -> None:
+        with suppress(OSError):  # a log that nobody reads any more is no reason to end
+            say(console, line)
+
+    listening = _bind(settings.host, settings.port, has_key=key is not None)
+    try:
+        served = load_served(config, step)
+        worker = Worker(
+            served,
+            slots=settings.slots,
+            max_length=settings.max_length or config.max_sequence_length,
+            queue=settings.queue,
+            report=log,
+        )
+        watch = Watch(config, worker, log) if settings.watch else None
+        serving = Serving(worker, settings, log, watch)
+        hosts = _LOOPBACK_NAMES | {settings.host.lower()} if _is_loopback(listening) else None
+        of = ", moving average" if config.eval.weights == "ema" else ""
+        what = f"{served.id}{of} ({served.tokens:,} tokens)"
+        server = Server(create_app(serving, settings, key=key, hosts=hosts), serving, listening, what)
+        worker.start()
+        if watch is not None:
+            watch.start()
+        try:
+            yield server
+        finally:
+            if watch is not None:
+                watch.close()
+            worker.close(0)
+            worker.join(60)
+            log("ended")
+    finally:
+        listening.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends with exit code 0 when it is told to, after the texts that are being continued."""
+
+    def __init__(self, app: object, serving: Serving, listening: socket.socket, what: str) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._serving = serving
+        self._socket = listening
+        self._what = what
+
+    @property
+    def listening(self) -> list[socket.socket]:
+        """For `run`."""
+        return [self._socket]
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say where it is: now, since a signal is answered as it should be from here on."""
+        await super().startup(sockets)
+        self._serving.log(f"{self._what} on {self.url}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let what is being continued end, for a while, and refuse the rest."""
+        worker = self._serving.worker
+        worker.close(_GRACE_SECONDS)
+        while worker.running and not worker.dead and not self.force_exit:
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """As uvicorn's, but signals are not raised again afterwards: an end that was asked for is no failure."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
+    """A socket that listens; before a model is loaded, so that a port that is taken shows at once."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UserError(f"serve.host is {host!r}, which is no address of this machine ({error.strerror})") from None
+    family, kind, protocol, _, address = found[0]
+    if not has_key and not ipaddress.ip_address(address[0]).is_loopback:
+        raise UserError(
+            f"serve.host is {host!r}, which other machines reach, and there is no API key: put one into a file and "
+            f"give --api-key-file, or set {KEY_VARIABLE}; or use 127.0.0.1 and `ssh -L`"
+        )
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"serve.port {port} of {host} is taken by another program; name another one with --port, or 0 for "
+                "any free one"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise UserError(f"serve.port {port} may not be used by you; name one above 1023 with --port") from None
+        raise UserError(f"serve.host {host!r}, port {port} cannot be used: {error.strerror}") from None
+    return listening
+
+
+def _is_loopback(listening: socket.socket) -> bool:
+    return ipaddress.ip_address(listening.getsockname()[0]).is_loopback

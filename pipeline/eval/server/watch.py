@@ -1,0 +1,103 @@
+"""Takes up new checkpoints of a run while it trains: reads files alone, never the run's lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.errors import UserError
+from pipeline.eval.inference import load_decoder
+from pipeline.eval.server.worker import Served, Worker
+from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.manager import Checkpoints
+
+POLL_SECONDS = 2.0
+_AGAIN_SECONDS = 60.0
+"""After so long one that could not be loaded is tried again: a network file system may have been the reason."""
+
+
+def load_served(config: Config, step: int | None) -> Served:
+    """The model of a verified checkpoint, of a step or the latest one.
+
+    Raises:
+        UserError: as `load_for_inference`.
+    """
+    loaded = load_decoder(config, step)
+    checkpoint = loaded.checkpoint
+    return Served(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        run=config.run.dir.name,
+        step=checkpoint.step,
+        tokens=int(checkpoint.state()["tokens"]),
+        fingerprint=checkpoint.fingerprint,
+        loaded_at=time.time(),
+    )
+
+
+class Watch:
+    """A thread that looks for a newer checkpoint every few seconds, loads it and hands it to the worker.
+
+    Args:
+        config: of the run, as the server was started with it.
+        worker: who gets the models.
+        log: told what was taken up, and what could not be.
+    """
+
+    def __init__(self, config: Config, worker: Worker, log: Callable[[str], None]) -> None:
+        self._config, self._worker, self._log = config, worker, log
+        self._checkpoints = Checkpoints.of_run(config.run.dir)
+        self._taken = worker.served.fingerprint
+        self._bad: tuple[str, float] | None = None  # what could not be loaded, and when
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self.error: str | None = None
+        """Why the newest checkpoint is not served; None if it is."""
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking, and wait until a checkpoint that is being loaded is there."""
+        self._ended.set()
+        self._thread.join(_AGAIN_SECONDS)
+
+    def status(self) -> dict[str, Any]:
+        """For /health."""
+        return {"error": self.error}
+
+    def _run(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Take up the latest checkpoint, if there is another one."""
+        if self._worker.is_changing:  # memory has room for two
+            return
+        fingerprint = ""
+        try:
+            latest = self._checkpoints.latest()
+            if latest is None:
+                raise UserError(f"{self._checkpoints.folder} has no checkpoint any more")
+            fingerprint = latest.fingerprint
+            if fingerprint == self._taken:
+                self.error, self._bad = None, None
+                return
+            if self._bad is not None and self._bad[0] == fingerprint and time.monotonic() < self._bad[1]:
+                return
+            served = load_served(self._config, latest.step)
+            if served.tokenizer.fingerprint != self._worker.served.tokenizer.fingerprint:
+                raise UserError(f"{latest.path} has another tokenizer; start the server again")
+        except Exception as error:  # damaged, removed while it was read, out of memory: the present one stays
+            words = str(error) if isinstance(error, (UserError, *UNREADABLE)) else f"{type(error).__name__}: {error}"
+            if words != self.error:
+                self._log(f"cannot take up a new checkpoint, step {self._worker.served.step} stays: {words}")
+            self.error, self._bad = words[:2000], (fingerprint, time.monotonic() + _AGAIN_SECONDS)
+            return
+        self._taken, self.error, self._bad = served.fingerprint, None, None
+        self._worker.take_up(served)
+        self._log(f"takes up step {served.step} ({served.tokens:,} tokens)")

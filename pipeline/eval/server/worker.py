@@ -1,0 +1,301 @@
+"""The thread that drives the model: requests wait in a bounded queue, and what it makes goes back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import UserError
+from pipeline.eval.generate import Batch, Piece, Token
+from pipeline.eval.sampling import Sampling
+from pipeline.eval.server.refusal import Refusal
+from pipeline.train.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is in memory, and where it is from."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    run: str
+    """Name of the run folder."""
+    step: int
+    tokens: int
+    """Trained on so far."""
+    fingerprint: str
+    """Of the checkpoint."""
+    loaded_at: float
+    """Seconds since 1970."""
+
+    @property
+    def id(self) -> str:
+        """Run and step, as `model` of a request can name them."""
+        return f"{self.run}@step-{self.step}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text that is to be continued."""
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Event:
+    """What has become of one text of a request since the last event of it."""
+
+    index: int
+    """Which of the request's texts."""
+    served: Served
+    piece: Piece
+    prompt: tuple[Token, ...]
+    """In the first event of a text with `prompt_logprobs`: its prompt."""
+
+
+@dataclass
+class Ticket:
+    """A request's texts, from the queue to their ends. The event loop that submitted it reads `events`."""
+
+    texts: Sequence[Wanted]
+    step: int | None
+    """Only this step of the run will do."""
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event | Refusal] = field(default_factory=asyncio.Queue)
+    dropped: bool = False
+    """Nobody waits for it any more."""
+
+
+class Worker:
+    """One thread that continues the texts of all requests, as many together as there are slots.
+
+    Args:
+        served: the first model.
+        slots: texts that are continued together.
+        max_length: tokens of a text, its prompt's and new ones.
+        queue: texts that may wait.
+        report: told what went wrong inside, in words.
+    """
+
+    def __init__(
+        self, served: Served, *, slots: int, max_length: int, queue: int, report: Callable[[str], None]
+    ) -> None:
+        self.served = served
+        self.slots, self.max_length, self.queue = slots, max_length, queue
+        self.error: str | None = None
+        """Why the last forward pass failed; None as soon as one has succeeded again."""
+        self._report = report
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Ticket, int]] = deque()
+        self._next: Served | None = None
+        self._deadline: float | None = None  # set when it is to end
+        self._dead: str | None = None
+        # Of the thread alone:
+        self._batch = self._new_batch()
+        self._running: dict[int, tuple[Ticket, int]] = {}
+        self._begun: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Texts in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Texts in a slot."""
+        return len(self._running)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether another model waits for texts to end on the present one."""
+        return self._next is not None
+
+    @property
+    def dead(self) -> str | None:
+        """Why it answers nothing any more; None while it does."""
+        return self._dead
+
+    def submit(self, texts: Sequence[Wanted], step: int | None = None) -> Ticket:
+        """Queue the texts of a request, all or none; called in an event loop.
+
+        Args:
+            texts: they become events with their index.
+            step: refuse them if another step of the run is in memory when their turn comes.
+
+        Raises:
+            Refusal: the queue is full, or the server ends.
+        """
+        ticket = Ticket(texts, step, asyncio.get_running_loop())
+        with self._changed:
+            if self._dead is not None or self._deadline is not None:
+                raise self._gone()
+            if len(self._waiting) + len(texts) > self.queue:
+                raise Refusal(
+                    429,
+                    f"the queue is full: {len(self._waiting)} texts wait and serve.queue is {self.queue}; ask again "
+                    "later",
+                )
+            self._waiting.extend((ticket, index) for index in range(len(texts)))
+            self._changed.notify()
+        return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """Nobody waits for a request any more: what is left of it makes room for others."""
+        with self._changed:
+            if ticket.dropped:
+                return
+            ticket.dropped = True
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not ticket)
+            self._changed.notify()
+
+    def take_up(self, served: Served) -> None:
+        """Serve another model as soon as the texts that are being continued have ended on the present one."""
+        with self._changed:
+            self._next = served
+            self._changed.notify()
+
+    def close(self, grace: float) -> None:
+        """Refuse what comes and what waits; texts that are being continued have `grace` seconds left."""
+        with self._changed:
+            self._deadline = min(self._deadline or math.inf, time.monotonic() + grace)
+            refused, self._waiting = self._waiting, deque()
+            self._changed.notify()
+            for ticket in {id(ticket): ticket for ticket, _ in refused}.values():
+                _send(ticket, [self._gone()])
+
+    def join(self, timeout: float) -> bool:
+        """Wait until it has ended after `close`; whether it has."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+            self._fail(self._gone())
+        except BaseException as error:  # a mistake of ours: say it to all who wait, and on /health
+            self._report(traceback.format_exc())
+            with self._changed:
+                self._dead = f"the thread of the model has ended ({_words(error)}); start the server again"
+                self._running.update((-1 - number, entry) for number, entry in enumerate(self._waiting))
+                self._waiting.clear()
+            self._fail(Refusal(503, self._dead))
+
+    def _turn(self) -> bool:
+        """Wait for something to do, and do it; False at the end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._waiting or self._running or self._next is not None or self._deadline is not None
+            )
+            if self._deadline is not None and (not self._running or time.monotonic() > self._deadline):
+                return False
+            if self._next is not None and not self._running:
+                self.served, self._next = self._next, None
+                self._batch = self._new_batch()
+            gone = [key for key, (ticket, _) in self._running.items() if ticket.dropped]
+            for key in gone:
+                self._batch.drop(key)
+                self._forget(key)
+            # Nothing new begins on a model that is about to go.
+            count = 0 if self._next is not None else min(self._batch.free, len(self._waiting))
+            begin = [self._waiting.popleft() for _ in range(count)]
+        for ticket, index in begin:
+            self._begin(ticket, index)
+        if self._running:
+            self._step()
+        return True
+
+    def _begin(self, ticket: Ticket, index: int) -> None:
+        if ticket.step not in (None, self.served.step):
+            _send(ticket, [Refusal(404, f"step {ticket.step} was replaced by step {self.served.step}", "model")])
+            return
+        wanted = ticket.texts[index]
+        try:
+            key = self._batch.start(wanted.prompt_ids, wanted.sampling)
+        except UserError as error:
+            _send(ticket, [Refusal(422, str(error), "prompt")])
+            return
+        except Exception as error:
+            self._failed(error)
+            _send(ticket, [Refusal(503, f"the model failed: {self.error}")])
+            return
+        self._running[key] = (ticket, index)
+
+    def _step(self) -> None:
+        """One forward pass for all texts that are being continued."""
+        try:
+            made = self._batch.step()
+        except Exception as error:  # of the model or the device: those in the batch get no answer, others may
+            self._failed(error)
+            self._fail(Refusal(503, f"the model failed: {self.error}"))
+            self._batch = self._new_batch()
+            return
+        self.error = None
+        sent: dict[int, tuple[Ticket, list[Event | Refusal]]] = {}
+        for key, piece in made:
+            ticket, index = self._running[key]
+            prompt: tuple[Token, ...] = ()
+            if key not in self._begun:
+                self._begun.add(key)
+                if ticket.texts[index].sampling.prompt_logprobs:
+                    prompt = self._batch.prompt_tokens(key)
+            sent.setdefault(id(ticket), (ticket, []))[1].append(Event(index, self.served, piece, prompt))
+            if piece.finish is not None:
+                self._forget(key)
+        for ticket, events in sent.values():
+            _send(ticket, events)
+
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, UserError):
+            self._report("".join(traceback.format_exception(error)))
+        self.error = _words(error)
+
+    def _forget(self, key: int) -> None:
+        del self._running[key]
+        self._begun.discard(key)
+
+    def _fail(self, refusal: Refusal) -> None:
+        """End all texts that are being continued."""
+        for ticket in {id(ticket): ticket for ticket, _ in self._running.values()}.values():
+            _send(ticket, [refusal])
+        self._running.clear()
+        self._begun.clear()
+
+    def _gone(self) -> Refusal:
+        return Refusal(503, self._dead or "the server is ending")
+
+    def _new_batch(self) -> Batch:
+        served = self.served
+        return Batch(served.model, served.tokenizer, slots=self.slots, max_length=self.max_length)
+
+
+def _send(ticket: Ticket, events: Sequence[Event | Refusal]) -> None:
+    """Hand events over to the loop that waits for them."""
+
+    def put() -> None:
+        for event in events:
+            ticket.events.put_nowait(event)
+
+    if not ticket.dropped:
+        with suppress(RuntimeError):  # a loop that is closed has nobody who waits
+            ticket.loop.call_soon_threadsafe(put)
+
+
+def _words(error: BaseException) -> str:
+    """What happened, in a line."""
+    text = str(error).strip().split("\n", maxsplit=1)[0][:300]
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

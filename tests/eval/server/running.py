@@ -1,0 +1,71 @@
+"""A server in a thread of the test, over a small trained run: the real one, on a real port."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+from openai import OpenAI
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.eval.server.serve import Server, opened
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that listens."""
+
+    server: Server
+    url: str
+    log: io.StringIO
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return httpx2.get(self.url + path, timeout=60, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return httpx2.post(self.url + path, json=body, timeout=60, **options)
+
+    def put(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return httpx2.put(self.url + path, json=body, timeout=60, **options)
+
+    def health(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.get("/health").json()
+        return answer
+
+    def until(self, **wanted: Any) -> dict[str, Any]:
+        """Wait until /health says so."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            found = self.health()
+            if all(found[name] == value for name, value in wanted.items()):
+                return found
+            time.sleep(0.02)
+        raise AssertionError(f"{found} instead of {wanted}")
+
+    def openai(self, key: str = "none") -> OpenAI:
+        """Their client, which does not try again by itself."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+@contextmanager
+def running(config: Config, *, key: str | None = None, step: int | None = None) -> Iterator[Running]:
+    """A server over the run of a config whose `serve.port` is 0."""
+    log = io.StringIO()
+    with opened(config, step, key, Console(file=log)) as server:
+        thread = threading.Thread(target=server.run, args=(server.listening,))
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield Running(server, server.url, log)
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()

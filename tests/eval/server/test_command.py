@@ -1,0 +1,150 @@
+"""`pipeline serve` as a user runs it: a process, signals, exit codes, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from rich.console import Console
+
+from pipeline.config.load import load
+from pipeline.errors import UserError
+from pipeline.eval.server.serve import opened, read_key, serve
+from tests import tiny
+from tests.eval.server.running import running
+
+KEY = "0123456789abcdef"
+
+
+@contextmanager
+def _started(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process, and the address that it says."""
+    process = subprocess.Popen(
+        tiny.command("serve", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line + process.stdout.read()
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_ends_it_cleanly(run_file: Path, number: signal.Signals) -> None:
+    folder = load(run_file).run.dir
+    # The folder of a run that may have been moved, as in `pipeline status`.
+    with _started(folder, "--port", 0, "serve.max_length=4096", "serve.slots=1") as (process, url):
+        body = {"prompt": "the", "max_tokens": 60, "temperature": 0}
+        answers: list[httpx2.Response] = []
+        client = threading.Thread(
+            target=lambda: answers.append(httpx2.post(f"{url}/v1/completions", json=body, timeout=60))
+        )
+        client.start()
+        while httpx2.get(f"{url}/health").json()["running"] == 0 and not answers:
+            pass
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        client.join(60)
+        assert process.returncode == 0, output
+        assert [answer.status_code for answer in answers] == [200]
+        assert output.endswith("ended\n")
+        assert "Traceback" not in output
+
+
+@pytest.mark.parallel
+@pytest.mark.slow
+def test_a_text_that_takes_too_long_is_ended(run_file: Path) -> None:
+    """A stream that is cut says so; the exit code is 0 all the same."""
+    with _started(run_file, "--port", 0, "serve.max_length=1000000") as (process, url):
+        body = {"prompt": "the", "max_tokens": 900_000, "temperature": 0, "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            rest = [line for line in lines if line]
+        assert "the server is ending" in rest[-1]
+        assert process.wait(60) == 0
+        assert time.monotonic() - began < 30
+
+
+def test_a_port_that_is_taken_is_said(run_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = load(run_file, [f"serve.port={port}"])
+        with pytest.raises(UserError, match=rf"serve\.port {port} of 127\.0\.0\.1 is taken .* --port, or 0"):
+            serve(config, None, None, Console())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_machines_need_a_key(run_file: Path, host: str) -> None:
+    config = load(run_file, [f"serve.host='{host}'", "serve.port=0"])
+    with pytest.raises(UserError, match=r"other machines reach, and there is no API key: .* --api-key-file"):
+        serve(config, None, None, Console())
+    if host == "0.0.0.0":
+        with running(config, key=KEY) as server:
+            url = server.url.replace("0.0.0.0", "127.0.0.1")
+            assert httpx2.get(f"{url}/v1/models").status_code == 401
+            headers = {"Authorization": f"Bearer {KEY}", "Host": "node7:5000"}
+            assert httpx2.get(f"{url}/v1/models", headers=headers).status_code == 200
+
+
+def test_a_host_that_is_not_there_is_said(run_file: Path) -> None:
+    for host in ("no-such-host.invalid", "203.0.113.1"):
+        config = load(run_file, [f"serve.host={host}", "serve.port=0"])
+        with pytest.raises(UserError, match=r"serve\.host"), opened(config, None, KEY, Console()):
+            pass
+
+
+def test_a_key_is_read_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPELINE_API_KEY", raising=False)
+    assert read_key(None) is None
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    file.chmod(0o644)
+    with pytest.raises(UserError, match="can be read by others on this machine; chmod 600"):
+        read_key(file)
+    file.chmod(0o600)
+    assert read_key(file) == KEY
+    monkeypatch.setenv("PIPELINE_API_KEY", KEY + "0")
+    assert read_key(None) == KEY + "0"
+    assert read_key(file) == KEY
+    for bad in ("", "short", "0123456789 abcdef", "0123456789abcdé"):
+        file.write_text(bad)
+        with pytest.raises(UserError, match="a key is 16 or more letters"):
+            read_key(file)
+        monkeypatch.setenv("PIPELINE_API_KEY", bad)
+        with pytest.raises(UserError, match="PIPELINE_API_KEY has") as refused:
+            read_key(None)
+        assert not bad or bad not in str(refused.value)
+
+
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    config = load(tiny.write_run(tmp_path), ["serve.port=0"])
+    with pytest.raises(UserError, match="train first"):
+        serve(config, None, None, Console())
+
+
+def test_more_positions_than_learned_ones_are_refused(tmp_path: Path) -> None:
+    file = tiny.write_run(tmp_path, {"model.positions": "learned"})
+    with pytest.raises(UserError, match=r"serve\.max_length: 64 is more than the 32 learned positions"):
+        load(file, ["serve.max_length=64"])
