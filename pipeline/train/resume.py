@@ -58,6 +58,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "resume": ("run file", ""),
     "eval": ("run file", ""),
     "generate": ("run file", ""),
+    "serve": ("run file", ""),
     "slurm": ("run file", "where and how jobs are sent"),
 }
 """By key, which stands for all below it that have no entry of their own: who wins, and what else is to be said."""
