@@ -5,7 +5,6 @@ Shapes: R rows, S positions, V padded vocabulary.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +89,7 @@ class _Row:
     """New tokens at most."""
     detokenizer: Detokenizer
     stop: StopStrings
-    chance: random.Random
+    chance: torch.Generator
     last: int = -1
     """The newest token, which the model has not read yet."""
     count: int = 0
@@ -169,7 +168,7 @@ class Batch:
             most=min(sampling.max_tokens, limit - length),
             detokenizer=Detokenizer(self._tokenizer, prompt_ids),
             stop=StopStrings(sampling.stop),
-            chance=random.Random(sampling.seed),
+            chance=torch.Generator(self._device).manual_seed(sampling.seed % 2**64),
         )
         if sampling.repetition_penalty != 1:
             row.seen_V = torch.zeros(self._model.spec.vocab_padded, dtype=torch.bool, device=self._device)
@@ -302,7 +301,7 @@ class Batch:
             index_R = torch.tensor(drawn, device=self._device)
             logits_RV = logits_RV if len(drawn) == len(rows) else logits_RV[index_R]
             shares_RV = probabilities(logits_RV, [rows[index].sampling for index in drawn])
-            taken_R[index_R] = draw(shares_RV, [rows[index].chance.random() for index in drawn])
+            taken_R[index_R] = draw(shares_RV, [rows[index].chance for index in drawn])
         return taken_R.where(finite_R, -1)
 
     def _with_logprobs(

@@ -123,18 +123,21 @@ def probabilities(logits_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:
     return logits_RV.softmax(-1)
 
 
-def draw(probabilities_RV: Tensor, uniform: Sequence[float]) -> Tensor:
-    """A token [R] for each row by inversion: the first one whose cumulative probability is above the row's number.
+def draw(probabilities_RV: Tensor, chances: Sequence[torch.Generator]) -> Tensor:
+    """A token [R] for each row: of exponential waiting times with the probabilities as rates, the shortest.
+
+    Where probabilities change by rounding alone, as with other texts in a batch, another token is drawn only if two
+    waiting times are that close. With one number a row and cumulative sums, every token below would move the draw.
 
     Args:
-        probabilities_RV: Rows sum up to about 1; 0 is never drawn.
-        uniform: A number in [0, 1) for each row.
+        probabilities_RV: 0 is never drawn.
+        chances: By row, on the device of the probabilities; each gives V numbers.
     """
-    sums_RV = _in_units(probabilities_RV).cumsum(-1)
-    uniform_R1 = torch.tensor(uniform, dtype=torch.float64, device=sums_RV.device)[:, None]
-    # Below the total, as the product has bits enough not to be rounded up to it.
-    place_R1 = (uniform_R1 * sums_RV[:, -1:]).long()
-    return torch.searchsorted(sums_RV, place_R1, right=True)[:, 0]
+    waiting_RV = torch.empty_like(probabilities_RV, dtype=torch.float64)  # in fp32, rare tokens would never be first
+    for waiting_V, chance in zip(waiting_RV, chances, strict=True):
+        waiting_V.exponential_(generator=chance)
+    tiny = torch.finfo(torch.float64).tiny
+    return (probabilities_RV / waiting_RV.clamp_(min=tiny)).argmax(-1)
 
 
 def _in_units(probabilities: Tensor) -> Tensor:

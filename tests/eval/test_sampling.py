@@ -126,12 +126,10 @@ def test_the_penalty_makes_a_seen_token_less_probable_whatever_its_sign() -> Non
     assert found.tolist() == [[1.0, -4.0, 0.0, 2.0, -torch.inf], [1.0] * 5]
 
 
-def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
-    shares = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
-    below_one = 1 - 2**-53
-    assert draw(shares, [0, 0.2499, 0.25, 0.5, 0.7499, 0.75, below_one]).tolist() == [1, 1, 3, 3, 3, 4, 4]
-    # Sums that are not 1 by rounding: never a token of probability 0.
-    assert draw(torch.tensor([[0.3, 0.69999, 0.0], [0.3, 0.70001, 0.0]]), [below_one] * 2).tolist() == [1, 1]
+def test_what_has_no_probability_is_never_drawn() -> None:
+    shares = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(1000, -1)
+    ids = draw(shares, chances(1000))
+    assert set(ids.tolist()) == {1, 3}
 
 
 def test_draws_of_a_large_vocabulary_follow_the_distribution() -> None:
@@ -139,11 +137,24 @@ def test_draws_of_a_large_vocabulary_follow_the_distribution() -> None:
     vocabulary, draws = 150_000, 2_000
     shares = torch.full((1, vocabulary), 0.5 / (vocabulary - 1))
     shares[0, 0] = 0.5
-    uniform = torch.rand(draws, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
-    ids = torch.tensor([draw(shares, [each]).item() for each in uniform])
+    (chance,) = chances(1)
+    ids = torch.tensor([draw(shares, [chance]).item() for _ in range(draws)])
     counts = torch.bincount(torch.where(ids == 0, 0, 1 + (ids - 1) * 5 // (vocabulary - 1)), minlength=6)
     expected = torch.tensor([1000.0] + [200.0] * 5)
     assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: 0.001
+
+
+def test_rounding_of_probabilities_hardly_ever_draws_another_token() -> None:
+    """As by bf16, where other texts of a batch change the order of sums; cumulative sums would move most draws."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1000, 500)
+    rounded = logits + 0.003 * torch.randn_like(logits)
+    same = draw(logits.softmax(-1), chances(1000)) == draw(rounded.softmax(-1), chances(1000))
+    assert same.sum() >= 990
+
+
+def chances(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]
 
 
 @pytest.mark.parametrize(
