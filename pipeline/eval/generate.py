@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from pipeline.errors import UserError
@@ -168,7 +170,7 @@ class Batch:
             most=min(sampling.max_tokens, limit - length),
             detokenizer=Detokenizer(self._tokenizer, prompt_ids),
             stop=StopStrings(sampling.stop),
-            chance=torch.Generator(self._device).manual_seed(sampling.seed % 2**64),
+            chance=self._chance(prompt_ids, sampling.seed),
         )
         if sampling.repetition_penalty != 1:
             row.seen_V = torch.zeros(self._model.spec.vocab_padded, dtype=torch.bool, device=self._device)
@@ -212,6 +214,11 @@ class Batch:
             self._reading = None
         self._remove([index for index, row in enumerate(self._rows) if row.key == key])
         self._prompt_tokens.pop(key, None)
+
+    def _chance(self, prompt_ids: Sequence[int], seed: int) -> torch.Generator:
+        """What a text's draws come from: the same wherever and whenever, and others for another prompt."""
+        key = xxhash.xxh3_64_intdigest(np.asarray(prompt_ids, dtype="<i8").tobytes(), seed=seed % 2**64)
+        return torch.Generator(self._device).manual_seed(key)
 
     def _remove(self, indices: Sequence[int]) -> None:
         for index in reversed(indices):

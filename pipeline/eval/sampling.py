@@ -42,7 +42,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """The text ends before the first of these: the one that is complete first, and of several the longest."""
     seed: int = 0
-    """The draws depend on it and on the probabilities alone."""
+    """The draws depend on it, the prompt and the probabilities alone."""
     logprobs: int | None = None
     """Log-probabilities of the token that was taken and of the so many most probable ones: natural logarithm, of the
     model itself, before all of the above. None: none."""
