@@ -56,8 +56,7 @@ def criterion_loss(
 
     In chunks, the logits of one chunk live at a time: its gradients with respect to stream and weight are computed in
     the forward pass already, where the factor of each token is known, and backward only scales them. No matrix product
-    is done twice; kept are the gradients, [N, D] and [V, D] in the types of stream and weight (Wijmans et al. 2024 and
-    Hsu et al. 2024 do so in one kernel).
+    is done twice; kept are the gradients, [N, D] and [V, D] in the types of stream and weight (as in Hsu et al. 2024).
 
     Args:
         head: [B, S, D] and [V, D] -> logits [B, S, V].
