@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipeline.data import store
 from pipeline.train.attempts import Attempt, attempts, metrics_path
 
 _MEASURED = ("step_seconds", "save_blocked", "validation_seconds")
+MOST_STEPS = 10**12
+"""A step beyond is none of a run, but damage."""
+MOST = 1e100
+"""What is larger is no figure: sums and squares of such would leave the range of floats."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ class _Use:
         self._known = {number for number, _ in self._begun}
         self._attempt = 0
         self.productive = array("d")
-        """By step, of those that still count."""
+        """Of each step that still counts, in order."""
+        self._steps = array("q")
+        """The number of each of them."""
         self.lost = self.waiting = self.saving = self.validating = 0.0
         self.measured: dict[int, float] = defaultdict(float)
         """By attempt, in steps, saves and validations."""
@@ -123,24 +131,24 @@ class _Use:
         """By attempt, in seconds since 1970."""
 
     def add(self, row: dict[str, Any]) -> None:
-        attempt, step = row.get("attempt"), row.get("step")
-        if attempt not in self._known or not isinstance(step, int):
-            return  # nothing else is known of that attempt
+        attempt, step, ended = row.get("attempt"), row.get("step"), number(row.get("time"))
+        if not is_step(step) or type(attempt) is not int or attempt not in self._known or not math.isfinite(ended):
+            return  # it is damaged, or nothing else is known of that attempt
         if attempt < self._attempt:
             return  # of a process that had lost the run's lock and had not noticed yet
         if attempt > self._attempt:
             self._go_on_as(attempt)
-        seconds, saving, validating = (row.get(key, 0.0) for key in _MEASURED)
+        seconds, saving, validating = (_seconds(row, key) for key in _MEASURED)
         self.saving += saving
         self.validating += validating
         self.measured[attempt] += seconds + saving + validating
         if attempt not in self.first_step_began and ("step_seconds" in row or "passed_over" in row):
-            self.first_step_began[attempt] = row["time"] - seconds
+            self.first_step_began[attempt] = ended - seconds
         if "step_seconds" in row:
-            waiting = min(row.get("data_wait", 0.0), seconds)
+            waiting = min(_seconds(row, "data_wait"), seconds)
             self.waiting += waiting
             self._lose(step - 1)
-            self.productive.extend([0.0] * (step - 1 - len(self.productive)))
+            self._steps.append(step)
             self.productive.append(seconds - waiting)
 
     def finish(self) -> None:
@@ -155,9 +163,27 @@ class _Use:
 
     def _lose(self, first: int) -> None:
         """Steps from `first` on, counted from 0, do not count."""
-        if len(self.productive) > first:
-            self.lost += sum(self.productive[first:])
-            del self.productive[first:]
+        keep = bisect_right(self._steps, first)
+        if keep < len(self._steps):
+            self.lost += sum(self.productive[keep:])
+            del self.productive[keep:], self._steps[keep:]
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a row of metrics.jsonl can be of such a step."""
+    return type(value) is int and 0 <= value <= MOST_STEPS
+
+
+def number(value: Any) -> float:
+    """A figure of a row as a float; NaN for what is none, or absurdly large."""
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST
+    return float(value) if is_one else math.nan
+
+
+def _seconds(row: dict[str, Any], key: str) -> float:
+    """A length of time; 0 for what is none."""
+    value = number(row.get(key))
+    return value if value > 0 else 0.0
 
 
 def _duration(seconds: float) -> str:

@@ -256,3 +256,24 @@ def test_many_rows_take_little_memory_and_are_read_once(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert found is not None and found.productive == steps
     assert peak < metrics_path(tmp_path).stat().st_size / 10
+
+
+def test_rows_that_make_no_sense_count_for_nothing_and_take_no_memory(tmp_path: Path) -> None:
+    begin(tmp_path, 1, 0.0, 0)
+    odd: list[dict[str, Any]] = [
+        {**step(1, 1, 1.0, 1.0), "time": None},
+        {**step(1, 2, 2.0, 1.0), "time": "late"},
+        {**step(1, 3, 3.0, 1.0), "step_seconds": None},
+        {**step(1, 4, 4.0, 1.0), "data_wait": "x"},
+        {**step(1, 5, 5.0, 1.0), "step_seconds": 1e300},
+        step(1, 10**12 + 1, 6.0, 1.0),
+        step(1, -3, 6.0, 1.0),
+        {**step(1, 7, 7.0, 1.0), "step": True},
+        {**step(1, 7, 7.0, 1.0), "attempt": [1]},
+        step(1, 10**12, 8.0, 1.0),  # the steps between have no row, and take no room
+    ]
+    rows(tmp_path, *odd, *(step(1, number, 10.0 + number, 1.0) for number in range(6, 11)))
+    end(tmp_path, 1, 30.0, 10)
+    found = parts(goodput(tmp_path))
+    # Of step 4 only the wait is not known; the step at 10^12 was gone back from.
+    assert (found["productive"], found["waiting"], found["lost"]) == (1.0 + 5.0, 0.0, 1.0)

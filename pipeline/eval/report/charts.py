@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -43,7 +44,8 @@ class Scale:
 
 def scales(runs: Sequence[RunFacts]) -> tuple[Scale, Scale]:
     """By tokens, and by time since the start of each run, pauses included."""
-    longest = max((each.columns.time[-1] - (each.start or 0.0) for each in runs if len(each.columns)), default=0.0)
+    times = [time - (each.start or 0.0) for each in runs for time in (*each.columns.time[-1:], *_begun(runs, each))]
+    longest = max((time for time in times if math.isfinite(time)), default=0.0)
     unit, name = next(((unit, name) for least, unit, name in _UNITS if longest >= least), (1.0, "seconds"))
     return Scale("tokens", "tokens"), Scale("time", f"{name} since the start", unit)
 
@@ -72,6 +74,11 @@ def _over(scale: Scale) -> str:
 
 def _named(runs: Sequence[RunFacts], facts: RunFacts, what: str) -> str:
     return facts.name if len(runs) > 1 else what
+
+
+def _begun(runs: Sequence[RunFacts], facts: RunFacts) -> list[float]:
+    """When attempts began that are shown."""
+    return [each.begin for each in facts.tries[1:]] if len(runs) == 1 else []
 
 
 def _rules(runs: Sequence[RunFacts], scale: Scale) -> tuple[tuple[float, str], ...]:

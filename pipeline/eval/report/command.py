@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,9 @@ def report(runs: Sequence[Path], console: Console, *, out: Path | None = None, p
         raise UserError(f"--out is {out}; name a file that ends with .html")
     if out is not None and out.is_dir():
         raise UserError(f"--out is {out}, a folder; name a file in it, like {out / REPORT_FILE}")
+    if out is not None and not out.parent.exists() and not any(path.is_file() for path in out.parents):
+        todo = f"`mkdir -p {shlex.quote(str(out.parent))}`"
+        raise UserError(f"--out is {out}, but the folder {out.parent} is missing; make it ({todo}), or name another")
     found = gather_all(runs)
     file = out or (found[0].folder / REPORT_FILE if len(found) == 1 else Path(REPORT_FILE))
     contents = {file: page(found)}
@@ -54,7 +58,7 @@ def report(runs: Sequence[Path], console: Console, *, out: Path | None = None, p
         why = f": {facts.state.why}" if facts.state.why else ""
         say(console, f"{facts.name}: {facts.state.word}{why}")
         for line in facts.problems:
-            say(console, f"  not known: {line}")
+            say(console, f"  missing or damaged: {line}")
     return file
 
 

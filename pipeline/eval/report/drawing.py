@@ -60,6 +60,7 @@ _SHEET_COLUMNS, _SHEET_DPI, _SHEET_LEGEND = 3, 130, 0.75
 _MOST_LABELS, _LABEL = 8, 26
 _RULE_NAMES = 8
 """Attempts whose number is shown."""
+UNDRAWN = "This chart cannot be drawn."
 _TICKS = 5
 _NARROW, _WIDE = 4.0, 200.0
 """Ratios of the ends of a logarithmic axis, up to which it has equal ticks, and three in a decade."""
@@ -92,6 +93,20 @@ def png(charts: Sequence[Chart], title: str, lines: Sequence[str]) -> bytes:
         title: above all.
         lines: below it.
     """
+    try:
+        return _sheet(charts, title, lines, [])
+    except Exception:  # figures of others may be what no axis is made for
+        return _sheet(charts, title, lines, [chart for chart in charts if not _can_be_drawn(chart)])
+
+
+def _can_be_drawn(chart: Chart) -> bool:
+    try:
+        return bool(svg(chart, "k"))
+    except Exception:
+        return False
+
+
+def _sheet(charts: Sequence[Chart], title: str, lines: Sequence[str], undrawn: Sequence[Chart]) -> bytes:
     from matplotlib.figure import Figure
 
     rows = [charts[start : start + _SHEET_COLUMNS] for start in range(0, len(charts), _SHEET_COLUMNS)]
@@ -108,8 +123,12 @@ def png(charts: Sequence[Chart], title: str, lines: Sequence[str]) -> bytes:
             cells = place.subfigures(1, _SHEET_COLUMNS, squeeze=False)[0]
             for chart, cell in zip(row, cells, strict=False):
                 axes = cell.add_subplot()
-                _draw(axes, chart, LIGHT)
                 axes.set_title(_short(chart.title, 44), loc="left", size=13, weight="bold", color=LIGHT["ink"])
+                if any(chart is each for each in undrawn):
+                    axes.set_axis_off()
+                    axes.text(0.5, 0.5, UNDRAWN, ha="center", wrap=True, color=LIGHT["muted"])
+                    continue
+                _draw(axes, chart, LIGHT)
                 _legend(cell, chart)
         figure.savefig(file, format="png", metadata={"Software": None})
         return file.getvalue()
@@ -188,7 +207,10 @@ def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
             clip_on=False,
         )
     few = len(chart.rules) <= _RULE_NAMES
+    left, right = axes.get_xlim()
     for place, name in chart.rules:
+        if not left <= place <= right:
+            continue  # by a clock that was set: its number would lie beside the chart and leave it no room
         axes.axvline(place, color=colours["muted"], linewidth=0.8, linestyle=(0, (2, 2)), alpha=1 if few else 0.4)
         if few:
             text = axes.text(place, 1.0, name, transform=axes.get_xaxis_transform(), va="bottom", ha="center")
@@ -233,6 +255,9 @@ def _limits(axes: Axes, chart: LineChart) -> None:
     elif chart.axis != "steps":
         low = 0.0 if xs.min() < 0.3 * xs.max() else float(xs.min())
         axes.set_xlim(low, float(xs.max()) + 0.015 * (float(xs.max()) - low))  # a point at the end is seen whole
+    low, high = axes.get_xlim()
+    if (last := max((place for place, _ in chart.rules), default=high)) > high:
+        axes.set_xlim(low, last + 0.015 * (last - low))  # an attempt that has made no step yet
 
 
 def _drawable(values: Any, chart: LineChart) -> Any:
@@ -303,8 +328,10 @@ def _legend(cell: Any, chart: Chart) -> None:
         return
     for handle in handles:
         handle.set_label("\u200b" + _short(handle.get_label(), _LABEL))  # one that begins with "_" is left out
+    if (more := len(handles) - _MOST_LABELS) > 0:
+        handles = [*handles[:_MOST_LABELS], Line2D([], [], linestyle="none", label=f"and {more} more")]
     cell.legend(
-        handles=handles[:_MOST_LABELS],
+        handles=handles,
         loc="outside lower center",
         ncols=2 if any(len(handle.get_label()) > 15 for handle in handles) else 3,
         frameon=False,

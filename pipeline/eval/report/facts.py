@@ -8,15 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 
 from pipeline.data.provenance import JOURNAL_FILE, read_journal
 from pipeline.data.tokenizer_stage import run_tokenizer
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Table
-from pipeline.eval.report.words import NONE, count, figure, moment, seconds, share, si
-from pipeline.eval.reports import best
+from pipeline.eval.report.words import NONE, count, figure, is_secret, masked, moment, seconds, share, si
 from pipeline.train.describe import describe_run
+from pipeline.train.goodput import number
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
 
@@ -47,9 +48,9 @@ def headline(facts: RunFacts) -> Iterator[Fact]:
         f"of {count(facts.steps)}" if facts.steps else "of an unknown number",
         done / facts.steps if facts.steps else None,
     )
-    tokens = columns.tokens[-1] if len(columns) else facts.checkpoint.get("tokens")
-    if not isinstance(tokens, (int, float)):
-        tokens = None
+    saved = facts.checkpoint.get("tokens") if facts.checkpoint.get("step") == done else None
+    trained = number(columns.tokens[-1] if len(columns) else saved)
+    tokens = trained if math.isfinite(trained) else None
     yield Fact(
         "tokens trained on",
         si(tokens) if tokens is not None else NONE,
@@ -64,13 +65,7 @@ def headline(facts: RunFacts) -> Iterator[Fact]:
     )
     lowest = min(looks, key=lambda each: each.loss, default=None)
     yield Fact("best validation", figure(lowest.loss if lowest else None), f"step {lowest.step:,}" if lowest else "")
-    scores = [each for each in facts.evaluations if not each.replaced and each.scores["loss"] is not None]
-    chosen = (best(facts.evaluations) or scores[-1:])[:1]
-    yield Fact(
-        "held-out loss",
-        figure(chosen[0].scores["loss"] if chosen else None),
-        f"best evaluation, step {chosen[0].step:,}" if chosen else "not evaluated",
-    )
+    yield _held_out(facts)
     yield Fact("throughput", si(rate) if (rate := facts.recent("tokens_per_second")) else NONE, "tokens a second")
     if (mfu := facts.recent("mfu")) is not None:
         yield Fact("MFU", share(mfu), "attention counted whole")
@@ -78,15 +73,32 @@ def headline(facts: RunFacts) -> Iterator[Fact]:
     left = _left(facts)
     day, _, clock = moment(facts.start).partition(" ")
     yield Fact("started", day, f"{clock}, {seconds(left)} left" if left is not None else clock)
-    yield Fact("attempts", count(len(facts.tries)), f"{columns.lost:,} steps made again" if columns.lost else "")
+    yield Fact("attempts", count(len(facts.tries)), f"{columns.lost:,} steps lost" if columns.lost else "")
+
+
+def _held_out(facts: RunFacts) -> Fact:
+    """The best of the evaluations that can be compared with the newest one."""
+    scores = [each for each in facts.evaluations if not each.replaced and each.scores["loss"] is not None]
+    if not scores:
+        return Fact("held-out loss", NONE, "not evaluated")
+    newest = max(scores, key=lambda each: (each.time, each.step))
+    kind = [each for each in scores if each.measure == newest.measure]
+    chosen = min(kind, key=lambda each: each.scores["loss"] or 0.0)
+    of = f"best of {len(kind)} evaluations, " if len(kind) > 1 else ""
+    return Fact("held-out loss", figure(chosen.scores["loss"]), f"{of}step {chosen.step:,}")
 
 
 def _left(facts: RunFacts) -> float | None:
-    """Seconds until the end, by the time that the newest steps took."""
-    times = facts.columns.time[-100:]
-    if facts.state.word != "going on" or facts.steps is None or len(times) < 2:
+    """Seconds until the end, by the newest steps of the attempt that goes on: no pause lies between them."""
+    columns = facts.columns
+    if facts.state.word != "going on" or facts.steps is None or len(columns) < 2:
         return None
-    return max(0.0, (facts.steps - facts.step) * (times[-1] - times[0]) / (len(times) - 1))
+    steps, times, tries = (np.asarray(each[-100:]) for each in (columns.step, columns.time, columns.attempt))
+    known = (tries == tries[-1]) & np.isfinite(times)
+    steps, times = steps[known], times[known]
+    if len(steps) < 2:
+        return None
+    return float(max(0.0, (facts.steps - facts.step) * (times[-1] - times[0]) / (steps[-1] - steps[0])))
 
 
 def attempts_table(runs: Sequence[RunFacts]) -> tuple[Table, str]:
@@ -158,14 +170,14 @@ def config_table(runs: Sequence[RunFacts]) -> Table:
     if len(runs) == 1:
         config = runs[0].config
         changed = _flat(config.model_dump(mode="json", exclude_defaults=True)) if config else _flat(runs[0].values)
-        return Table(("key", "value"), tuple((key, _shown(value)) for key, value in changed.items()), 2)
+        return Table(("key", "value"), tuple((key, _shown(key, value)) for key, value in changed.items()), 2)
     flat = [_flat(facts.values) for facts in runs]
     keys = list(dict.fromkeys(key for values in flat for key in values))
     rows = []
     for key in keys:
         values = [each.get(key, _MISSING) for each in flat]
         if key != "run.dir" and any(value != values[0] or type(value) is not type(values[0]) for value in values[1:]):
-            rows.append((key, *(NONE if value is _MISSING else _shown(value) for value in values)))
+            rows.append((key, *(NONE if value is _MISSING else _shown(key, value) for value in values)))
     return Table(("key", *(facts.name for facts in runs)), tuple(rows), 1 + len(runs))
 
 
@@ -186,11 +198,24 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _shown(value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
+    value = _open(key, value)
     if isinstance(value, str):
         return _cut(value)
     return _cut(orjson.dumps(value, default=str).decode())
 
 
+def _open(key: str, value: Any) -> Any:
+    """A value without what is secret in it."""
+    if is_secret(key) and value is not None:
+        return "***"
+    if isinstance(value, Mapping):
+        return {str(name): _open(str(name), below) for name, below in value.items()}
+    if isinstance(value, list):
+        return [_open("", below) for below in value]
+    return masked(value) if isinstance(value, str) else value
+
+
 def _cut(text: str, most: int = _LONGEST) -> str:
+    text = masked(text)  # before it is cut: half an address would not be known as one
     return text if len(text) <= most else text[: most - 1] + "…"

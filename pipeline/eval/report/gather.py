@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,20 +20,19 @@ import yaml
 
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, load_run, no_run_folder
-from pipeline.data import store
 from pipeline.data.accounting import run_length
 from pipeline.data.accounts import Account, accounts
 from pipeline.data.journal import Journal
 from pipeline.data.provenance import JOURNAL_FILE, read_journal
 from pipeline.data.sampler import Sampler
 from pipeline.errors import UserError
-from pipeline.eval.report.scores import Score, read_scores
+from pipeline.eval.report.scores import Score, read_made_with, read_scores
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
 from pipeline.eval.reports import Evaluation, read_evaluations
 from pipeline.train.attempts import Attempt, attempts, ledger_path, metrics_path
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.goodput import Goodput, goodput
+from pipeline.train.goodput import Goodput, goodput, is_step, number
 from pipeline.train.heartbeat import Beat, read_beats
 
 EXIT_FILE = "exit.json"
@@ -77,6 +76,8 @@ class RunFacts:
     length_reason: str
     consumption: list[Consumption]
     evaluations: list[Evaluation]
+    made_with: dict[tuple[int, str], dict[str, Any]]
+    """How each evaluation was made, by step and weights."""
     scores: list[Score]
     checkpoint: dict[str, Any]
     """The state that the newest checkpoint has written down."""
@@ -88,14 +89,15 @@ class RunFacts:
         """Steps done."""
         if len(self.columns):
             return self.columns.step[-1]
-        return self.tries[-1].first_step if self.tries else int(self.checkpoint.get("step", 0))
+        step = self.tries[-1].step if self.tries else self.checkpoint.get("step")
+        return step if is_step(step) else 0
 
     @property
     def start(self) -> float | None:
         """When its first attempt began, in seconds since 1970."""
         if self.tries:
             return self.tries[0].begin
-        return self.columns.time[0] if len(self.columns) else None
+        return next((time for time in self.columns.time if math.isfinite(time)), None)
 
     def recent(self, name: str) -> float | None:
         """Median of a number over the newest steps."""
@@ -127,10 +129,15 @@ def gather(run: Path) -> RunFacts:
             problems.append(f"{what} cannot be read: {str(error) or type(error).__name__}")
         return otherwise
 
-    tries: list[Attempt] = read(ledger_path(folder).name, lambda: attempts(folder), [])
-    columns, spent = _metrics(folder, tries, read)
-    if not metrics_path(folder).exists():
-        problems.append(f"{metrics_path(folder).name} is missing: no step was made yet, or it was moved away")
+    tries = _attempts(folder, read, problems)
+    columns, spent = _metrics(folder, tries, read, problems)
+    for path, why in (
+        (metrics_path(folder), "no step was made yet"),
+        (ledger_path(folder), "no attempt has begun yet"),
+        (folder / JOURNAL_FILE, "no attempt has written down its data yet"),
+    ):
+        if not path.exists():
+            problems.append(f"{path.name} is missing: {why}, or it was moved away")
     values: dict[str, Any] = read(RUN_FILE, lambda: _values(folder / RUN_FILE), {})
     config: Config | None = None
     if values:
@@ -145,7 +152,10 @@ def gather(run: Path) -> RunFacts:
     problems += [f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again" for path in damaged]
     exit_state: dict[str, Any] = read(EXIT_FILE, lambda: _object(folder / EXIT_FILE), {}, optional=True)
     beats: dict[int, Beat] = read("heartbeats", lambda: read_beats(folder), {})
-    step_seconds = np.diff(np.asarray(columns.time)[-_RECENT:])
+    problems += _contradictions(columns, tries, exit_state)
+    times = np.asarray(columns.time)
+    times = times[np.isfinite(times)]
+    step_seconds = np.diff(times[-_RECENT:])
     found = RunFacts(
         folder=folder,
         name=folder.name,
@@ -156,7 +166,7 @@ def gather(run: Path) -> RunFacts:
             tries,
             exit_state,
             beats,
-            newest=columns.time[-1] if len(columns) else None,
+            newest=float(times[-1]) if times.size else None,
             step_seconds=float(np.median(step_seconds)) if step_seconds.size else 0.0,
             heartbeat_seconds=config.launch.heartbeat_seconds if config is not None else 30.0,
             now=time.time(),
@@ -169,6 +179,7 @@ def gather(run: Path) -> RunFacts:
         length_reason=why,
         consumption=[],
         evaluations=evaluations,
+        made_with=read("eval", lambda: read_made_with(folder), {}),
         scores=scores,
         checkpoint=checkpoint,
         problems=problems,
@@ -206,13 +217,87 @@ def _folder(run: Path) -> Path:
     return config.run.dir.absolute()
 
 
-def _metrics(folder: Path, tries: list[Attempt], read: Callable[..., Any]) -> tuple[Columns, Goodput | None]:
+class _Lines:
+    """The objects of a file of JSON lines, and how many lines are none. One that is being written is not counted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.unread = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            for line in file:
+                row = None
+                with suppress(orjson.JSONDecodeError):
+                    row = orjson.loads(line)
+                if isinstance(row, dict):
+                    yield row
+                elif line.strip() and line.endswith(b"\n"):
+                    self.unread += 1
+
+
+def _unread(lines: int, path: Path) -> list[str]:
+    return [f"{lines:,} line{'s' * (lines > 1)} of {path.name} cannot be read"] if lines else []
+
+
+def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> list[Attempt]:
+    """The attempts that the ledger has, without those whose figures make no sense."""
+    path = ledger_path(folder)
+    lines = _Lines(path)
+    begun: list[Any] = read(path.name, lambda: [x.get("attempt") for x in lines if x.get("event") == "attempt"], [])
+    problems += _unread(lines.unread, path)
+    tries: list[Attempt] = read(path.name, lambda: attempts(folder), [])
+    sound = [each for each in tries if _is_sound(each)]
+    numbers = [each.number for each in sound]
+    if strange := sum(number not in numbers for number in begun):
+        problems.append(f"{path.name} is damaged: {strange:,} of {len(begun):,} lines of attempts make no sense")
+    return sound
+
+
+def _is_sound(attempt: Attempt) -> bool:
+    times = (attempt.begin, attempt.begin if attempt.end is None else attempt.end)
+    whole = isinstance(attempt.layout, dict) and all(type(each) is int for each in attempt.layout.values())
+    return (
+        type(attempt.number) is int
+        and is_step(attempt.first_step)
+        and is_step(attempt.step)
+        and all(math.isfinite(number(time)) for time in times)
+        and (attempt.code is None or type(attempt.code) is int)
+        and isinstance(attempt.reason, str)
+        and isinstance(attempt.host, str)
+        and whole
+    )
+
+
+def _contradictions(columns: Columns, tries: Sequence[Attempt], exit_state: dict[str, Any]) -> Iterator[str]:
+    """What metrics lack that other files speak of."""
+    name, last = metrics_path(Path()).name, tries[-1] if tries else None
+    strange = sorted(set(columns.attempt) - {each.number for each in tries})
+    if strange:
+        which = ", ".join(map(str, strange[:5])) + ", …" * (len(strange) > 5)
+        yield f"{name} has steps of attempt {which}, of which {ledger_path(Path()).name} says nothing"
+    told: dict[str, Any] = {}
+    # Of one that was killed the step is a guess by the heartbeat, which is ahead of the metrics.
+    if last is not None and last.end is not None and last.code is not None:
+        told[ledger_path(Path()).name] = last.step
+    if last is None or (last.end is not None and exit_state.get("attempt") == last.number):
+        told.setdefault(EXIT_FILE, exit_state.get("step"))
+    done = columns.step[-1] if len(columns) else 0
+    file, step = max(told.items(), key=lambda item: item[1] if is_step(item[1]) else -1, default=("", 0))
+    if is_step(step) and step > done:
+        yield f"{name} ends at step {done:,}, but {file} says that step {step:,} was made"
+
+
+def _metrics(
+    folder: Path, tries: list[Attempt], read: Callable[..., Any], problems: list[str]
+) -> tuple[Columns, Goodput | None]:
     """Columns and goodput, in one pass over what may be a file of gigabytes."""
     path = metrics_path(folder)
+    lines = _Lines(path)
 
     def both() -> tuple[Columns, Goodput | None]:
         columns = Columns(tries)
-        rows = columns.taking(store.json_lines(path))
+        rows = columns.taking(lines)
         spent = goodput(folder, tries, rows)
         for _ in rows:  # without an attempt that is known nobody has taken them
             pass
@@ -220,8 +305,8 @@ def _metrics(folder: Path, tries: list[Attempt], read: Callable[..., Any]) -> tu
         return columns, spent
 
     def alone() -> tuple[Columns, Goodput | None]:
-        columns = Columns(tries)
-        for _ in columns.taking(store.json_lines(path)):
+        columns, lines.unread = Columns(tries), 0
+        for _ in columns.taking(lines):
             pass
         columns.finish()
         return columns, None
@@ -229,7 +314,12 @@ def _metrics(folder: Path, tries: list[Attempt], read: Callable[..., Any]) -> tu
     found: tuple[Columns, Goodput | None] | None = read("the goodput", both, None)
     if found is None:
         found = read(path.name, alone, (Columns(), None))
-    return found
+    columns, spent = found
+    problems += _unread(lines.unread + columns.unread, path)
+    if columns.untimed:
+        without = f"{columns.untimed:,} line{'s have' if columns.untimed > 1 else ' has'} no time"
+        problems.append(f"{path.name}: {without}; the goodput leaves them out")
+    return columns, spent
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,11 +11,14 @@ from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
 from pipeline.eval.report.model import Bar, BarChart, Chart, Line, LineChart, Look, Part, Table
 from pipeline.eval.report.words import NONE, count, figure, seconds, share, si
+from pipeline.eval.reports import WINDOWS, Evaluation
 
 _MOST_BARS = 12
+_NOT_HOW = ("checkpoint", "weights", "split")
+"""What was evaluated; the rest is how."""
 _SPENT: tuple[tuple[str, str, str], ...] = (
     ("productive", "steps that count", "s2"),
-    ("lost", "steps made again", "s1"),
+    ("lost", "steps lost", "s1"),
     ("waiting", "waiting for data", "s4"),
     ("saving", "saving", "s0"),
     ("validating", "validating", "s3"),
@@ -123,16 +127,20 @@ def _drawn(row: Consumption) -> int:
 
 
 def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
-    """The held-out loss of checkpoints, all sources together and each of several."""
+    """The held-out loss of checkpoints, all sources together and each of several. What differs is a line of its own."""
     lines: list[Line] = []
     cells = []
+    shown = [_asked(each, found) for each in runs for found in each.evaluations if not found.replaced]
+    differ = _differing(shown)
     for number, each in enumerate(runs):
-        series: dict[str, list[tuple[int, float]]] = {}
+        series: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for found in each.evaluations:
             if found.replaced:
                 continue
-            of = " (average of weights)" if found.weights == "ema" else ""
-            what = f"{found.split}{of}"
+            asked = _asked(each, found)
+            told = [f"{key} {_told(key, asked[key], values)}" for key, values in differ.items() if key in asked]
+            told += ["average of weights"] * (found.weights == "ema")
+            what = f"{found.split} ({', '.join(told)})" if told else found.split
             name = f"{each.name}, {what}" if len(runs) > 1 else what
             parts = {name: found.scores} | (
                 {f"{name}: {source}": scores for source, scores in found.sources.items()}
@@ -141,14 +149,21 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
             )
             for label, scores in parts.items():
                 if (loss := scores["loss"]) is not None:
-                    series.setdefault(label, []).append((found.step, loss))
+                    series.setdefault((label, found.measure), []).append((found.step, loss))
                 cells.append(
                     (label, count(found.step), *(figure(scores[k]) for k in ("loss", "perplexity", "bits_per_byte")))
                 )
-        for place, (label, points) in enumerate(series.items()):
+        for place, ((label, _), points) in enumerate(series.items()):
             look = Look.of(place) if len(runs) == 1 else Look.of(number).dotted(place)
             x, y = (np.array(values, float) for values in zip(*points, strict=True))
             lines.append(Line(label, points_of(x, y), look, points=True))
+    notes = ["From `pipeline eval`."]
+    if all(asked.get("samples") is None for asked in shown):
+        notes = ["From `pipeline eval`: the whole split, where validation takes a sample."]
+    if differ:
+        notes.append("Only what was evaluated in the same way can be compared.")
+    if len(lines) > MOST_LINES:
+        notes.append(f"{MOST_LINES} of {len(lines)} lines; the table has all.")
     return LineChart(
         title="Held-out loss",
         description="Held-out loss of the checkpoints that were evaluated, over steps, nats a token.",
@@ -158,8 +173,33 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
         lines=tuple(lines[:MOST_LINES]),
         table=Table(("of", "step", "loss", "perplexity", "bits per byte"), tuple(cells), 1),
         logarithmic=True,
-        note="From `pipeline eval`: the whole split, where validation takes a sample.",
+        note=" ".join(notes),
     )
+
+
+def _asked(facts: RunFacts, found: Evaluation) -> dict[str, Any]:
+    """How an evaluation was made, as far as its loss depends on that."""
+    made_with = facts.made_with.get((found.step, found.weights), {})
+    return {**WINDOWS, **{key: made_with[key] for key in sorted(made_with) if key not in _NOT_HOW}}
+
+
+def _differing(asked: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Keys with more than one value, and their values in the order in which they come."""
+    found: dict[str, list[Any]] = {}
+    for each in asked:
+        for key, value in each.items():
+            values = found.setdefault(key, [])
+            if value not in values:
+                values.append(value)
+    return {key: found[key] for key in sorted(found) if len(found[key]) > 1}
+
+
+def _told(key: str, value: Any, values: list[Any]) -> str:
+    if isinstance(value, (dict, list)):  # hashes of data sets
+        return f"{values.index(value) + 1}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ("all" if key == "samples" else "none") if value is None else str(value)
 
 
 def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from pipeline import __version__
 from pipeline.eval.report.charts import curves, scales
-from pipeline.eval.report.drawing import DARK, LIGHT, svg
+from pipeline.eval.report.drawing import DARK, LIGHT, UNDRAWN, svg
 from pipeline.eval.report.facts import Fact, attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import BarChart, Chart, LineChart, Look, Part, Table
@@ -112,17 +112,21 @@ def _tile(fact: Fact) -> str:
 def _problems(facts: RunFacts) -> Iterator[str]:
     if facts.problems:
         items = "".join(f"<li>{_escaped(line)}</li>" for line in facts.problems)
-        yield f"<div class='missing'><p>What is not known of this run:</p><ul>{items}</ul></div>"
+        yield f"<div class='missing'><p>What is missing or damaged:</p><ul>{items}</ul></div>"
 
 
 def _figure(chart: Chart, key: str, over: str = "always") -> str:
+    try:
+        drawn = svg(chart, key)
+    except Exception:  # figures of others may be what no axis is made for: that is no reason to show no other chart
+        drawn = f"<p class='note'>{UNDRAWN} Its figures are below.</p>"
     note = f"<p class='note'>{_escaped(chart.note)}</p>" if chart.note else ""
     rules = isinstance(chart, LineChart) and chart.rules
     if rules:
         note += "<p class='note'>Dashed, numbered: where an attempt began.</p>"
     return (
         f"<figure class='{over}'><figcaption><h3>{_escaped(chart.title)}</h3></figcaption>{_legend(chart)}"
-        f"{svg(chart, key)}{note}"
+        f"{drawn}{note}"
         f"<details><summary>Figures</summary>{_table(chart.table)}</details></figure>"
     )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from pipeline.eval.reports import evaluations_folder
+from pipeline.eval.reports import evaluations_folder, report_files
 
 _COUNTS = ("nats", "passages", "documents", "words", "bytes", "targets", "tokens", "samples", "sample_len")
 """Figures that say how much was read, not how well."""
@@ -51,6 +52,17 @@ def read_scores(run: Path) -> tuple[list[Score], list[Path]]:
     # Of two results of one task at a step, those that the harness was asked for last come first.
     once = {(each.step, each.weights, each.task, each.figure): each for each in reversed(found)}
     return sorted(once.values(), key=lambda each: (each.task, each.figure, each.weights, each.step)), damaged
+
+
+def read_made_with(run: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """By step and weights how each evaluation of the held-out loss was made; of sound reports."""
+    found = {}
+    for path in report_files(run):
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            value = orjson.loads(path.read_bytes())
+            made_with = value["made_with"]
+            found[value["step"], made_with["weights"]] = dict(made_with)
+    return found
 
 
 def _of_tasks(step: int, value: Any) -> Iterator[Score]:

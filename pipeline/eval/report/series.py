@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.train.attempts import Attempt
+from pipeline.train.goodput import is_step, number
 
 Floats = npt.NDArray[np.float64]
 
@@ -59,6 +60,8 @@ class Columns:
         """Row of the last step; None where the run went back and has made none since."""
         self.lost = 0
         """Steps that were made and do not count."""
+        self.unread = self.untimed = 0
+        """Rows that are none of a step; rows without a time."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -72,17 +75,19 @@ class Columns:
     def add(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl; rows come in the order of the file. One that is none of a step is passed over."""
         step, attempt = row.get("step"), row.get("attempt", 0)
-        if type(step) is not int or type(attempt) is not int or not 0 <= step < 2**62 or not 0 <= attempt < 2**62:
+        if not is_step(step) or type(attempt) is not int or not 0 <= attempt < 2**62:
+            self.unread += 1
             return
         if attempt < self._attempt:
             return  # of a process that had lost the run's lock and had not noticed yet
         if attempt > self._attempt:
             self._go_on_as(attempt)
-        time = _number(row.get("time"))
+        time = number(row.get("time"))
+        self.untimed += not math.isfinite(time)
         if "validation_loss" in row:
             by_source = row.get("validation_loss_by_source")
-            losses = {str(k): _number(v) for k, v in by_source.items()} if isinstance(by_source, dict) else {}
-            self.validations.append(Validation(step, time, _number(row["validation_loss"]), losses))
+            losses = {str(k): number(v) for k, v in by_source.items()} if isinstance(by_source, dict) else {}
+            self.validations.append(Validation(step, time, number(row["validation_loss"]), losses))
         if "tokens" not in row:
             return
         if self.step and step <= self.step[-1]:
@@ -90,15 +95,15 @@ class Columns:
         self.step.append(step)
         self.attempt.append(attempt)
         self.time.append(time)
-        self.tokens.append(_number(row["tokens"]))
+        self.tokens.append(number(row["tokens"]))
         for name, column in self.numbers.items():
-            column.append(_number(row.get(name)))
+            column.append(number(row.get(name)))
         by_source = row.get("loss_by_source")
         if isinstance(by_source, dict):
             for name, value in by_source.items():
                 of_source = self.loss_by_source.setdefault(name, array("d"))
                 of_source.extend([math.nan] * (len(self.step) - 1 - len(of_source)))
-                of_source.append(_number(value))
+                of_source.append(number(value))
         if row.get("spike") is True:
             self.spikes.append(step)
         if row.get("skipped") is True:
@@ -129,8 +134,8 @@ class Columns:
         return found
 
     def _go_on_as(self, attempt: int) -> None:
-        for number, first in self._first_steps.items():
-            if self._attempt < number <= attempt:
+        for begun, first in self._first_steps.items():
+            if self._attempt < begun <= attempt:
                 self._go_back(first)
         self._attempt = attempt
 
@@ -205,8 +210,3 @@ def curve(x: Floats, y: Floats, breaks: Sequence[int] = (), *, plain: bool = Fal
         return Curve(mean_x, mean, steps, np.insert(x, breaks, np.nan), np.insert(y, breaks, np.nan))
     low, high = (np.insert(f.reduceat(y, bounds), cuts, np.nan) for f in (np.fmin, np.fmax))
     return Curve(mean_x, mean, steps, low=low, high=high)
-
-
-def _number(value: Any) -> float:
-    """As a float; NaN for what is none."""
-    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -39,7 +39,14 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"description": "Refused; the message names the field"}, 503: {"description": "Failed"}},
     )
-    app.add_middleware(Guard, key=key, hosts=hosts, max_body_bytes=settings.max_body_bytes, log=serving.log)
+    app.add_middleware(
+        Guard,
+        key=key,
+        hosts=hosts,
+        max_body_bytes=settings.max_body_bytes,
+        max_open=max_open(settings),
+        log=serving.log,
+    )
     app.include_router(openai_api.router(serving))
     app.include_router(megatron_api.router(serving))
 
@@ -73,6 +80,11 @@ def create_app(
         return _answer(request, Refusal(error.status_code, message), error.headers)
 
     return app
+
+
+def max_open(settings: ServeConfig) -> int:
+    """Requests at once: those that wait or are answered, and some that are sent, refused or read to the end."""
+    return settings.queue + settings.slots + 64
 
 
 def _answer(request: Request, refusal: Refusal, headers: Any = None) -> Response:

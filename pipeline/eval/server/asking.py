@@ -7,13 +7,12 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from pipeline.config.serve import ServeConfig
 from pipeline.errors import UserError
-from pipeline.eval.generate import encode_prompt
 from pipeline.eval.server.bodies import Body
 from pipeline.eval.server.guard import COUNTS
 from pipeline.eval.server.refusal import Refusal
@@ -32,6 +31,8 @@ class Serving:
     settings: ServeConfig
     log: Callable[[str], None]
     watch: Watch | None = None
+    encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Of requests whose prompts become tokens, which takes memory and processors."""
 
     @property
     def served(self) -> Served:
@@ -40,7 +41,7 @@ class Serving:
 
 
 async def encode(
-    serving: Serving, prompts: Sequence[str | list[int]], field: str, *, begin: bool = False
+    serving: Serving, prompts: Sequence[str | list[int]], field: str, texts: int, *, begin: bool = False
 ) -> list[list[int]]:
     """Ids of prompts.
 
@@ -48,30 +49,32 @@ async def encode(
         serving: whose tokenizer it is.
         prompts: texts, or ids.
         field: of the body, for messages.
+        texts: that the request will queue.
         begin: put the end-of-document token before each.
 
     Raises:
-        Refusal: one is too long, or has an id that the model does not have.
+        Refusal: one is too long, or has an id that the model does not have; the queue is full.
     """
     served, most = serving.served, serving.worker.max_length - 1
+    allowed = f"at most {most} are allowed (serve.max_length is {most + 1}, prompt and new tokens together)"
+    names = [field] if len(prompts) == 1 else [f"{field}.{number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        # Whatever the tokens are, they are too many: no work for the tokenizer.
+        size = len(prompt.encode()) if isinstance(prompt, str) else 0
+        if size > most * served.bytes_of_a_token:
+            raise Refusal(422, f"{name}: has {size:,} bytes, which are too many tokens; {allowed}", field)
 
     def all_of_them() -> list[list[int]]:
         found: list[list[int]] = []
-        for number, prompt in enumerate(prompts):
-            name = field if len(prompts) == 1 else f"{field}.{number}"
+        for name, prompt in zip(names, prompts, strict=True):
             try:
-                ids = encode_prompt(served.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+                ids = _encode(served, prompt) if isinstance(prompt, str) else list(prompt)
             except UserError as error:
                 raise Refusal(422, f"{name}: {error}", field) from None
             if begin and prompt:  # an empty one begins a document by itself
                 ids = [served.tokenizer.end_of_document, *ids]
             if len(ids) > most:
-                raise Refusal(
-                    422,
-                    f"{name}: has {len(ids)} tokens; at most {most} are allowed (serve.max_length is "
-                    f"{serving.worker.max_length}, prompt and new tokens together)",
-                    field,
-                )
+                raise Refusal(422, f"{name}: has {len(ids)} tokens; {allowed}", field)
             if ids and max(ids) >= served.tokenizer.vocab_size:
                 raise Refusal(
                     422,
@@ -81,7 +84,15 @@ async def encode(
             found.append(ids)
         return found
 
-    return await asyncio.to_thread(all_of_them)
+    async with serving.encoding:
+        serving.worker.check_room(texts)
+        return await asyncio.to_thread(all_of_them)
+
+
+def _encode(served: Served, prompt: str) -> list[int]:
+    """As `encode_prompt`, but other threads go on meanwhile: the library lets them for batches alone."""
+    ids: list[int] = served.tokenizer.encode_batch([prompt])[0].tolist()
+    return ids or [served.tokenizer.end_of_document]
 
 
 def check_new_tokens(serving: Serving, body: Body, field: str) -> None:

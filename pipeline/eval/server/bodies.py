@@ -53,7 +53,7 @@ class Body(BaseModel):
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 allowed = " or ".join(repr(each) for each in neutral) or "null"
-                raise ValueError(f"{name}: {str(value)[:100]} is not supported here; leave it out, or give {allowed}")
+                raise ValueError(f"{name}: {_plain(str(value))} is not supported here; leave it out, or give {allowed}")
         return self
 
 
@@ -116,15 +116,16 @@ class Completion(Body):
         "presence_penalty": (0,),
         "frequency_penalty": (0,),
         "best_of": (1,),
-        "logit_bias": ({},),
         "suffix": ("",),
     }
 
-    @field_validator("prompt", mode="before")
+    # In place of pydantic, which would list each of a million wrong entries for each kind of prompt.
+    @field_validator("prompt", mode="plain", json_schema_input_type=Text | list[Text] | Ids | list[Ids])
     @classmethod
     def _prompt(cls, value: Any) -> Any:
-        # Before pydantic, which would list each of a million wrong entries for each kind of prompt.
         several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+        if several and len(value) > MAX_TEXTS:
+            raise ValueError(f"has {len(value)} prompts; at most {MAX_TEXTS} are allowed")
         for each in value if several else [value]:
             if not (_is_text(each) or _are_ids(each)) or (several and type(each) is not type(value[0])):
                 raise ValueError(
@@ -133,19 +134,27 @@ class Completion(Body):
                 )
         return value
 
+    @field_validator("logit_bias", mode="plain", json_schema_input_type=dict[str, float] | None)
+    @classmethod
+    def _logit_bias(cls, value: Any) -> Any:
+        if value not in (None, {}):
+            raise ValueError("is not supported here; leave it out, or give {}")
+        return value
+
     @field_validator("stop", mode="wrap")
     @classmethod
     def _stop(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        wrong = ValueError(f"must be a text of 1 to 256 characters, or a list of at most {MAX_STOPS}")
+        if isinstance(value, list) and len(value) > MAX_STOPS:  # pydantic would look at each
+            raise wrong
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(f"must be a text of 1 to 256 characters, or a list of at most {MAX_STOPS}") from None
+            raise wrong from None
 
     @model_validator(mode="after")
     def _together(self) -> Completion:
         texts = len(self.prompts) * (self.n or 1)
-        if len(self.prompts) > MAX_TEXTS:
-            raise ValueError(f"prompt: has {len(self.prompts)} prompts; at most {MAX_TEXTS} are allowed")
         if texts > MAX_TEXTS:
             raise ValueError(f"n: {self.n} for each prompt makes {texts} texts; at most {MAX_TEXTS} are allowed")
         if self.max_tokens == 0 and not self.echo:
@@ -227,7 +236,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(id_) is int and 0 <= id_ < MAX_IDS for id_ in value)
+    if not isinstance(value, list) or set(map(type, value)) != {int}:  # which bool is not
+        return False
+    return bool(min(value) >= 0 and max(value) < MAX_IDS)
 
 
 def problem(errors: list[Any]) -> tuple[str, str | None]:

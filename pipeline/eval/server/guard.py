@@ -1,4 +1,4 @@
-"""What every request passes first: Host header, API key, size of the body; and its line in the access log."""
+"""What every request passes first: Host header, API key, number, size of the body; and its line in the access log."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Guard:
         hosts: names that the Host header may have, so that no web page can reach a server on this machine under a
             name of its own (DNS rebinding); None for any.
         max_body_bytes: of a request.
+        max_open: requests with a body that are open at once.
         log: told a line for each request.
     """
 
@@ -43,9 +44,11 @@ class Guard:
         key: str | None,
         hosts: frozenset[str] | None,
         max_body_bytes: int,
+        max_open: int,
         log: Callable[[str], None],
     ) -> None:
         self._app, self._hosts, self._max, self._log = app, hosts, max_body_bytes, log
+        self._open, self._max_open = 0, max_open
         self._key = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,16 +66,21 @@ class Guard:
                 status = message["status"]
             await send(message)
 
+        has_body = scope["method"] in _HAVE_BODIES
+        self._open += has_body
         try:
             try:
                 self._check(scope)
-                if scope["method"] in _HAVE_BODIES:
+                if has_body:
+                    if self._open > self._max_open:
+                        raise Refusal(429, f"{self._max_open} requests are open; ask again later")
                     receive = _again(await self._body(Headers(scope=scope), receive), receive)
             except Refusal as refusal:
                 await refuse(refusal, scope["path"], sent)
                 return
             await self._app(scope, receive, sent)
         finally:
+            self._open -= has_body
             # The path as it can stand in a line, whatever bytes it was made of.
             path = quote(scope["path"].encode("utf-8", "replace"), safe="/@:-._~")[:200]
             ms = 1000 * (time.monotonic() - began)

@@ -32,7 +32,7 @@ def router(serving: Serving) -> APIRouter:
             )
         check_count(serving, len(body.prompts), "prompts")
         check_new_tokens(serving, body, "tokens_to_generate")
-        ids = await encode(serving, body.prompts, "prompts", begin=body.add_BOS)
+        ids = await encode(serving, body.prompts, "prompts", len(body.prompts), begin=body.add_BOS)
         if not body.no_log:
             log_prompts(serving, body.prompts)
         wanted = [
@@ -47,21 +47,22 @@ def router(serving: Serving) -> APIRouter:
                 prompts[event.index] = prompts[event.index] or event.prompt
                 tokens[event.index] += event.piece.tokens
                 texts[event.index] += event.piece.text
-        answer: dict[str, Any] = {
+        segments = {id_: tokenizer.decode([id_]) for id_ in set().union(*ids)}
+        return {
             "text": texts,
             "segments": [
-                [tokenizer.decode([id_]) for id_ in prompt] + [token.text for token in new]
+                [segments[id_] for id_ in prompt] + [token.text for token in new]
                 for prompt, new in zip(ids, tokens, strict=True)
             ],
             "tokens": [[*prompt, *(token.id for token in new)] for prompt, new in zip(ids, tokens, strict=True)],
-        }
-        if body.logprobs:
             # Of all tokens but the first, which nothing comes before.
-            answer["logprobs"] = [
+            "logprobs": [
                 [max(token.logprob, LEAST) for token in (*prompt, *new) if token.logprob is not None]
                 for prompt, new in zip(prompts, tokens, strict=True)
             ]
-        return answer
+            if body.logprobs
+            else None,
+        }
 
     routes.add_api_route("/api", generate, methods=["PUT"], operation_id="put_api")
     routes.add_api_route("/api", generate, methods=["POST"], operation_id="post_api")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.eval.detokenize import Detokenizer
 from pipeline.eval.generate import Token
 from pipeline.eval.sampling import Sampling
 from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tokens, encode, log_prompts, seeds
@@ -47,16 +50,18 @@ def router(serving: Serving) -> APIRouter:
         prompts = body.prompts
         check_count(serving, len(prompts) * (body.n or 1), "prompt" if (body.n or 1) == 1 else "n")
         check_new_tokens(serving, body, "max_tokens")
-        ids = await encode(serving, prompts, "prompt")
+        ids = await encode(serving, prompts, "prompt", len(prompts) * (body.n or 1))
         log_prompts(serving, prompts)
+        tokenizer = serving.served.tokenizer
+        begins = [_Begin("", each, []) for each in ids]
+        if body.echo:
+            async with serving.encoding:
+                begins = await asyncio.to_thread(_echoed, tokenizer, prompts, ids, offsets=body.logprobs is not None)
         texts = [each for each in ids for _ in range(body.n or 1)]
         wanted = [
             Wanted(each, _sampling(body, seed)) for each, seed in zip(texts, seeds(body.seed, len(texts)), strict=True)
         ]
-        echoed = [each if isinstance(each, str) else serving.served.tokenizer.decode(each) for each in prompts]
-        choices = [
-            _Choice(index, body, echoed[index // (body.n or 1)] if body.echo else "") for index in range(len(texts))
-        ]
+        choices = [_Choice(index, body, begins[index // (body.n or 1)], tokenizer) for index in range(len(texts))]
         answer = _Answer(body, choices, prompt_tokens=sum(map(len, ids)))
         # What is refused is refused with a status: the first event comes before the headers of a stream.
         events = ask(request, serving, wanted, step)
@@ -98,42 +103,76 @@ def _sampling(body: Completion, seed: int) -> Sampling:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Begin:
+    """What comes before a continuation."""
+
+    text: str
+    """Of the answer; empty without `echo`."""
+    ids: Sequence[int]
+    offsets: Sequence[int]
+    """Of these tokens in `text`; only where they are shown."""
+
+
+def _echoed(
+    tokenizer: Tokenizer, prompts: Sequence[str | list[int]], ids: Sequence[list[int]], *, offsets: bool
+) -> list[_Begin]:
+    begins = []
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        counter = _Offsets(tokenizer, [])
+        # The end of document that begins an empty prompt is no part of the text.
+        begins.append(_Begin(text, tokens, [min(counter.next(id_), len(text)) for id_ in tokens] if offsets else []))
+    return begins
+
+
+class _Offsets:
+    """Where tokens begin in a text: behind all characters that are complete before them."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], first: int = 0) -> None:
+        self._detokenizer, self._length = Detokenizer(tokenizer, before), first
+
+    def next(self, token: int) -> int:
+        """The offset of the next token."""
+        offset = self._length
+        self._length += len(self._detokenizer.add(token))
+        return offset
+
+
 class _Choice:
     """One text of an answer, as it comes."""
 
-    index: int
-    body: Completion
-    prompt: str
-    """What it begins with, if that is wanted."""
-    offset: int = 0
-    """Of the next token in the text."""
-    begun: bool = False
+    def __init__(self, index: int, body: Completion, begin: _Begin, tokenizer: Tokenizer) -> None:
+        self._index, self._begin = index, begin
+        self._offsets = None if body.logprobs is None else _Offsets(tokenizer, begin.ids, len(begin.text))
+        self._length = 0
+        self._begun = False
 
     def part(self, event: Event) -> dict[str, Any]:
         """What an event adds."""
         text, tokens = event.piece.text, event.piece.tokens
-        if not self.begun:
-            self.begun, text = True, self.prompt + text
-            tokens = (*event.prompt, *tokens)
+        offsets = [] if self._offsets is None else [self._offsets.next(token.id) for token in tokens]
+        if not self._begun:
+            self._begun, text = True, self._begin.text + text
+            tokens, offsets = (*event.prompt, *tokens), [*self._begin.offsets, *offsets]
+        self._length += len(text)
+        if event.piece.finish:  # a stop string may have cut off where the last tokens would be
+            offsets = [min(offset, self._length) for offset in offsets]
         return {
-            "index": self.index,
+            "index": self._index,
             "text": text,
-            "logprobs": None if self.body.logprobs is None else self._logprobs(tokens),
+            "logprobs": None if self._offsets is None else _logprobs(tokens, offsets),
             "finish_reason": event.piece.finish,
         }
 
-    def _logprobs(self, tokens: tuple[Token, ...]) -> dict[str, list[Any]]:
-        offsets = []
-        for token in tokens:
-            offsets.append(self.offset)
-            self.offset += len(token.text)
-        return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [None if token.logprob is None else max(token.logprob, LEAST) for token in tokens],
-            "top_logprobs": [_top(token) for token in tokens],
-            "text_offset": offsets,
-        }
+
+def _logprobs(tokens: Sequence[Token], offsets: list[int]) -> dict[str, list[Any]]:
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [None if token.logprob is None else max(token.logprob, LEAST) for token in tokens],
+        "top_logprobs": [_top(token) for token in tokens],
+        "text_offset": offsets,
+    }
 
 
 def _top(token: Token) -> dict[str, float] | None:
@@ -170,6 +209,10 @@ class _Answer:
             before["finish_reason"] = part["finish_reason"]
             for name, values in (part["logprobs"] or {}).items():
                 before["logprobs"][name] += values
+        for choice in found:
+            if choice is not None and choice["logprobs"]:
+                length = len(choice["text"])
+                choice["logprobs"]["text_offset"] = [min(each, length) for each in choice["logprobs"]["text_offset"]]
         return {**self._head(first), "choices": found, "usage": self._usage()}
 
     async def stream(self, first: Event, events: AsyncGenerator[Event, None]) -> AsyncIterator[bytes]:

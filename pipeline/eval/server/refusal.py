@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "queue_full"}
+_CODES = {401: "invalid_api_key", 404: "not_found", 429: "queue_full"}
 
 
 class Refusal(Exception):
@@ -34,5 +34,5 @@ class Refusal(Exception):
         if path == "/api":
             return {"message": self.message, "field": self.field}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        code = _CODES.get(self.status)
+        code = "model_not_found" if (self.status, self.field) == (404, "model") else _CODES.get(self.status)
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": code}}

@@ -19,8 +19,9 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.errors import UserError
-from pipeline.eval.server.app import create_app
+from pipeline.eval.server.app import create_app, max_open
 from pipeline.eval.server.asking import Serving
+from pipeline.eval.server.connection import Connection
 from pipeline.eval.server.watch import Watch, load_served
 from pipeline.eval.server.worker import Worker
 
@@ -28,6 +29,10 @@ KEY_VARIABLE = "PIPELINE_API_KEY"
 _LEAST_KEY = 16
 _GRACE_SECONDS = 10.0
 """So long the texts that are being continued when the server is told to end may go on."""
+_FLUSH_SECONDS = 5.0
+"""So long clients may read answers afterwards."""
+_IDLE = 256
+"""Connections without an open request."""
 
 
 def read_key(file: Path | None) -> str | None:
@@ -117,7 +122,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http="h11",
+                http=type("LimitedConnection", (Connection,), {"most": max_open(serving.settings) + _IDLE}),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -126,7 +131,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=15,
             )
         )
         self._serving = serving
@@ -155,7 +160,14 @@ class Server(uvicorn.Server):
         worker.close(_GRACE_SECONDS)
         while worker.running and not worker.dead and not self.force_exit:
             await asyncio.sleep(0.05)
+        # Connections are ended from below: uvicorn cancels requests, and logs each as a failure.
+        end = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._abort)
         await super().shutdown(sockets)
+        end.cancel()
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

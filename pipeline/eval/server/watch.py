@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import orjson
+
 from pipeline.config import Config
+from pipeline.data.token_bytes import token_bytes
+from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.server.worker import Served, Worker
@@ -17,6 +21,8 @@ from pipeline.train.checkpoint.manager import Checkpoints
 POLL_SECONDS = 2.0
 _AGAIN_SECONDS = 60.0
 """After so long one that could not be loaded is tried again: a network file system may have been the reason."""
+_GENEROUS = 16
+"""How much shorter a normalizer may make a text; an estimate."""
 
 
 def load_served(config: Config, step: int | None) -> Served:
@@ -30,12 +36,25 @@ def load_served(config: Config, step: int | None) -> Served:
     return Served(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
+        bytes_of_a_token=_bytes_of_a_token(loaded.tokenizer),
         run=config.run.dir.name,
         step=checkpoint.step,
         tokens=int(checkpoint.state()["tokens"]),
         fingerprint=checkpoint.fingerprint,
         loaded_at=time.time(),
     )
+
+
+def _bytes_of_a_token(tokenizer: Tokenizer) -> int:
+    """Bytes of text of the longest token; an upper estimate where text is changed before it is cut into tokens."""
+    sizes = token_bytes(tokenizer)
+    definition = orjson.loads(tokenizer.definition)
+    added = definition["added_tokens"]
+    if sizes is not None and not any(each["lstrip"] or each["rstrip"] for each in added):  # these take in spaces
+        return int(sizes.max())
+    vocabulary = definition["model"]["vocab"]
+    entries = vocabulary if isinstance(vocabulary, dict) else (entry for entry, _ in vocabulary)
+    return _GENEROUS * max(len(entry.encode()) for entry in (*entries, *(each["content"] for each in added)))
 
 
 class Watch:

@@ -19,6 +19,9 @@ from pipeline.eval.sampling import Sampling
 from pipeline.eval.server.refusal import Refusal
 from pipeline.train.model.decoder import Decoder
 
+MOST_UNREAD = 2**14
+"""Events of a request that wait for its client to read on."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -26,6 +29,8 @@ class Served:
 
     model: Decoder
     tokenizer: Tokenizer
+    bytes_of_a_token: int
+    """Bytes of text, as UTF-8, that a token stands for at most."""
     run: str
     """Name of the run folder."""
     step: int
@@ -141,17 +146,26 @@ class Worker:
         """
         ticket = Ticket(texts, step, asyncio.get_running_loop())
         with self._changed:
+            self.check_room(len(texts))
+            self._waiting.extend((ticket, index) for index in range(len(texts)))
+            self._changed.notify()
+        return ticket
+
+    def check_room(self, texts: int) -> None:
+        """Whether so many texts could be queued now.
+
+        Raises:
+            Refusal: the queue is full, or the server ends.
+        """
+        with self._changed:
             if self._dead is not None or self._deadline is not None:
                 raise self._gone()
-            if len(self._waiting) + len(texts) > self.queue:
+            if len(self._waiting) + texts > self.queue:
                 raise Refusal(
                     429,
                     f"the queue is full: {len(self._waiting)} texts wait and serve.queue is {self.queue}; ask again "
                     "later",
                 )
-            self._waiting.extend((ticket, index) for index in range(len(texts)))
-            self._changed.notify()
-        return ticket
 
     def drop(self, ticket: Ticket) -> None:
         """Nobody waits for a request any more: what is left of it makes room for others."""
@@ -175,7 +189,7 @@ class Worker:
             refused, self._waiting = self._waiting, deque()
             self._changed.notify()
             for ticket in {id(ticket): ticket for ticket, _ in refused}.values():
-                _send(ticket, [self._gone()])
+                self._send(ticket, [self._gone()])
 
     def join(self, timeout: float) -> bool:
         """Wait until it has ended after `close`; whether it has."""
@@ -221,17 +235,17 @@ class Worker:
 
     def _begin(self, ticket: Ticket, index: int) -> None:
         if ticket.step not in (None, self.served.step):
-            _send(ticket, [Refusal(404, f"step {ticket.step} was replaced by step {self.served.step}", "model")])
+            self._send(ticket, [Refusal(404, f"step {ticket.step} was replaced by step {self.served.step}", "model")])
             return
         wanted = ticket.texts[index]
         try:
             key = self._batch.start(wanted.prompt_ids, wanted.sampling)
         except UserError as error:
-            _send(ticket, [Refusal(422, str(error), "prompt")])
+            self._send(ticket, [Refusal(422, str(error), "prompt")])
             return
         except Exception as error:
             self._failed(error)
-            _send(ticket, [Refusal(503, f"the model failed: {self.error}")])
+            self._send(ticket, [Refusal(503, f"the model failed: {self.error}")])
             return
         self._running[key] = (ticket, index)
 
@@ -257,7 +271,7 @@ class Worker:
             if piece.finish is not None:
                 self._forget(key)
         for ticket, events in sent.values():
-            _send(ticket, events)
+            self._send(ticket, events)
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, UserError):
@@ -271,7 +285,7 @@ class Worker:
     def _fail(self, refusal: Refusal) -> None:
         """End all texts that are being continued."""
         for ticket in {id(ticket): ticket for ticket, _ in self._running.values()}.values():
-            _send(ticket, [refusal])
+            self._send(ticket, [refusal])
         self._running.clear()
         self._begun.clear()
 
@@ -282,17 +296,21 @@ class Worker:
         served = self.served
         return Batch(served.model, served.tokenizer, slots=self.slots, max_length=self.max_length)
 
+    def _send(self, ticket: Ticket, events: Sequence[Event | Refusal]) -> None:
+        """Hand events over to the loop that waits for them."""
 
-def _send(ticket: Ticket, events: Sequence[Event | Refusal]) -> None:
-    """Hand events over to the loop that waits for them."""
+        def put() -> None:
+            for event in events:
+                ticket.events.put_nowait(event)
+            if ticket.events.qsize() > MOST_UNREAD and not ticket.dropped:
+                self.drop(ticket)
+                while not ticket.events.empty():
+                    ticket.events.get_nowait()
+                ticket.events.put_nowait(Refusal(408, f"the client is {MOST_UNREAD} tokens behind"))
 
-    def put() -> None:
-        for event in events:
-            ticket.events.put_nowait(event)
-
-    if not ticket.dropped:
-        with suppress(RuntimeError):  # a loop that is closed has nobody who waits
-            ticket.loop.call_soon_threadsafe(put)
+        if not ticket.dropped:
+            with suppress(RuntimeError):  # a loop that is closed has nobody who waits
+                ticket.loop.call_soon_threadsafe(put)
 
 
 def _words(error: BaseException) -> str:

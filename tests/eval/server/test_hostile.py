@@ -75,6 +75,19 @@ def test_bodies_that_are_no_json_of_ours(server: Running, body: bytes, says: str
     assert answer.json()["message"].startswith(says)
 
 
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_half_characters_are_refused_in_every_field(server: Running, method: str, path: str) -> None:
+    root = server.get("/openapi.json").json()
+    name = root["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    needed = {"prompts": ["a"]} if path == "/api" else {}
+    with httpx2.Client(base_url=server.url, timeout=60) as client:
+        for field in root["components"]["schemas"][name.rpartition("/")[2]]["properties"]:
+            for value in ("\ud800", ["\ud800"], {"\ud800": "\ud800"}, {"a": "\ud800"}):
+                answer = client.request(method, path, content=json.dumps({**needed, field: value}), headers=JSON)
+                assert answer.status_code == 422, (field, value)
+                assert answer.json().get("error", answer.json())["message"].startswith(field)
+
+
 def test_control_characters_are_text(server: Running) -> None:
     answer = server.post("/api", {"prompts": ["a\0b\x1b[31m\u202e"], "tokens_to_generate": 1})
     assert answer.status_code == 200

@@ -104,6 +104,34 @@ def test_logprobs_are_those_of_a_forward_pass(server: Running, model: Served) ->
     assert found.text_offset == [len("".join(found.tokens[:n])) for n in range(len(ids))]
 
 
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("prompt", ["海é old 🙂 sea", "🙂", "the sea", ""])
+def test_offsets_are_those_of_complete_characters(server: Running, model: Served, prompt: str, echo: bool) -> None:
+    ids = model.tokenizer.encode(prompt)
+    (made,) = generate(model.model, model.tokenizer, [prompt], Sampling(max_tokens=12, temperature=0))
+    assert made.text.isascii()
+    all_ids = ids + [token.id for token in made.tokens]
+    # Of whole beginnings of the text: what a cut character becomes is no part of it yet.
+    expected = [len(model.tokenizer.decode(all_ids[:n]).rstrip("\ufffd")) for n in range(len(all_ids))]
+    if not echo:
+        expected = [offset - len(prompt) for offset in expected[len(ids) :]]
+    elif not ids:  # the end of document that is put before it
+        expected = [0, *expected]
+    how: Any = {"model": model.run, "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 0, "echo": echo}
+    client = server.openai()
+    whole = client.completions.create(**how).choices[0]
+    assert whole.text == (prompt if echo else "") + made.text
+    assert whole.logprobs.text_offset == expected
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**how, stream=True)]
+    assert [offset for chunk in chunks for offset in chunk.logprobs.text_offset] == expected
+    assert [name for chunk in chunks for name in chunk.logprobs.tokens] == whole.logprobs.tokens
+    stop = made.text[4:7]
+    cut = client.completions.create(**how, stop=stop).choices[0]
+    assert cut.text == whole.text[: len(whole.text) - len(made.text) + made.text.index(stop)]
+    count = len(cut.logprobs.tokens)
+    assert cut.logprobs.text_offset == [min(offset, len(cut.text)) for offset in expected[:count]]
+
+
 def test_a_stop_string_ends_the_text_before_it(server: Running, model: Served) -> None:
     client = server.openai()
     full = client.completions.create(model=model.run, prompt="the ", max_tokens=40, temperature=0).choices[0].text
@@ -121,8 +149,12 @@ def test_models_are_the_run_and_its_step(server: Running, model: Served) -> None
     assert answer.model == model.id
     with pytest.raises(openai.NotFoundError, match=f"model: there is no 'gpt-4'; '{model.run}' and"):
         client.completions.create(model="gpt-4", prompt="the")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("other")
+    assert refused.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.embeddings.create(model=model.id, input="the")
+    assert refused.value.code == "not_found"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +162,8 @@ def test_models_are_the_run_and_its_step(server: Running, model: Served) -> None
     [
         ("max_tokens", 1000, "max_tokens: 1000 is more than serve.max_length, which is 128"),
         ("max_tokens", -1, r"max_tokens: .*greater than or equal to 0 \(it is -1\)"),
-        ("prompt", "the " * 300, r"prompt: has \d+ tokens; at most 127 are allowed"),
+        ("prompt", "the " * 300, r"prompt: has 1,200 bytes, which are too many tokens; at most 127 are"),
+        ("prompt", "xyz" * 60, r"prompt: has 180 tokens; at most 127 are allowed"),
         ("prompt", ["a", 3], "prompt: must be a text, a list of texts"),
         ("prompt", [[1], [10**6]], "prompt.1: token id 1000000 is not in the vocabulary of 280"),
         ("prompt", ["a"] * 129, "prompt: has 129 prompts; at most 128"),

@@ -1,0 +1,82 @@
+"""A connection of uvicorn's, with an end for clients that neither send nor read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 30.0
+"""From a connection, or the first byte of a further request, to the end of the request's headers."""
+STALL_SECONDS = 60.0
+"""A client that has read nothing for so long of what waits for it is gone."""
+_FULL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class Connection(H11Protocol):
+    """See the module. Subclasses set how many there may be."""
+
+    most = 1024
+    """Connections at once."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._head: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """It begins."""
+        super().connection_made(transport)
+        # So that `pause_writing` says whenever something waits for the client, be it little.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > self.most:
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._head = self.loop.call_later(HEAD_SECONDS, self._no_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        for timer in (self._head, self._stall):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request."""
+        super().data_received(data)
+        if not self._has_no_request:
+            if self._head is not None:
+                self._head.cancel()
+            self._head = None
+        elif self._head is None and not self.transport.is_closing():
+            # uvicorn waits for further requests with a timer of its own, but only for their first byte.
+            self._head = self.loop.call_later(HEAD_SECONDS, self._no_head)
+
+    @property
+    def _has_no_request(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _no_head(self) -> None:
+        self._head = None
+        if self._has_no_request:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is written to."""
+        super().pause_writing()
+        self._look(None)
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+
+    def _look(self, before: int | None) -> None:
+        size = self.transport.get_write_buffer_size()
+        if size == before:
+            self.transport.abort()
+        else:
+            self._stall = self.loop.call_later(STALL_SECONDS, self._look, size)
