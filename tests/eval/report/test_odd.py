@@ -249,6 +249,7 @@ def test_rows_without_a_time_are_said(tmp_path: Path) -> None:
     assert facts.goodput is not None and facts.goodput.productive == 18.0 and facts.step == 20
 
 
+@pytest.mark.slow
 def test_a_chart_that_cannot_be_drawn_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = gather(twenty(tmp_path / "run"))
     before, draw = page([facts]).decode(), drawing._draw_lines

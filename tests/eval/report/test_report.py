@@ -276,6 +276,7 @@ def test_what_is_damaged_is_no_reason_to_say_nothing(root: Path, tmp_path: Path,
         assert read(run, out=tmp_path / "r.html").titles == ["run"]
 
 
+@pytest.mark.slow
 def test_rows_of_metrics_that_make_no_sense_are_passed_over(root: Path, tmp_path: Path) -> None:
     run = shutil.copytree(root / "done", tmp_path / "run")
     odd: list[dict[str, Any]] = [

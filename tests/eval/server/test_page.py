@@ -284,6 +284,7 @@ def test_refusals_are_told(browser: Chromium, served: Running) -> None:
         refused_alone(opened, 422)
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_told(browser: Chromium, served: Running) -> None:
     with browser.open(served.url) as opened, ExitStack() as others:
         # One has the only slot, and one waits for it. (The headers come with the first token.)
@@ -376,6 +377,7 @@ def test_a_key_is_asked_for(browser: Chromium, hostile: Path) -> None:
         refused_alone(opened, 401)
 
 
+@pytest.mark.slow
 def test_a_newer_step_is_told(browser: Chromium, served: Running, hostile: Path) -> None:
     with browser.open(served.url) as opened:
         expect(opened.page.locator("#state")).to_contain_text("step 90 ·")
