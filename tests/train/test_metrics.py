@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from pipeline.config.load import load
 from pipeline.data.preprocess import preprocess
@@ -18,6 +19,12 @@ from pipeline.train.metrics import Metrics, TensorBoard, Terminal, flat, peak_fl
 from pipeline.train.run_folder import read_metrics
 from pipeline.train.trainer import train
 from tests import tiny
+
+
+@pytest.fixture(autouse=True)
+def _files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files of one second in the order of their names, in which the ninth comes after the tenth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
 
 
 def test_tensorboard_shows_what_metrics_jsonl_has(tmp_path: Path) -> None:
