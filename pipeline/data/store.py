@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,17 +190,23 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return list(json_lines(path))
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same one at a time, for a file of millions."""
+def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
+    """The same one at a time, for a file of millions.
+
+    Args:
+        path: of the file; without one there are no objects.
+        unread: called for each whole line that is passed over; one without its end may be being written.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            try:
+            row = None
+            with contextlib.suppress(orjson.JSONDecodeError):
                 row = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue
             if isinstance(row, dict):
                 yield row
+            elif line.strip() and line.endswith(b"\n"):
+                unread()

@@ -20,6 +20,7 @@ import yaml
 
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, load_run, no_run_folder
+from pipeline.data import store
 from pipeline.data.accounting import run_length
 from pipeline.data.accounts import Account, accounts
 from pipeline.data.journal import Journal
@@ -217,35 +218,27 @@ def _folder(run: Path) -> Path:
     return config.run.dir.absolute()
 
 
-class _Lines:
-    """The objects of a file of JSON lines, and how many lines are none. One that is being written is not counted."""
+class _Unread:
+    """How many lines of a file cannot be read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.unread = 0
+    def __init__(self) -> None:
+        self.lines = 0
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            for line in file:
-                row = None
-                with suppress(orjson.JSONDecodeError):
-                    row = orjson.loads(line)
-                if isinstance(row, dict):
-                    yield row
-                elif line.strip() and line.endswith(b"\n"):
-                    self.unread += 1
+    def __call__(self) -> None:
+        self.lines += 1
 
-
-def _unread(lines: int, path: Path) -> list[str]:
-    return [f"{lines:,} line{'s' * (lines > 1)} of {path.name} cannot be read"] if lines else []
+    def told(self, path: Path) -> list[str]:
+        """In words."""
+        return [f"{self.lines:,} line{'s' * (self.lines > 1)} of {path.name} cannot be read"] if self.lines else []
 
 
 def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> list[Attempt]:
     """The attempts that the ledger has, without those whose figures make no sense."""
     path = ledger_path(folder)
-    lines = _Lines(path)
+    unread = _Unread()
+    lines = store.json_lines(path, unread)
     begun: list[Any] = read(path.name, lambda: [x.get("attempt") for x in lines if x.get("event") == "attempt"], [])
-    problems += _unread(lines.unread, path)
+    problems += unread.told(path)
     tries: list[Attempt] = read(path.name, lambda: attempts(folder), [])
     sound = [each for each in tries if _is_sound(each)]
     numbers = [each.number for each in sound]
@@ -293,11 +286,11 @@ def _metrics(
 ) -> tuple[Columns, Goodput | None]:
     """Columns and goodput, in one pass over what may be a file of gigabytes."""
     path = metrics_path(folder)
-    lines = _Lines(path)
+    unread = _Unread()
 
     def both() -> tuple[Columns, Goodput | None]:
         columns = Columns(tries)
-        rows = columns.taking(lines)
+        rows = columns.taking(store.json_lines(path, unread))
         spent = goodput(folder, tries, rows)
         for _ in rows:  # without an attempt that is known nobody has taken them
             pass
@@ -305,8 +298,8 @@ def _metrics(
         return columns, spent
 
     def alone() -> tuple[Columns, Goodput | None]:
-        columns, lines.unread = Columns(tries), 0
-        for _ in columns.taking(lines):
+        columns, unread.lines = Columns(tries), 0
+        for _ in columns.taking(store.json_lines(path, unread)):
             pass
         columns.finish()
         return columns, None
@@ -315,7 +308,8 @@ def _metrics(
     if found is None:
         found = read(path.name, alone, (Columns(), None))
     columns, spent = found
-    problems += _unread(lines.unread + columns.unread, path)
+    unread.lines += columns.unread
+    problems += unread.told(path)
     if columns.untimed:
         without = f"{columns.untimed:,} line{'s have' if columns.untimed > 1 else ' has'} no time"
         problems.append(f"{path.name}: {without}; the goodput leaves them out")
