@@ -364,7 +364,7 @@ def _consumption(found: RunFacts) -> list[Consumption]:
     """By source, in the order of the tokens that the plan wants of them."""
     drawn: dict[str, Any] = {}
     if found.columns.newest is not None and isinstance(found.columns.newest.get("tokens_by_source"), dict):
-        drawn = {k: v for k, v in found.columns.newest["tokens_by_source"].items() if _is_count(v)}
+        drawn = {k: v for k, v in found.columns.newest["tokens_by_source"].items() if math.isfinite(number(v))}
     by_now: dict[str, Account] = {}
     in_all: dict[str, Account] = {}
     if (found.folder / JOURNAL_FILE).exists():
@@ -376,7 +376,3 @@ def _consumption(found: RunFacts) -> list[Consumption]:
     names = dict.fromkeys([*drawn, *by_now, *in_all])
     rows = [Consumption(name, drawn.get(name), by_now.get(name), in_all.get(name)) for name in names]
     return sorted(rows, key=lambda row: (-(row.in_all.drawn if row.in_all else row.drawn or 0), row.source))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -84,8 +84,7 @@ class KVCache:
         size = had
         if positions > had:
             size = max(positions, min(max(2 * had, _FIRST), self._max_length or 2 * positions))
-        shape = (rows if rows <= had_rows or not had_rows else max(rows, 2 * had_rows), size, *like.shape[2:])
-        shape = (max(shape[0], had_rows), *shape[1:])
+        shape = (had_rows if rows <= had_rows else max(rows, 2 * had_rows), size, *like.shape[2:])
         grown = []
         for index in range(2):
             # Zeros: what no query may see has weight 0, but 0 times what happens to be in memory can be NaN.
