@@ -19,7 +19,7 @@ from pipeline.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Ste
 from pipeline.checkpoint_commands import checkpoint_app
 from pipeline.console import alarm
 from pipeline.convert_commands import convert_app
-from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, RankFailed, Stopped, UserError
+from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, EXIT_REFUSED, RankFailed, Stopped, UserError
 from pipeline.slurm_commands import add_to
 from pipeline.train.parallel.rank import begin_rank, is_consequence, is_rank, record_error
 
@@ -142,6 +142,32 @@ def train(
     from slurm.local import train as stage
 
     stage(config)
+
+
+@app.command()
+def plan(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN.yaml", help="The run file, or one that ships: quickstart.yaml, models/llama3-8b.yaml."
+        ),
+    ],
+    overrides: Overrides = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes, each full of devices; by default as many as the run file names.", min=1)
+    ] = None,
+    device: Annotated[str, typer.Option(help="a100, h100, h100-pcie, h200 or b200; or its name in gres.")] = "h100",
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Look for the fastest layouts that fit, too. Takes up to some minutes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate what a training takes: memory, time, communication. Starts nothing. Exit code 2 if it does not fit."""
+    config = _load(run, overrides)
+    from slurm.estimate import estimate
+
+    if not estimate(config, Console(), nodes=nodes, device=device, suggest=suggest, as_json=as_json):
+        raise typer.Exit(EXIT_REFUSED)
 
 
 @app.command()

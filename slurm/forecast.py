@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import statistics
 from collections.abc import Iterable
 from contextlib import suppress
@@ -30,6 +29,7 @@ from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.parallel.check import vocabulary
 from pipeline.train.parallel.footprint import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES
+from pipeline.train.planning.devices import device_of_gres
 from slurm.plan import PlannedJob
 
 ASSUMED_MFU = 0.35
@@ -40,14 +40,6 @@ _ROWS = 1000
 """Of metrics.jsonl, its last ones."""
 _PLENTY = 10**15
 """Tokens of a source that is not there yet: more than any run reads, so that none ends early for want of them."""
-_PEAK_FLOPS = {
-    r"(nvidia[_-])?a100([_-](sxm4|pcie))?([_-](40|80)gb)?([_-]pcie)?": 312e12,
-    r"(nvidia[_-])?h100[_-]pcie": 756e12,
-    r"(nvidia[_-])?h100([_-]sxm5?)?([_-]80gb([_-]hbm3)?)?": 989e12,
-    r"(nvidia[_-])?h200([_-]sxm5?)?": 989e12,
-    r"(nvidia[_-])?b200": 2250e12,
-}
-"""Dense bf16 peaks in FLOP/s, by what sites call GPUs in their gres. Others, and slices of one, are not known."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +157,8 @@ def flops_of(journal: Journal, spec: DecoderSpec, steps: int) -> float:
 
 def peak_flops(gpu: str | None, compute: str) -> float | None:
     """Dense peak of a GPU in FLOP/s, by its name in gres; None where it is not known."""
-    if gpu is None or compute != "bf16":
-        return None
-    return next((peak for name, peak in _PEAK_FLOPS.items() if re.fullmatch(name, gpu.lower())), None)
+    known = device_of_gres(gpu)
+    return None if known is None or compute == "fp32" else known.flops[compute]
 
 
 def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:

@@ -189,13 +189,17 @@ def run(config: Config, console: Console | None = None) -> None:
             "`pipeline eval`"
         )
     console = console or Console()
+    from pipeline.train.parallel.rules import check_evaluation_layout
+
+    # What could not be evaluated is refused before it is trained, and before it is tokenized where that can be told.
+    check_evaluation_layout(config, config.eval.processes)
     preprocess(config)
 
     from pipeline.eval.benchmarks import benchmarks_are_made
     from pipeline.eval.perplexity import heldout_splits, read_report
     from pipeline.eval.summary import show, summarize
 
-    heldout_splits(config)  # refuses a run that could not be evaluated before it is trained
+    heldout_splits(config)
     step = train(config, console)
     report = read_report(config, step) if benchmarks_are_made(config, step) else None
     report = report or evaluate(config, step, console)

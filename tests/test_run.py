@@ -5,7 +5,10 @@ from pathlib import Path
 import orjson
 import pytest
 
+from pipeline.config.load import load
+from pipeline.errors import UserError
 from pipeline.train.run_folder import read_metrics
+from slurm.local import run
 from tests import tiny
 
 FIGURES = {
@@ -48,6 +51,14 @@ def test_run_then_again_then_further(tmp_path: Path) -> None:
     assert summary["steps"] == 12
     assert (tmp_path / "run" / "eval" / "step-00000012.json").exists()
     assert (tmp_path / "run" / "eval" / "step-00000008.json").exists()
+
+
+def test_what_could_not_be_evaluated_is_refused_first(tmp_path: Path) -> None:
+    file = tiny.write_run(tmp_path)
+    config = load(file, ["eval.processes=2", "eval.parallel.cp=2", "eval.max_length=31"])
+    with pytest.raises(UserError, match=r"eval.max_length=31 cannot be cut over eval.parallel.cp=2"):
+        run(config)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from pipeline.config.base import Section
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
+CpMethod = Literal["all_gather", "ulysses"]
+
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
 """Schedules that compute the gradients of weights later than those of inputs."""
 V_SHAPED = ("zbv", "dualpipev")
@@ -43,7 +45,11 @@ class ParallelConfig(Section):
     """Pipeline parallel: the layers are cut into stages over so many processes. Set train.micro_batch_size with it: a
     step needs several micro-batches."""
     cp: int = Field(default=1, ge=1)
-    """Context parallel: every sequence is cut over so many processes. Only 1 for now."""
+    """Context parallel: every sequence is cut over so many processes."""
+    cp_method: CpMethod = "all_gather"
+    """With cp, how attention sees the whole sequence. `all_gather`: each process has two pieces of it, one from either
+    end, and collects all keys and values. `ulysses`: each has one piece, and exchanges it for some heads of the whole
+    sequence; heads, and key and value heads, are cut over tp x cp."""
     dp_replicate: int = Field(default=1, ge=-1)
     """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: the rest."""
     dp_shard: int = Field(default=-1, ge=-1)

@@ -104,6 +104,26 @@ class PrecisionConfig(Section):
     """fp16: the factor on the loss."""
 
 
+class RecomputeConfig(Section):
+    """Activations that backward computes again instead of keeping them: less memory for more arithmetic."""
+
+    mode: Literal["none", "full", "selective", "budget"] = "none"
+    """`full`: of a layer only its input is kept. `selective`: what is cheap to compute is computed again, what `keep`
+    names is kept. `budget`: the compiler chooses, within `budget`."""
+    every: int = Field(default=1, ge=1)
+    """full, selective: of so many layers one, the others keep everything."""
+    keep: list[Literal["attention", "matmul", "communication"]] = Field(
+        default=["attention", "matmul", "communication"]
+    )
+    """selective: operations whose results are kept."""
+    budget: float = Field(default=0.5, ge=0, le=1)
+    """budget: share of the memory that keeping everything would take, 0 being `full` and 1 `none`. Needs
+    train.compile."""
+    offload: bool = False
+    """full, on a GPU: move the inputs of layers, which are kept, to the memory of the host, and back when they are
+    needed."""
+
+
 class ValidationConfig(Section):
     """Loss on a fixed sample of a held-out split while training."""
 
@@ -229,6 +249,11 @@ class TrainConfig(Section):
     """Loss."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
+    recompute: RecomputeConfig = RecomputeConfig()
+    """Activations that are computed again."""
+    compile: bool | None = None
+    """Compile each layer (torch.compile). The first steps take longer, the others less time and memory. By default on a
+    GPU, if neither a zero-bubble schedule nor train.recompute.offload rules it out, and not on a CPU."""
     deterministic: bool = False
     """On a GPU, use only algorithms that give the same bits each time, at some cost in speed. A CPU always does."""
     validation: ValidationConfig = ValidationConfig()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +24,8 @@ from pipeline.data.batch import Batch
 from pipeline.errors import MachineError, UserError
 from pipeline.eval.engine import Engine
 from pipeline.train.loss import VocabShard, token_loss
+from pipeline.train.model.attention import SequenceCut
+from pipeline.train.parallel.context import share_of
 from pipeline.train.step import make_context
 
 T = TypeVar("T")
@@ -257,10 +259,32 @@ def _evaluate(engine: Engine, rows: Sequence[_Row], dummy: int, measure: Callabl
     # The fewest rows on a rank, over as many batches as there are stages, or fewer rows than those.
     count = min(len(engine.model.stages), -(-len(rows) // ranks))
     size = -(-len(rows) // (count * ranks))
-    length = _length(max(len(row.tokens) for row in rows), engine.max_length, engine.mesh.size("tp"))
+    length = _length(max(len(row.tokens) for row in rows), engine.max_length, engine.model.sequence_multiple)
     starts = [(number * ranks + rank) * size for number in range(count)]
+    cut = engine.model.cut
     batches = [_batch(rows[start : start + size], size, length, dummy).to(engine.device) for start in starts]
-    engine.runner.evaluate(batches, [make_context(batch, False) for batch in batches], measure)
+    contexts = [make_context(batch, False, cut=cut) for batch in batches]
+    engine.runner.evaluate([_share_of(batch, cut, dummy) for batch in batches], contexts, measure)
+
+
+def _share_of(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
+    """With this rank's share of the texts, and of what is asked of them."""
+    if cut is None:
+        return batch
+    asked, length = batch.extras["asked"], batch.tokens.shape[1]
+    places = cut.share(torch.arange(length, device=asked.device), 0)
+    column = torch.full((length,), -1, device=asked.device)
+    column[places] = torch.arange(len(places), device=asked.device)
+    asked = torch.cat((asked[:, :1], column[asked[:, 1:2]], asked[:, 2:]), dim=1)
+    asked = asked[asked[:, 1] >= 0]
+    if not len(asked):
+        asked = asked.new_tensor([_nothing(dummy)])
+    return replace(share_of(batch, cut), extras={"asked": asked})
+
+
+def _nothing(dummy: int) -> tuple[int, int, int, int]:
+    """Something is always asked, so that no collective of those who have parts of the vocabulary is over nothing."""
+    return 0, 0, 0, dummy
 
 
 def _length(longest: int, max_length: int, multiple: int) -> int:
@@ -280,8 +304,7 @@ def _batch(rows: Sequence[_Row], size: int, length: int, dummy: int) -> Batch:
     for place, row in enumerate(rows):
         tokens[place, : len(row.tokens)] = row.tokens
     asked = [(place, *each) for place, row in enumerate(rows) for each in row.asked]
-    # Something is always asked, so that no collective of those who have parts of the vocabulary is over nothing.
-    asked = asked or [(0, 0, 0, dummy)]
+    asked = asked or [_nothing(dummy)]
     return Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.zeros(size, length, dtype=torch.int64),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections import deque
@@ -19,23 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeline.config.train import MetricsConfig
 from pipeline.console import say
 from pipeline.errors import UserError
-
-# Dense bf16 peaks in FLOP/s as the vendor states them, by the device's full name. A device that is not here (a slice of
-# one, a variant with other clocks) has no MFU rather than a wrong one.
-_PEAK_FLOPS = {
-    r"NVIDIA A100[ -](SXM4|PCIE|PCIe)-(40|80)GB|NVIDIA A100 80GB PCIe": 312e12,
-    r"NVIDIA H100 PCIe": 756e12,
-    r"NVIDIA H100 80GB HBM3|NVIDIA H200": 989e12,
-    r"NVIDIA B200": 2250e12,
-}
+from pipeline.train.planning.devices import device_of_driver
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:
-    """Dense peak of the device in the compute dtype, or None where it is not known."""
-    if device.type != "cuda" or compute != "bf16":
+    """Dense peak of the device in the compute dtype, or None where it is not known.
+
+    A slice of a device, or a variant with other clocks, has no MFU rather than a wrong one; and so has fp32, whose
+    products may or may not use the tensor cores.
+    """
+    if device.type != "cuda" or compute == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for pattern, peak in _PEAK_FLOPS.items() if re.fullmatch(pattern, name)), None)
+    known = device_of_driver(torch.cuda.get_device_name(device))
+    return None if known is None else known.flops[compute]
 
 
 _KEPT = 100_000

@@ -11,7 +11,8 @@ from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.data.store import put
 from pipeline.train.huggingface.families import FAMILIES
 from pipeline.train.huggingface.families import Rule as TensorRule
-from pipeline.train.parallel.rules import RULES, WARNINGS, Rule
+from pipeline.train.parallel.rule import Rule
+from pipeline.train.parallel.rules import RULES, WARNINGS
 from pipeline.train.parallel.schedules import SCHEDULES, play
 from pipeline.train.parallel.tested import TESTED, Combination
 from pipeline.train.resume import table as winners
@@ -50,16 +51,17 @@ def schedules() -> str:
 
 def tested() -> str:
     """A table of the tested combinations, those that differ in the schedule alone in one row."""
-    groups: dict[tuple[str, str, str], list[Combination]] = {}
+    groups: dict[tuple[str, str, str, str], list[Combination]] = {}
     for row in TESTED:
         kind, degrees = row.kind, {axis: degree for axis, degree in row.layout.degrees.items() if degree > 1}
         key = (
             " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()),
             {None: "", True: "yes", False: "no"}[kind.sequence_parallel],
             {None: "", True: "given back", False: "kept"}[kind.reshard],
+            "" if kind.cp_method is None else f"`{kind.cp_method}`",
         )
         groups.setdefault(key, []).append(row)
-    head = ("layout", "sequence_parallel", "weights after forward", "schedules")
+    head = ("layout", "sequence_parallel", "weights after forward", "cp_method", "schedules")
     return _table(head, ((*key, _schedules_of(rows)) for key, rows in groups.items()))
 
 

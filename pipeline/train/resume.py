@@ -48,6 +48,8 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "train.objective": ("checkpoint", "(resume.allow: objective)"),
     "train.loss": ("run file", ""),
     "train.precision": ("run file", "master weights and moments are fp32 always; the loss scale is the checkpoint's"),
+    "train.recompute": ("run file", "changes memory and time"),
+    "train.compile": ("run file", "changes no result but rounding"),
     "train.deterministic": ("run file", ""),
     "train.validation": ("run file", ""),
     "train.checkpoint": ("run file", ""),

@@ -15,9 +15,10 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.batch import Batch
 from pipeline.train.ema import Ema
 from pipeline.train.loss import Criterion, TokenLosses
-from pipeline.train.model.attention import Context, Watch
+from pipeline.train.model.attention import Context, SequenceCut, Watch
 from pipeline.train.observe import Observer
 from pipeline.train.optim import Gradients, Optimizers
+from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.runner import build_runner
@@ -30,11 +31,23 @@ _HASH_WORDS = 4
 
 
 def make_context(
-    batch: Batch, document_attention: bool, criterion: Criterion | None = None, watch: Watch | None = None
+    batch: Batch,
+    document_attention: bool,
+    criterion: Criterion | None = None,
+    watch: Watch | None = None,
+    cut: SequenceCut | None = None,
 ) -> Context:
-    """What the model needs besides the tokens."""
+    """What the model needs besides the tokens.
+
+    Args:
+        batch: With whole sequences, also where the model gets a share of them.
+        document_attention: Tokens attend to those of their document alone.
+        criterion: Of what the model gets.
+        watch: Is shown what the layers compute.
+        cut: Which share of the sequences it gets.
+    """
     bounds = batch.bounds if document_attention else None
-    return Context(bounds_BS=bounds, length=batch.tokens.shape[1], criterion=criterion, watch=watch)
+    return Context(bounds_BS=bounds, length=batch.tokens.shape[1], criterion=criterion, watch=watch, cut=cut)
 
 
 @dataclass(frozen=True)
@@ -125,9 +138,10 @@ class Stepper:
             wish: what this rank is asked for, looked at when all is computed; all learn of it from the result.
             work: seconds that this rank worked in the step before.
         """
-        batches = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
+        whole = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
+        batches = [share_of(batch, self._model.cut) for batch in whole]
         self._observer.begin(step)
-        contexts = [self._context(batch, valid_targets) for batch in batches]
+        contexts = [self._context(*pair, valid_targets) for pair in zip(whole, batches, strict=True)]
         sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
         self.runner.train(batches, contexts, self._objective(sums))
         self._gradients.share_tied()
@@ -157,15 +171,21 @@ class Stepper:
             scale.update(finite)
         return result
 
-    def _context(self, batch: Batch, valid_targets: int) -> Context:
-        """With what is minimized: cross entropy over the valid targets of the global batch."""
+    def _context(self, whole: Batch, batch: Batch, valid_targets: int) -> Context:
+        """With what is minimized: cross entropy over the valid targets of the global batch.
+
+        Args:
+            whole: With all of its sequences.
+            batch: With this rank's share of them.
+            valid_targets: Of the global batch.
+        """
         weight = batch.weight / max(1, valid_targets)
         if self.loss_scale is not None:
             weight = weight * self.loss_scale.scale
         loss = self._train.loss
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.chunk_tokens)
-        return make_context(batch, self._document_attention, criterion, self._observer.watch(batch))
+        return make_context(whole, self._document_attention, criterion, self._observer.watch(batch), self._model.cut)
 
     def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:
         """Books the sums by source."""
@@ -184,7 +204,7 @@ class Stepper:
     def _facts(self, data_hash: int, wish: Wish, work: float) -> list[Tensor]:
         """What this rank tells the others, fp64: its wishes, words of the hash of its samples, its work by rank."""
         # Ranks with the same samples count once.
-        counts = self._mesh.rank("tp") == 0 and self._mesh.rank("pp") == 0
+        counts = all(self._mesh.rank(axis) == 0 for axis in ("tp", "cp", "pp"))
         words = [(data_hash >> (16 * place)) & 0xFFFF if counts else 0 for place in range(_HASH_WORDS)]
         works = [0.0] * dist.get_world_size()
         works[dist.get_rank()] = work

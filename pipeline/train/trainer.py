@@ -161,6 +161,7 @@ class Trainer:
             setup.device,
             config.run.seed,
             train.sequence_length,
+            train,
         )
         self._optimizers = Optimizers(self._model, config.model.init, train.optimizer)
         self._stepper = Stepper(

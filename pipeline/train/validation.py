@@ -14,6 +14,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.heldout import HeldOut, sample
 from pipeline.train.loss import Criterion, TokenLosses
 from pipeline.train.model.attention import Context
+from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner
@@ -105,9 +106,9 @@ def heldout_loss(
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def context(batch: Batch) -> Context:
+    def context(whole: Batch, batch: Batch) -> Context:
         criterion = Criterion(batch.targets, batch.weight, shard=model.vocab_shard, chunk_tokens=chunk_tokens)
-        return make_context(batch, document_attention, criterion)
+        return make_context(whole, document_attention, criterion, cut=model.cut)
 
     def measure(losses: TokenLosses, batch: Batch) -> None:
         if mesh.rank("tp") == 0:  # the others have the same sums
@@ -116,9 +117,10 @@ def heldout_loss(
 
     was_training = next(iter(model.parts.values())).training
     model.train(False)
-    for batches, count in _passes(split, split.longest_first(windows), batch_size, mesh, len(model.stages)):
+    for batches, count in _passes(split, split.longest_first(windows), batch_size, mesh, model):
         on_device = [batch.to(device) for batch in batches]
-        runner.evaluate(on_device, [context(batch) for batch in on_device], measure)
+        shares = [share_of(batch, model.cut) for batch in on_device]
+        runner.evaluate(shares, [context(*pair) for pair in zip(on_device, shares, strict=True)], measure)
         advance(count)
     model.train(was_training)
     dist.all_reduce(sums)
@@ -126,28 +128,28 @@ def heldout_loss(
 
 
 def _passes(
-    split: HeldOut, windows: Sequence[int], batch_size: int, mesh: Mesh, together: int
+    split: HeldOut, windows: Sequence[int], batch_size: int, mesh: Mesh, model: ParallelModel
 ) -> Iterator[tuple[list[Batch], int]]:
-    """This rank's batches, up to `together` of one shape at once, and how many windows all ranks have in them."""
-    ranks = mesh.size("batch")
+    """This rank's batches, up to one a stage of one shape at once, and how many windows all ranks have in them."""
+    ranks, together, multiple = mesh.size("batch"), len(model.stages), math.lcm(_MULTIPLE, model.sequence_multiple)
     everyone = batch_size * ranks
     whole = len(windows) // everyone
     for first in range(0, whole, together):
         groups = [windows[group * everyone : (group + 1) * everyone] for group in range(first, whole)[:together]]
-        yield _shares(split, groups, batch_size, mesh), everyone * len(groups)
+        yield _shares(split, groups, batch_size, mesh, multiple), everyone * len(groups)
     if rest := windows[whole * everyone :]:
-        yield _shares(split, [rest], -(-len(rest) // ranks), mesh), len(rest)
+        yield _shares(split, [rest], -(-len(rest) // ranks), mesh, multiple), len(rest)
 
 
-def _shares(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh) -> list[Batch]:
-    """This rank's `size` windows of each group, in batches as long as the longest window needs.
+def _shares(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int) -> list[Batch]:
+    """This rank's `size` windows of each group, in batches as long as the longest window needs, or a bit longer.
 
     All ranks have as many, so what is missing is filled up with weight 0.
     """
     mine = [group[mesh.rank("batch") * size :][:size] for group in groups]
     full = [[*chosen, *[groups[0][0]] * (size - len(chosen))] for chosen in mine]
     # Lengths may differ between data-parallel ranks, not between the processes that share a batch.
-    length = split.length_of([window for group in full for window in group], math.lcm(_MULTIPLE, mesh.size("tp")))
+    length = split.length_of([window for group in full for window in group], multiple)
     batches = [split.batch(windows, length) for windows in full]
     for number, chosen in enumerate(mine):
         if len(chosen) < size:

@@ -56,6 +56,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp2": {"dp_replicate": 2},
     "pp2-tp2": {"pp": 2, "tp": 2},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "cp2": {"cp": 2},
+    "cp2-ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "cp2-tp2": {"cp": 2, "tp": 2},
+    "pp2-cp2": {"pp": 2, "cp": 2},
 }
 
 
@@ -104,7 +108,7 @@ def test_every_layout_gives_the_number_of_one_process(
 ) -> None:
     family = list(FAMILIES)[list(LAYOUTS).index(layout) % len(FAMILIES)]
     parallel = LAYOUTS[layout]
-    world = math.prod(parallel.get(axis, 1) for axis in ("pp", "tp", "dp_replicate", "dp_shard"))
+    world = math.prod(parallel.get(axis, 1) for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"))
     values = [f"eval.parallel={orjson.dumps(parallel).decode()}", f"eval.processes={world}"]
     by_rank = ranks(world).call(_reports, root / f"{family}.yaml", values)
     for reports in by_rank:

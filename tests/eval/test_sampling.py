@@ -132,6 +132,7 @@ def test_what_has_no_probability_is_never_drawn() -> None:
     assert set(ids.tolist()) == {1, 3}
 
 
+@pytest.mark.slow
 def test_draws_of_a_large_vocabulary_follow_the_distribution() -> None:
     """Chi-squared over a token of one half and 150,000 rare ones, by blocks."""
     vocabulary, draws = 150_000, 2_000

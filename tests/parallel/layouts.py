@@ -107,8 +107,11 @@ def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks) -
         f"model.layers={row.layers}",
         f"train.micro_batch_size={BATCH_SIZE // row.layout.dp // row.micro_batches}",
         f"train.loss.chunk_tokens={CHUNK_TOKENS[family]}",
+        f"train.recompute={orjson.dumps(row.recompute.model_dump(mode='json', exclude_unset=True)).decode()}",
+        f"train.compile={str(row.compile).lower()}",
     ]
-    processes.call(_run_layout, root, family, run, one, values)
+    # Compiling takes its time where no run has done so before.
+    processes.call(_run_layout, root, family, run, one, values, timeout=400 if row.compile else 120)
     return differences(run, one)
 
 

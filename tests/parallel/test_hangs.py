@@ -104,6 +104,7 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all(root: Path, layout: str,
     assert ranks_of(run / "logs") == {}
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_in_its_own_code_is_told_from_those_that_wait(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "hang", "launch.time_limits.step_seconds=3")
     code, _out, err = launched.result()

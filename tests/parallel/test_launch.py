@@ -201,7 +201,7 @@ def test_who_asks_twice_does_not_kill_ranks_that_leave(start: Callable[..., Laun
     ("number", "code", "message"),
     [
         (signal.SIGTERM, 75, "stopped: SIGTERM came before training began"),
-        (signal.SIGINT, 130, "interrupted: "),
+        pytest.param(signal.SIGINT, 130, "interrupted: ", marks=pytest.mark.slow),
     ],
 )
 def test_signal_before_the_ranks_listen(

@@ -1,4 +1,4 @@
-"""Every combination of `TESTED` trains as one process does: losses, gradients, norms, weights, and the same data."""
+"""Every tested combination trains as one process does: losses, gradients, norms, weights, and the same data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.parallel.tested import TESTED, Combination
+from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS, Combination
 from tests.parallel import layouts
 from tests.parallel.ranks import Ranks
 
@@ -22,11 +22,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+QUICK = (
+    *("fsdp2-reshard-tp2-full", "tp2-selective", "pp2-interleaved_1f1b-selective", "pp2-zbv-full"),
+    *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-ulysses-tp2"),
+    *("fsdp2-reshard-cp2-all_gather", "pp2-1f1b-keep-cp2-all_gather", "reshard-cp2-ulysses-selective"),
+)
+"""Of the rows with cp, recomputation, compiled layers or replicas of a pipeline those that are not slow tests."""
+
+
 def cases() -> Iterator[Any]:
-    """Every row with each family. Those of more than four processes take long, and one family of the others will do."""
-    for number, row in enumerate(TESTED):
+    """Every row with each family. Quick are those of two processes with one family, and each second one of four."""
+    for number, row in enumerate((*TESTED, *WITHIN_LAYERS)):
         for place, family in enumerate(("llama", "gpt2")):
-            quick = row.layout.world_size <= 4 and number % 2 == place
+            world = row.layout.world_size
+            quick = world <= 4 and number % (2 if world == 2 or row.name in QUICK else 4) == place
+            plain = row in TESTED and row.layout.cp == 1 and 1 in (row.layout.pp, row.layout.dp_replicate)
+            quick = quick and (plain or row.name in QUICK)
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=[] if quick else [pytest.mark.slow])
 
 

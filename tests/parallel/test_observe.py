@@ -35,6 +35,8 @@ LAYOUTS: dict[str, Combination] = {
     "hsdp": Combination(Layout(dp_replicate=2, dp_shard=2)),
     "pp2-tp2": Combination(Layout(pp=2, tp=2)),
     "pp2-fsdp2": Combination(Layout(pp=2, dp_shard=2), "interleaved_1f1b"),
+    "cp2": Combination(Layout(cp=2)),
+    "cp2-tp2": Combination(Layout(cp=2, tp=2), cp_method="ulysses"),
 }
 FAMILY_OF = {"tp4": "qwen3", "zbv": "qwen3", "pp2-tp2": "qwen3", "fsdp2": "gpt2", "pp2": "gpt2"}
 """Qwen3's two key heads on four ranks are shared; it and GPT-2 have tied embeddings. The others are Llama."""

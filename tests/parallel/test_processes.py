@@ -73,12 +73,12 @@ def timeouts(layout: Layout) -> dict[str, timedelta]:
     """Of the collectives of each group that a run uses."""
     join(of_environment(), CPU, TimeLimitsConfig())
     mesh = build_mesh(layout, "cpu")
-    meshes = [mesh.devices, mesh.role("batch")]
+    meshes = [mesh.devices, *([mesh.contexts] if mesh.contexts else [])]
     groups = [dist.group.WORLD, background_group(), *(group for each in meshes for group in each.get_all_groups())]
     return {group.group_name: group._get_backend(CPU).options._timeout for group in groups}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=2), Layout(pp=2, dp_replicate=2)])
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=2), Layout(cp=2, dp_replicate=2)])
 def test_the_watchdog_comes_before_any_timeout_also_of_a_run_that_was_suspended(layout: Layout) -> None:
     for found in ranks.run(layout.world_size, timeouts, layout, connect=False):
         assert len(found) >= 4
@@ -228,7 +228,7 @@ def same_rank(place: Processes) -> Processes:
     ("change", "message"),
     [
         (other_world, "WORLD_SIZE="),
-        (other_node, "LOCAL_WORLD_SIZE="),
+        pytest.param(other_node, "LOCAL_WORLD_SIZE=", marks=pytest.mark.slow),
         (same_rank, "two processes have RANK=0"),
     ],
 )

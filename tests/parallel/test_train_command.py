@@ -128,7 +128,8 @@ def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> Non
     goes_on(root, name, whole)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank: int) -> None:
     name = f"killed-{rank}"
     process = start(root, name)

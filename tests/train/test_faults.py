@@ -64,7 +64,7 @@ def assert_same_training(run: Path, other: Path) -> None:
     assert state(run)["spikes"] == state(other)["spikes"]
 
 
-@pytest.mark.parametrize("kind", FACTOR)
+@pytest.mark.parametrize("kind", ["nonfinite", pytest.param("spike", marks=pytest.mark.slow)])
 def test_a_skipped_fault_leaves_the_run_as_if_its_step_had_been_passed_over(
     root: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_skipped_fault_leaves_the_run_as_if_its_step_had_been_passed_over(
         assert fault["grad_norm"] == column(run, "grad_norm")[13]
 
 
-@pytest.mark.parametrize("kind", FACTOR)
+@pytest.mark.parametrize("kind", ["nonfinite", pytest.param("spike", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_after_a_rewind_the_run_is_as_if_the_steps_had_been_passed_over(
     root: Path, kind: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +178,7 @@ def test_the_record_counts_rewinds_that_the_checkpoint_does_not_know(
     assert code == 77 and "gone back 1 times already" in out
 
 
-@pytest.mark.parametrize("passed_over", [0, 4])
+@pytest.mark.parametrize("passed_over", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_after_a_rewind_still_passes_over_the_steps(root: Path, passed_over: int) -> None:
     """Killed before the first of them, and after a checkpoint in the midst of them."""
     other = passing_over(root, "7-14")

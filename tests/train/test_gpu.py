@@ -45,3 +45,14 @@ def test_a_gpu_sees_by_layer_what_a_cpu_does(root: Path) -> None:
     for cpu, gpu in zip(*rows, strict=True):
         for key in ("grad_norm_by_layer", "activation_rms_by_layer", "attention_logit_max_by_layer"):
             assert gpu[key] == pytest.approx(cpu[key], rel=1e-3), key
+
+
+def test_layers_that_are_recomputed_moved_or_compiled_on_a_gpu(root: Path) -> None:
+    values = (FP32, "launch.device=cuda", "train.deterministic=true", "train.compile=false")
+    plain = train(root, "layers-plain", *values)
+    for name, how in (("full", "mode: full"), ("moved", "mode: full, offload: true"), ("some", "mode: selective")):
+        run = train(root, f"layers-{name}", *values, f"train.recompute={{{how}}}")
+        assert exact(run) == exact(plain)
+        assert weights_hash(run) == weights_hash(plain)
+    compiled = train(root, "layers-compiled", FP32, "launch.device=cuda", "train.compile=true")
+    assert column(compiled, "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)

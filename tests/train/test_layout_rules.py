@@ -146,7 +146,32 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
         "reshard_after_forward=true with schedule=dualpipev gives wrong gradients: .* one of gpipe, 1f1b, "
         "interleaved_1f1b$",
     ),
-    (4, ("parallel.cp=2",), "parallel.cp=2: .*: set parallel.cp=1$"),
+    (
+        3,
+        ("parallel.cp=3",),
+        "train.sequence_length=64 cannot be cut over parallel.cp=3 in two pieces each: set train.sequence_length=60 or "
+        "66$",
+    ),
+    (
+        8,
+        ("parallel.cp=2", "parallel.tp=4", "parallel.cp_method=ulysses", "train.sequence_length=60"),
+        "train.sequence_length=60 cannot be cut over parallel.cp=2 x parallel.tp=4: set train.sequence_length=56 or 64",
+    ),
+    (
+        8,
+        ("parallel.cp=8", "parallel.cp_method=ulysses", "model.heads=4", "model.head_dim=16"),
+        "model.heads=4 cannot be cut over parallel.tp=1 x parallel.cp=8 with cp_method=ulysses: set model.heads=8, or "
+        "parallel.cp_method=all_gather$",
+    ),
+    (
+        3,
+        (
+            *("parallel.cp=3", "parallel.cp_method=ulysses", "train.sequence_length=33"),
+            *("model.heads=6", "model.kv_heads=2", "model.head_dim=8"),
+        ),
+        "model.kv_heads=2 can neither be cut nor copied evenly over parallel.tp=1 x parallel.cp=3 with "
+        "cp_method=ulysses: set model.kv_heads=3, or parallel.cp_method=all_gather$",
+    ),
     (
         8,
         ("parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=false", "parallel.pipeline.schedule=gpipe"),
@@ -209,7 +234,7 @@ def test_tested_rows_are_accepted(run_file: Path, row: Any) -> None:
 
 
 def test_tested_rows() -> None:
-    assert len({row.name for row in TESTED}) == len(TESTED) < 85
+    assert len({row.name for row in TESTED}) == len(TESTED) < 130
     assert {row.layout.world_size for row in TESTED} <= {2, 4, 8, 16}
     wanted = {
         "tp2",
@@ -227,6 +252,20 @@ def test_tested_rows() -> None:
             for rest in ("fsdp2-keep-tp2", "fsdp2-keep", "ddp2", "tp2")
             for schedule in SCHEDULES
         ),
+        *(
+            f"{rest}-{method}{end}"
+            for method in ("all_gather", "ulysses")
+            for rest, end in [
+                ("reshard-cp2", ""),
+                ("reshard-cp4", ""),
+                ("fsdp2-reshard-cp2", ""),
+                ("fsdp2-keep-cp2", ""),
+                ("reshard-cp2", "-tp2"),
+                ("reshard-cp2", "-tp2-no_sp"),
+                ("pp2-1f1b-keep-cp2", ""),
+                ("pp2-1f1b-keep-cp2", "-tp2"),
+            ]
+        ),
         *(f"pp2-{schedule}-fsdp2-reshard" for schedule in ("gpipe", "1f1b", "interleaved_1f1b")),
     }
     assert wanted <= {row.name for row in TESTED}
@@ -238,7 +277,7 @@ def test_kinds(run_file: Path) -> None:
         degrees = {axis: keys.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
         return Kind.of(config.parallel, Layout(**degrees))
 
-    assert kind() == Kind(frozenset(), None, None, None)
+    assert kind() == Kind(frozenset(), None, None, None, None)
     assert kind(tp=8, sequence_parallel="false") == kind(tp=2, sequence_parallel="false") != kind(tp=2)
     assert kind(dp_shard=64) == kind(dp_shard=64, reshard_after_forward="true")
     assert kind(dp_shard=2, pp=2) == kind(dp_shard=2, pp=2, reshard_after_forward="false")

@@ -107,8 +107,9 @@ def test_sigkill_at_any_instant_then_the_same_bits(root: Path, kills: int, steps
 
 @pytest.mark.parametrize(
     ("when", "target"),
-    [("before", "COMMIT"), ("before", "step-00000006"), ("after", "step-00000006"), ("after", "latest"),
-     ("after", "step-00000003.pruned.tmp")],
+    [("before", "COMMIT"), ("after", "step-00000006"),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in
+       (("before", "step-00000006"), ("after", "latest"), ("after", "step-00000003.pruned.tmp")))],
 )  # fmt: skip
 def test_sigkill_between_the_renames_of_a_save(
     root: Path, straight: list[dict[str, Any]], when: str, target: str
@@ -162,7 +163,9 @@ def test_precision_may_change_on_resume(root: Path) -> None:
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGUSR2", "file"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", "file", *(pytest.param(how, marks=pytest.mark.slow) for how in ("SIGINT", "SIGUSR2"))]
+)
 def test_a_stop_request_saves_and_the_run_goes_on(root: Path, straight: list[dict[str, Any]], how: str) -> None:
     run = root / f"stopped-{how}"
     long = ["train", root / "run.yaml", f"run.dir={run}", "train.schedule.type=constant", "train.duration=100000 steps"]

@@ -6,13 +6,14 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 
 from pipeline.train.loss import Criterion
 from pipeline.train.model.config import AttentionSpec
@@ -31,11 +32,30 @@ class Watch(Protocol):
         """The residual stream behind a block."""
 
 
+Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Attention itself: q [B, C, H, E], k and v [B, T, K, E] and which piece of the queries this is -> [B, C, H, E]."""
+
+
+class SequenceCut(Protocol):
+    """How a sequence is cut over processes that have a share of it each and attend to all of it."""
+
+    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What this process has of x, whose dimension `dim` is positions."""
+
+    def masks(
+        self, bounds_BS: Tensor | None, window: int | None, length: int, device: torch.device
+    ) -> tuple[Tensor | None, ...]:
+        """`attention_mask` of each piece that `attend` cuts the queries into; bounds and length are the whole's."""
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+        """Attention of this process's queries to the whole sequence, [B, L, H, E]; every process calls this."""
+
+
 @dataclass
 class Context:
     """What the blocks of one forward pass are told besides their input.
 
-    The caller gives the first eight; the decoder adds, once and not in every layer, what follows from them.
+    The caller gives the first nine; the decoder adds, once and not in every layer, what follows from them.
 
     Attributes:
         bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
@@ -49,8 +69,9 @@ class Context:
             only its share of the residual stream.
         criterion: What the head is to give the loss of; None: it gives logits.
         watch: Is shown what the layers compute.
+        cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
         rope: cos and sin of the positions, if they are rotary.
-        masks: By window, what `attention_mask` returns.
+        masks: By window, what `attention_mask` returns; with a cut for each piece, else for one.
         places: Where the new positions go in the states.
     """
 
@@ -62,8 +83,9 @@ class Context:
     length: int | None = None
     criterion: Criterion | None = None
     watch: Watch | None = None
+    cut: SequenceCut | None = None
     rope: tuple[Tensor, Tensor] | None = None
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    masks: dict[int | None, tuple[Tensor | None, ...]] = field(default_factory=dict)
     places: Places | None = None
 
 
@@ -86,6 +108,31 @@ def attention_mask(
     return mask[:, None]
 
 
+class Masks:
+    """`attention_mask`, of which those without document bounds are made once.
+
+    They are the same for every micro-batch, so that all that are under way share one. The last few shapes are kept.
+    """
+
+    _KEPT = 4
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int | None, int, int, torch.device], Tensor | None] = {}
+
+    def __call__(
+        self, bounds_BS: Tensor | None, window: int | None, queries: int, keys: int, device: torch.device
+    ) -> Tensor | None:
+        """See `attention_mask`."""
+        if bounds_BS is not None:
+            return attention_mask(bounds_BS, window, queries, keys, device)
+        key = window, queries, keys, device
+        if key not in self._made:
+            for oldest in list(self._made)[: len(self._made) - self._KEPT + 1]:
+                del self._made[oldest]
+            self._made[key] = attention_mask(None, window, queries, keys, device)
+        return self._made[key]
+
+
 def mask_by_row(positions_BS: Tensor, window: int | None, keys: int) -> Tensor:
     """`attention_mask` of rows with unequal pasts, whose queries are at `positions_BS`: bool [B, 1, S, T]."""
     k_T = torch.arange(keys, device=positions_BS.device)
@@ -106,6 +153,8 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.as_on_gpu: bool | None = None
+        """Whether a GPU's kernels are to be fed; None: where the tensors are on one. For estimates of memory."""
         self.wq = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=spec.qkv_bias)
         self.wk = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         self.wv = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
@@ -128,25 +177,53 @@ class Attention(nn.Module):
             q_BSHE, k_BTKE = self.q_norm(q_BSHE), self.k_norm(k_BTKE)
         if context.rope is not None:
             q_BSHE, k_BTKE = apply_rope(q_BSHE, *context.rope), apply_rope(k_BTKE, *context.rope)
-        mask = context.masks[spec.window]
+        masks = context.masks[spec.window]
         if state is not None:
             assert isinstance(state, KVCache) and context.places is not None
             k_BTKE, v_BTKE = state.append(k_BTKE, v_BTKE, context.places)
             if q_BSHE.shape[1] == 1:
-                return self._attend_once(q_BSHE, k_BTKE, v_BTKE, mask)
-        if context.watch is not None:
-            context.watch.attention(self, q_BSHE, k_BTKE, mask)
+                return self._attend_once(q_BSHE, k_BTKE, v_BTKE, masks[0])
+
+        def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
+            return self._attend(q_BCHE, k_BTKE, v_BTKE, masks[piece], context.watch)
+
+        if context.cut is None:
+            out_BSHE = attend(q_BSHE, k_BTKE, v_BTKE, 0)
+        else:
+            out_BSHE = context.cut.attend(q_BSHE, k_BTKE, v_BTKE, attend)
+        out_BSD: Tensor = self.wo(out_BSHE.flatten(2))
+        return out_BSD
+
+    def _attend(
+        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None, watch: Watch | None
+    ) -> Tensor:
+        """Every query's sum of the values that it sees, [B, S, H, E]."""
+        if watch is not None:
+            watch.attention(self, q_BSHE, k_BTKE, None if isinstance(mask, CausalBias) else mask)
+        copies = q_BSHE.shape[2] // k_BTKE.shape[2]
+        if copies > 1 and self._repeats_keys(mask, q_BSHE.device):
+            k_BTKE, v_BTKE = (x.repeat_interleave(copies, dim=2) for x in (k_BTKE, v_BTKE))
+            copies = 1
         out_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),
             k_BTKE.transpose(1, 2),
             v_BTKE.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
-            scale=spec.scale,
-            enable_gqa=q_BSHE.shape[2] != k_BTKE.shape[2],
+            # One query of several keys is the last, and sees them all; torch's causality would show it the first.
+            is_causal=mask is None and q_BSHE.shape[1] == k_BTKE.shape[1],
+            scale=self.spec.scale,
+            enable_gqa=copies > 1,
         )
-        out_BSD: Tensor = self.wo(out_BHSE.transpose(1, 2).flatten(2))
-        return out_BSD
+        return out_BHSE.transpose(1, 2)
+
+    def _repeats_keys(self, mask: Tensor | None, device: torch.device) -> bool:
+        """Whether each query head gets keys and values of its own.
+
+        Of torch's kernels for GPUs only cuDNN's, which some have, takes a mask together with shared heads. Without one
+        that does, all scores would be in memory.
+        """
+        on_gpu = device.type == "cuda" if self.as_on_gpu is None else self.as_on_gpu
+        return on_gpu and mask is not None and not isinstance(mask, CausalBias)
 
     def _attend_once(self, q_B1HE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
         """One query a row, at its last position: no mask means that it sees every key. [B, 1, D]."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from pipeline.train.model.attention import Attention, Context
 from pipeline.train.model.config import LayerSpec
 from pipeline.train.model.mlp import Mlp
 from pipeline.train.model.norm import build_norm
+from pipeline.train.recompute import Recompute
+
+Attended = tuple[Tensor, Tensor, Tensor | None]
+"""Queries, keys and mask of an attention, as `Watch` is shown them, without gradients."""
 
 
 class Block(nn.Module):
@@ -16,6 +24,10 @@ class Block(nn.Module):
     Args:
         spec: Its parts.
         index: Which layer this is, to find its state in the context.
+
+    Attributes:
+        recompute: How a training pass keeps less than everything for backward; None: it keeps everything.
+        compiled: What a training pass calls in place of `compute`, if it is compiled.
     """
 
     def __init__(self, spec: LayerSpec, index: int) -> None:
@@ -25,12 +37,45 @@ class Block(nn.Module):
         self.mixer = Attention(spec.mixer)
         self.mlp_norm = build_norm(spec.norm, spec.mlp.dim)
         self.mlp = Mlp(spec.mlp)
+        self.recompute: Recompute | None = None
+        self.compiled: Callable[[Tensor, Context], tuple[Tensor, list[Attended]]] | None = None
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        state = None if context.states is None else context.states.layers[self.index]
-        mixed_BSD: Tensor = x_BSD + self.mixer(self.mixer_norm(x_BSD), context, state)
-        out_BSD: Tensor = mixed_BSD + self.mlp(self.mlp_norm(mixed_BSD))
+        trains = self.training and torch.is_grad_enabled()
+        compute = self.compiled if trains and self.compiled is not None else self.compute
+        out_BSD, attended = compute(x_BSD, context)
         if context.watch is not None:
+            # Here and not within, where backward may come by again and a compiler would follow.
+            for queries, keys, mask in attended:
+                context.watch.attention(self.mixer, queries, keys, mask)
             context.watch.output(self, out_BSD)
         return out_BSD
+
+    def compute(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, list[Attended]]:
+        """The output, and what there is to watch if somebody does."""
+        if self.recompute is None or not (self.training and torch.is_grad_enabled()):
+            return self._compute(x_BSD, context)
+        return self.recompute(lambda x: self._compute(x, context), x_BSD)
+
+    def _compute(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, list[Attended]]:
+        state = None if context.states is None else context.states.layers[self.index]
+        attended: list[Attended] = []
+        if context.watch is not None:
+            context = replace(context, watch=_Recorder(attended))
+        mixed_BSD: Tensor = x_BSD + self.mixer(self.mixer_norm(x_BSD), context, state)
+        out_BSD: Tensor = mixed_BSD + self.mlp(self.mlp_norm(mixed_BSD))
+        return out_BSD, attended
+
+
+class _Recorder:
+    """Stands in for a `Watch` while a layer computes, and notes what it is shown."""
+
+    def __init__(self, attended: list[Attended]) -> None:
+        self._attended = attended
+
+    def attention(self, _: Attention, q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None) -> None:
+        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), mask))
+
+    def output(self, block: nn.Module, x_BSD: Tensor) -> None:
+        raise AssertionError("the block shows its output itself")

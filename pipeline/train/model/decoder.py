@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.train.loss import TokenLosses
-from pipeline.train.model.attention import Context, attention_mask, mask_by_row
+from pipeline.train.model.attention import Context, Masks, attention_mask, mask_by_row
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.head import Head
@@ -54,6 +54,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.part = part = part or Part.whole(spec)
+        self._masks = Masks()
         if part.first or (part.last and spec.tie_embeddings):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
         return States(rows, [mixer.new_state(max_length) for mixer in mixers])
 
     def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, Context]:
-        """Positions ([1, S], or [B, S] when they differ by row) and the context with rotary tables and masks."""
+        """The context with rotary tables and masks, and positions: [1, S], or [B, S] when they differ by row."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document a row"
         queries = x.shape[1] if context.length is None else context.length
@@ -122,10 +123,16 @@ class Decoder(nn.Module):
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
         windows = {layer.mixer.window for layer in spec.layers}
-        if places is None or places.past is not None:
-            masks = {window: attention_mask(context.bounds_BS, window, queries, keys, device) for window in windows}
+        if context.cut is not None:
+            assert places is None, "states hold whole texts"
+            positions = context.cut.share(positions)
+            masks = {window: context.cut.masks(context.bounds_BS, window, keys, device) for window in windows}
+        elif places is None:
+            masks = {window: (self._masks(context.bounds_BS, window, queries, keys, device),) for window in windows}
+        elif places.past is not None:
+            masks = {window: (attention_mask(None, window, queries, keys, device),) for window in windows}
         else:
-            masks = {window: mask_by_row(places.positions_BS, window, keys) for window in windows}
+            masks = {window: (mask_by_row(places.positions_BS, window, keys),) for window in windows}
         return positions, replace(
             context,
             rope=None if spec.rope is None else rope_tables(spec.rope, positions),

@@ -33,9 +33,13 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
 
 def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
     """FLOPs of one token in the forward pass of a layer; conventions as in `flops_per_token`."""
-    mixer = layer.mixer
-    products = 2.0 * (_attention_weights(mixer) + _mlp_weights(layer.mlp))
-    return products + 4.0 * mixer.heads * mixer.head_dim * _keys(mixer, sequence_length, causal)
+    products = 2.0 * (_attention_weights(layer.mixer) + _mlp_weights(layer.mlp))
+    return products + attention_flops(layer.mixer, sequence_length, causal=causal)
+
+
+def attention_flops(mixer: AttentionSpec, sequence_length: int, *, causal: bool) -> float:
+    """Those of them that scores and their sum over values take."""
+    return 4.0 * mixer.heads * mixer.head_dim * _keys(mixer, sequence_length, causal)
 
 
 def head_flops(spec: DecoderSpec) -> float:

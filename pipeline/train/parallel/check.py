@@ -87,6 +87,7 @@ _PLACES = {
     "pp": "layers are cut into stages",
     "dp_replicate": "weights are copied",
     "dp_shard": "weights, gradients and optimizer states are sharded",
+    "cp": "sequences are cut",
     "tp": "matrices are cut",
 }
 

@@ -26,6 +26,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+_collectives = torch.ops._c10d_functional
+
 _CHUNK = 4 << 20
 """Bytes that are written and hashed at once: the hash then finds them in the processor's cache."""
 _AHEAD = 32 << 20
@@ -154,9 +156,36 @@ def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tens
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Several axes as one, outermost first; the same mesh each time. Every process calls this."""
-    return mesh._flatten(name)
+def all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What the ranks of a group have, [ranks, ...].
+
+    This and the next two are the operations beneath torch's functional collectives, the same in 2.11 and 2.13: a
+    compiler can follow them, and selective recomputation knows them. There is no gradient.
+    """
+    gathered = _collectives.all_gather_into_tensor(own.contiguous(), group.size(), group.group_name)
+    whole: torch.Tensor = _collectives.wait_tensor(gathered)
+    return whole.view(group.size(), *own.shape)
+
+
+def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks of what they have for this one in `parts` [ranks, ...]."""
+    flat = parts.contiguous().flatten(0, 1)
+    own = _collectives.reduce_scatter_tensor(flat, "sum", group.size(), group.group_name)
+    result: torch.Tensor = _collectives.wait_tensor(own)
+    return result
+
+
+def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What each rank has for this one, [ranks, ...], of what this one has for each."""
+    sizes = [1] * group.size()
+    exchanged = _collectives.all_to_all_single(parts.contiguous(), sizes, sizes, group.group_name)
+    result: torch.Tensor = _collectives.wait_tensor(exchanged)
+    return result
+
+
+def unflatten_mesh(mesh: DeviceMesh, degrees: dict[str, int]) -> DeviceMesh:
+    """One axis as several, outermost first. Every process calls this."""
+    return mesh._unflatten(0, tuple(degrees.values()), tuple(degrees))
 
 
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
@@ -166,13 +195,39 @@ def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
     all ranks was made with.
     """
     for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)
+        if dist.get_backend(group) != FAKE_BACKEND:  # which waits for nothing
+            _set_pg_timeout(timeout, group)
 
 
 def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place by a scalar on their device, with few kernels."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+FAKE_BACKEND = "fake"
+"""Of process groups that send nothing."""
+
+
+def fake_store() -> Any:
+    """What a process group of `FAKE_BACKEND` is made with; the backend exists from then on.
+
+    It stands for any number of ranks in one process, and its collectives do nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def forget_shardings() -> None:
+    """Empty torch's caches of how DTensors are cut, whose entries name process groups that may be gone.
+
+    In 2.11 and 2.13 equal meshes share entries, whichever groups they were made with. 2.13 has a second cache, in C++.
+    """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
 
 
 def schedule_actions(
@@ -320,6 +375,21 @@ class MicroBatchStage(PipelineStage):
 
     def _release(self, info: Any) -> None:
         info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+
+def prepare_compiler(budget: float) -> None:
+    """Settings of torch.compile for what is compiled from now on; they are of the process, and read when it compiles.
+
+    Args:
+        budget: Share of the memory of activations that compiled code may keep for backward, 1 for all of it.
+    """
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    # One code for each kind of layer and shape of a micro-batch is meant, however many a batch ramp has; beyond the
+    # limits the run would end.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**20
+    torch._functorch.config.activation_memory_budget = budget
 
 
 def strided_shard(placement: Placement) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.config import Config
@@ -53,7 +54,25 @@ def step_shapes(config: Config, ranks: int) -> list[StepShape]:
 
     Datasets play no part: how long phases and ramp last follows from batch sizes and sequence lengths.
     """
-    shapes: dict[StepShape, None] = {}
+    return list(dict.fromkeys(shape for shape, _ in _course(config, ranks)))
+
+
+def step_counts(config: Config, ranks: int) -> dict[StepShape, int]:
+    """How many steps of each shape a run makes if its data last until `train.duration`."""
+    counts: dict[StepShape, int] = {}
+    steps = tokens = 0
+    for shape, taken in _course(config, ranks):
+        per_step = shape.batch_size * shape.sequence_length
+        left = max(0, _steps_until(config.train.duration, steps, tokens, per_step))
+        made = left if taken is None else min(taken, left)
+        if made:
+            counts[shape] = counts.get(shape, 0) + made
+        steps, tokens = steps + made, tokens + made * per_step
+    return counts
+
+
+def _course(config: Config, ranks: int) -> Iterator[tuple[StepShape, int | None]]:
+    """The shapes of steps, each with the number of steps that it holds for; None: from there on."""
     steps = tokens = 0
     for number, phase in enumerate(config.blend.phases or [PhaseConfig()]):
         length = phase.sequence_length or config.train.sequence_length
@@ -61,7 +80,10 @@ def step_shapes(config: Config, ranks: int) -> list[StepShape]:
             size, key, rise = _batch_size(config, number, phase, tokens)
             share = -(-size // ranks)
             micro = phase.micro_batch_size or config.train.micro_batch_size or share
-            shapes[
+            ends = [_steps_until(end, steps, tokens, size * length) for end in (phase.until, rise) if end is not None]
+            # A phase that ends before it begins is refused where the run is planned.
+            taken = max(0, min(ends)) if ends else None
+            yield (
                 StepShape(
                     key,
                     _key(number, phase, "micro_batch_size"),
@@ -70,17 +92,14 @@ def step_shapes(config: Config, ranks: int) -> list[StepShape]:
                     length,
                     min(micro, share),
                     ranks,
-                )
-            ] = None
-            ends = [_steps_until(end, steps, tokens, size * length) for end in (phase.until, rise) if end is not None]
-            if not ends:
+                ),
+                taken,
+            )
+            if taken is None:
                 break
-            # A phase that ends before it begins is refused where the run is planned.
-            taken = max(0, min(ends))
             steps, tokens = steps + taken, tokens + taken * size * length
             if phase.until is not None and _steps_until(phase.until, steps, tokens, 1) <= 0:
                 break
-    return list(shapes)
 
 
 def _key(number: int, phase: PhaseConfig, name: str) -> str:

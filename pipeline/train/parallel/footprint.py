@@ -64,9 +64,9 @@ def footprint(
     ends = sum(end_parameters(spec, part, layout.tp) for part in parts)
     parameters = ends + sum(layers)
     state = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES + (AVERAGE_BYTES if averages else 0)
-    states = state * -(-parameters // layout.dp_shard)
+    states = state * -(-parameters // layout.shards)
     whole = ends + sum(sorted(layers)[-2:]) if Kind.of(parallel, layout).reshard else parameters
-    accumulates = layout.pp > 1 and layout.dp_shard > 1
+    accumulates = layout.pp > 1 and layout.shards > 1
     return Footprint(
         parameters, states, COMPUTE_BYTES[compute] * whole, GRADIENT_BYTES * parameters if accumulates else 0
     )

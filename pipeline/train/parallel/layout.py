@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import prod
+from math import lcm, prod
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.errors import UserError
@@ -34,12 +34,25 @@ class Layout:
         """Processes that the samples of a step are dealt to."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def shards(self) -> int:
+        """Processes that weights, gradients and optimizer states are sharded over; those of one sequence too."""
+        return self.dp_shard * self.cp
+
     def to_json(self) -> dict[str, int]:
         """For the records of a run: the degrees, and what follows from them."""
         return {**self.degrees, "dp": self.dp, "world_size": self.world_size}
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1) or "one process"
+
+
+def sequence_multiple(parallel: ParallelConfig, layout: Layout) -> int:
+    """What the length of every sequence is a multiple of, so that cp and sequence parallelism can cut it evenly."""
+    tp = layout.tp if parallel.sequence_parallel else 1
+    if layout.cp == 1:
+        return tp
+    return layout.cp * (lcm(2, tp) if parallel.cp_method == "all_gather" else tp)
 
 
 def fixed_processes(parallel: ParallelConfig) -> int:

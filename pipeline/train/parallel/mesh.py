@@ -7,18 +7,19 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.train.parallel.compat import flatten_mesh, set_timeout
+from pipeline.train.parallel.compat import set_timeout, unflatten_mesh
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.processes import COLLECTIVE_TIMEOUT
 
-Role = Literal["pp", "tp", "params", "batch"]
+Role = Literal["pp", "tp", "cp", "params", "batch"]
 
+_SHARDS = "shards"
+"""Axis of the mesh over which parameters are sharded: dp_shard and cp as one."""
 _AXES: dict[Role, tuple[str, ...]] = {
     "pp": ("pp",),
     "tp": ("tp",),
     # HSDP: sharded along the last axis, replicated along the one before.
-    "params": ("dp_replicate", "dp_shard"),
-    "batch": ("dp_replicate", "dp_shard"),
+    "params": ("dp_replicate", _SHARDS),
 }
 
 
@@ -26,47 +27,70 @@ _AXES: dict[Role, tuple[str, ...]] = {
 class Mesh:
     """A device mesh that is asked by role, so that an axis can be added without touching those who use the others.
 
-    It has the axes of more than one process and `dp_shard`, over which parameters are sharded even if that is one.
+    It has the axes pp, dp_replicate and tp where they are of more than one process, and that of the shards, even if
+    that is one.
     """
 
     devices: DeviceMesh
     layout: Layout
+    contexts: DeviceMesh | None
+    """The axis of the shards once more, as dp_shard and cp; None without cp."""
 
-    def role(self, role: Role) -> DeviceMesh:
-        """The mesh over which parameters are sharded, a batch is split, or tensors or layers are cut.
+    def role(self, role: Literal["pp", "tp", "cp", "params"]) -> DeviceMesh:
+        """The mesh over which parameters are sharded, or tensors, layers or sequences are cut.
 
-        That of `params` has two axes where parameters are replicated too. "pp" and "tp" exist only above degree 1.
+        That of `params` has two axes where parameters are replicated too. The others exist only above degree 1.
         """
+        if role == "cp":
+            assert self.contexts is not None, "a cp axis of one process"
+            return self.contexts["cp"]
         axes = self._axes(role)
-        mesh = self.devices[axes if len(axes) > 1 else axes[0]]
-        return _flat(mesh, role) if role == "batch" and len(axes) > 1 else mesh
+        return self.devices[axes if len(axes) > 1 else axes[0]]
 
     def size(self, role: Role) -> int:
-        """Number of processes on the role's mesh."""
-        return self.role(role).size() if self._axes(role) else 1
+        """Number of processes on the role's mesh; of `batch` those that the samples of a step are dealt to."""
+        layout = self.layout
+        sizes = {
+            "pp": layout.pp,
+            "tp": layout.tp,
+            "cp": layout.cp,
+            "batch": layout.dp,
+            "params": layout.dp * layout.cp,
+        }
+        return sizes[role]
 
     def rank(self, role: Role) -> int:
-        """This process's coordinate on the role's mesh."""
-        if not self._axes(role):
-            return 0
-        mesh = self.role(role)
-        return mesh.get_local_rank() if mesh.ndim == 1 else _flat(mesh, role).get_local_rank()
+        """This process's place along the role's axes."""
+        if role in ("cp", "batch"):
+            place, piece = divmod(self._coordinate(_SHARDS), self.layout.cp)
+            return piece if role == "cp" else self._coordinate("dp_replicate") * self.layout.dp_shard + place
+        rank = 0
+        for axis in self._axes(role):
+            rank = rank * self.devices.size(self._names.index(axis)) + self._coordinate(axis)
+        return rank
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.devices.mesh_dim_names or ()
 
     def _axes(self, role: Role) -> tuple[str, ...]:
-        names = self.devices.mesh_dim_names or ()
-        return tuple(axis for axis in _AXES[role] if axis in names)
+        return tuple(axis for axis in _AXES[role] if axis in self._names)
+
+    def _coordinate(self, axis: str) -> int:
+        return self.devices.get_local_rank(axis) if axis in self._names else 0
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of a layout over all processes, whose group exists already. Every process calls this."""
     degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1 or axis == "dp_shard"}
-    devices = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    cp = degrees.pop("cp", 1)
+    # Parameters are sharded over cp too: its ranks have the same parameters, and gradients of different tokens.
+    axes = {_SHARDS if axis == "dp_shard" else axis: degree for axis, degree in degrees.items()}
+    axes[_SHARDS] *= cp
+    devices = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    contexts = None
+    if cp > 1:
+        contexts = unflatten_mesh(devices[_SHARDS], {"dp_shard": layout.dp_shard, "cp": cp})
+        set_timeout(contexts, COLLECTIVE_TIMEOUT)
     set_timeout(devices, COLLECTIVE_TIMEOUT)
-    return Mesh(devices, layout)
-
-
-def _flat(mesh: DeviceMesh, role: Role) -> DeviceMesh:
-    """The axes of a role as one."""
-    flat = flatten_mesh(mesh, role)
-    set_timeout(flat, COLLECTIVE_TIMEOUT)
-    return flat
+    return Mesh(devices, layout, contexts)

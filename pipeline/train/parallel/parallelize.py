@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -12,14 +13,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import PrecisionConfig
+from pipeline.config.train import PrecisionConfig, TrainConfig
 from pipeline.train.init import init_weights
 from pipeline.train.loss import VocabShard
+from pipeline.train.model.attention import SequenceCut
+from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
+from pipeline.train.parallel.context import build_cut
+from pipeline.train.parallel.layout import sequence_multiple
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.parallel.tensor import apply_tensor_parallel
+from pipeline.train.parallel.tested import Kind
+from pipeline.train.recompute import Recompute, check_offload
 
 # The logits are a view of the head's product, and nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -38,6 +46,10 @@ class ParallelModel:
     """By stage, those of this process."""
     vocab_shard: VocabShard | None
     """Which columns of the logits this process has; None: all."""
+    cut: SequenceCut | None
+    """How this process's share of every sequence is cut; None: it has all of it."""
+    sequence_multiple: int
+    """What the length of every sequence is a multiple of."""
 
     @property
     def whole(self) -> Decoder:
@@ -68,6 +80,7 @@ def parallelize(
     precision: PrecisionConfig,
     device: torch.device,
     sequence_length: int,
+    train: TrainConfig | None = None,
 ) -> ParallelModel:
     """Build this process's parts on meta, cut and shard them, and give them (uninitialized) memory on `device`.
 
@@ -77,6 +90,8 @@ def parallelize(
 
     Args:
         sequence_length: What stages are balanced for.
+        train: How layers are computed in training passes: what is kept for backward, and whether they are compiled.
+            None: everything, and not.
     """
     tp, pp = mesh.size("tp"), mesh.size("pp")
     stages = split_stages(spec, pp, parallel.pipeline, sequence_length)
@@ -87,20 +102,26 @@ def parallelize(
                 part = Decoder(spec, stage.part)
             if tp > 1:
                 apply_tensor_parallel(part, mesh.role("tp"), sequence_parallel=parallel.sequence_parallel)
-            _shard(part, mesh, precision, reshard=_reshards(parallel, mesh))
+            if train is not None:
+                _prepare_training(part, train, parallel, tp, device)
+            _shard(part, mesh, precision, reshard=Kind.of(parallel, mesh.layout).reshard or False)
             parts[stage.index] = part.to_empty(device=device)
     shard = None
     if tp > 1:
         shard = VocabShard(mesh.role("tp").get_group(), mesh.rank("tp") * (spec.vocab_padded // tp))
-    return ParallelModel(spec, stages, parts, shard)
+    multiple = sequence_multiple(parallel, mesh.layout)
+    return ParallelModel(spec, stages, parts, shard, build_cut(mesh, parallel), multiple)
 
 
-def _reshards(parallel: ParallelConfig, mesh: Mesh) -> bool:
-    """Whether whole parameters are given back between forward and backward."""
-    if mesh.layout.dp_shard == 1:  # there is no memory to win back
-        return False
-    # With a pipeline they would be gathered again for every micro-batch.
-    return mesh.size("pp") == 1 if parallel.reshard_after_forward is None else parallel.reshard_after_forward
+def _prepare_training(
+    part: Decoder, train: TrainConfig, parallel: ParallelConfig, tp: int, device: torch.device
+) -> None:
+    """How the layers of a part are computed in training passes."""
+    for block in part.layers.values():
+        layer = cast(Block, block)
+        layer.recompute = Recompute.of_layer(train.recompute, layer.index, part.spec.layers[layer.index], tp)
+    if compiles(train, parallel, device):
+        compile_layers(part, train.recompute)
 
 
 def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bool) -> None:
@@ -130,9 +151,18 @@ def build_model(
     device: torch.device,
     seed: int,
     sequence_length: int,
+    train: TrainConfig | None = None,
 ) -> ParallelModel:
-    """`parallelize`, then the initial weights, which are the same for every layout."""
-    model = parallelize(spec, mesh, parallel, precision, device, sequence_length)
+    """`parallelize`, then the initial weights, which are the same for every layout.
+
+    Raises:
+        UserError: The device or the machine cannot do what `train` asks for; nothing is built then.
+    """
+    if train is not None:
+        check_offload(train.recompute, device)
+        if compiles(train, parallel, device):
+            check_compiler(device)
+    model = parallelize(spec, mesh, parallel, precision, device, sequence_length, train)
     for part in model.parts.values():
         init_weights(part, spec, config.init, seed)
     return model

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
@@ -14,7 +13,9 @@ from pipeline.data.progress import counted
 from pipeline.errors import UserError
 from pipeline.train.model.config import default_ffn_dim
 from pipeline.train.parallel.course import StepShape, step_shapes
-from pipeline.train.parallel.layout import Layout, resolve
+from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
+from pipeline.train.parallel.recompute_rules import RECOMPUTE_RULES, many_shapes, recompute_without_effect
+from pipeline.train.parallel.rule import Rule
 from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.tested import Kind, nearest_tested
 
@@ -25,22 +26,6 @@ _LARGE_NODE = 8
 
 _OWN_KEY = re.compile(r"(?<![\w.])parallel\.")
 """A key of `parallel` in a message."""
-
-Check = Callable[[Config, Layout], Iterable[str]]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Something that must hold, or that is worth a warning."""
-
-    keys: tuple[str, ...]
-    """Keys of the run file that it is about."""
-    text: str
-    """A sentence for the documentation."""
-    check: Check
-    """Config and layout -> a message for each violation, with the values and the nearest allowed setting."""
-    of_training: bool = False
-    """Whether only training demands it: not an evaluation, which has no backward pass."""
 
 
 def check_layout(config: Config, world_size: int) -> Layout:
@@ -144,26 +129,28 @@ def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _sequence(config: Config, layout: Layout) -> Iterator[str]:
-    if layout.tp == 1 or not config.parallel.sequence_parallel:
-        return
     lengths = {"train.sequence_length": config.train.sequence_length}  # of validation too, whatever the phases have
     for shape in step_shapes(config, layout.dp):
         lengths[shape.length_key] = shape.sequence_length
     for key, length in lengths.items():
-        if length % layout.tp:
-            yield (
-                f"{key}={length} cannot be cut over parallel.tp={layout.tp}: set {key}="
-                f"{_nearest_multiples(length, layout.tp)}, or parallel.sequence_parallel=false"
-            )
+        yield from _cut(config, layout, key, length)
 
 
 def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
-    length = config.eval.max_length
-    if layout.tp > 1 and config.parallel.sequence_parallel and length is not None and length % layout.tp:
-        yield (
-            f"eval.max_length={length} cannot be cut over parallel.tp={layout.tp}: set eval.max_length="
-            f"{_nearest_multiples(length, layout.tp)}, or parallel.sequence_parallel=false"
-        )
+    if config.eval.max_length is not None:
+        yield from _cut(config, layout, "eval.max_length", config.eval.max_length)
+
+
+def _cut(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
+    """Whether sequences of a length can be cut."""
+    parallel, multiple = config.parallel, sequence_multiple(config.parallel, layout)
+    if length % multiple == 0:
+        return
+    axes = {"cp": layout.cp > 1, "tp": layout.tp > 1 and parallel.sequence_parallel}
+    over = " x ".join(f"parallel.{axis}={layout.degrees[axis]}" for axis, cuts in axes.items() if cuts)
+    pieces = " in two pieces each" if layout.cp > 1 and parallel.cp_method == "all_gather" else ""
+    other = ", or parallel.sequence_parallel=false" if axes["tp"] and not axes["cp"] else ""
+    yield f"{key}={length} cannot be cut over {over}{pieces}: set {key}={_nearest_multiples(length, multiple)}{other}"
 
 
 def _stage_count(config: Config, layout: Layout) -> Iterator[str]:
@@ -257,16 +244,30 @@ def _resharding(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
-def _context(_: Config, layout: Layout) -> Iterator[str]:
-    if layout.cp > 1:
+def _exchanged_heads(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.cp == 1 or config.parallel.cp_method != "ulysses":
+        return
+    cp, tp = layout.cp, layout.tp
+    heads, kv_heads = config.model.heads, config.model.kv_heads or config.model.heads
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        return  # which has rules of its own
+    over = f"parallel.tp={tp} x parallel.cp={cp} with cp_method=ulysses"
+    if heads % (tp * cp):
         yield (
-            f"parallel.cp={layout.cp}: no combination with context parallelism is tested, so there is none: set "
-            "parallel.cp=1"
+            f"model.heads={heads} cannot be cut over {over}: set model.heads={_nearest_multiples(heads, tp * cp)}, or "
+            "parallel.cp_method=all_gather"
+        )
+        return
+    own = max(1, kv_heads // tp)
+    if own % cp and cp % own:
+        yield (
+            f"model.kv_heads={kv_heads} can neither be cut nor copied evenly over {over}: set "
+            f"model.kv_heads={_nearest_multiples(kv_heads, tp * cp)}, or parallel.cp_method=all_gather"
         )
 
 
 def _tested(config: Config, layout: Layout) -> Iterator[str]:
-    if any(_context(config, layout)) or any(_resharding(config, layout)):
+    if any(_resharding(config, layout)):
         return
     kind = Kind.of(config.parallel, layout)
     if near := nearest_tested(kind):
@@ -284,9 +285,11 @@ def describe(kind: Kind) -> str:
     if "dp_replicate" in kind.axes:
         words.append("dp_replicate")
     if "dp_shard" in kind.axes:
-        words.append("dp_shard" + (" with" if kind.reshard else " without") + " resharding")
-    if "cp" in kind.axes:
-        words.append("cp")
+        words.append("dp_shard")
+    if kind.cp_method is not None:
+        words.append(f"cp by {kind.cp_method}")
+    if kind.reshard is not None:
+        words[-1] += (" with" if kind.reshard else " without") + " resharding"
     if "tp" in kind.axes:
         words.append("tp" + (" with" if kind.sequence_parallel else " without") + " sequence_parallel")
     return ", ".join(words) or "one process"
@@ -307,8 +310,9 @@ RULES: Sequence[Rule] = (
         _vocabulary,
     ),
     Rule(
-        ("train.sequence_length", "blend.phases.N.sequence_length", "parallel.sequence_parallel"),
-        "With `sequence_parallel`, the sequence length of the run and of each phase is a multiple of `tp`.",
+        ("train.sequence_length", "blend.phases.N.sequence_length", "parallel.cp", "parallel.sequence_parallel"),
+        "The sequence length of the run and of each phase is a multiple of `tp` with `sequence_parallel`, of `cp` with "
+        "`ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both cut it.",
         _sequence,
     ),
     Rule(
@@ -341,7 +345,13 @@ RULES: Sequence[Rule] = (
         "`reshard_after_forward: true` would give wrong gradients.",
         _resharding,
     ),
-    Rule(("parallel.cp",), "`cp` is 1: there is no tested combination with it yet.", _context),
+    Rule(
+        ("model.heads", "model.kv_heads", "parallel.cp", "parallel.cp_method"),
+        "With `ulysses`, query heads are a multiple of `tp` x `cp`. Key and value heads on a rank of `tp` are a "
+        "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
+        _exchanged_heads,
+    ),
+    *RECOMPUTE_RULES,
     Rule(
         ("parallel",),
         "The combination of axes, schedule, `sequence_parallel` and resharding is one of the tested kinds (table "
@@ -353,8 +363,8 @@ RULES: Sequence[Rule] = (
 
 
 _EVALUATED_LENGTH = Rule(
-    ("eval.max_length", "parallel.sequence_parallel"),
-    "With `sequence_parallel`, the input of tasks is a multiple of `tp`.",
+    ("eval.max_length", "parallel.cp", "parallel.sequence_parallel"),
+    "The input of tasks is a multiple of what sequences are cut into, as above.",
     _evaluated_length,
 )
 """Of an evaluation alone."""
@@ -398,8 +408,11 @@ def _without_effect(config: Config, layout: Layout) -> Iterator[str]:
     parallel = config.parallel
     if layout.pp == 1 and parallel.pipeline != PipelineConfig():
         yield "parallel.pipeline has no effect with parallel.pp=1"
-    if layout.dp_shard == 1 and parallel.reshard_after_forward:
-        yield "parallel.reshard_after_forward=true has no effect: weights are not sharded (dp_shard is 1)"
+    if layout.shards == 1 and parallel.reshard_after_forward:
+        yield "parallel.reshard_after_forward=true has no effect: weights are not sharded (dp_shard and cp are 1)"
+    yield from recompute_without_effect(config)
+    if layout.cp == 1 and parallel.cp_method != ParallelConfig().cp_method:
+        yield f"parallel.cp_method={parallel.cp_method} has no effect with parallel.cp=1"
     if layout.tp == 1 and not parallel.sequence_parallel:
         yield "parallel.sequence_parallel=false has no effect with parallel.tp=1"
 
@@ -420,7 +433,12 @@ WARNINGS: Sequence[Rule] = (
         _padding,
     ),
     Rule(("train.micro_batch_size", "parallel.pp"), "A step has fewer micro-batches than `pp`.", _short_pipeline),
-    Rule(("parallel",), "A key is set that has no effect in the layout.", _without_effect),
+    Rule(("parallel", "train.recompute"), "A key is set that has no effect in the layout.", _without_effect),
+    Rule(
+        ("train.compile", "train.batch_ramp", "train.micro_batch_size"),
+        "Layers are compiled for more than 4 shapes of micro-batches: a ramp without `micro_batch_size` has many.",
+        many_shapes,
+    ),
     Rule(("parallel.tp",), "`tp` is more than 8, which few machines have in one node.", _wide_tp),
 )
 """What `pipeline train --check` warns of."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeline.config.parallel import ScheduleName
 from pipeline.train.parallel.compat import schedule_actions
@@ -113,6 +114,15 @@ SCHEDULES: dict[ScheduleName, ScheduleFacts] = {
 }
 
 
+@lru_cache(maxsize=8)
+def actions_of(
+    schedule: ScheduleName, pp: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[tuple[int, str, int], ...], ...]:
+    """What each pp rank does in a step, in order, see `schedule_actions`; kept, as torch takes long to tell it."""
+    order = schedule_actions(SCHEDULES[schedule].torch_name, pp, stages_per_rank, micro_batches)
+    return tuple(tuple(actions) for actions in order)
+
+
 @dataclass(frozen=True)
 class Play:
     """How a step of a pipeline goes if communication took no time."""
@@ -150,7 +160,7 @@ def play(
     costs = [1.0] * stages if costs is None else costs
     weights = [1.0] * stages if weights is None else weights
     assert len(costs) == len(weights) == stages
-    order = schedule_actions(SCHEDULES[schedule].torch_name, pp, stages_per_rank, micro_batches)
+    order = actions_of(schedule, pp, stages_per_rank, micro_batches)
     done: dict[tuple[str, int, int], float] = {}
     clock, place = [0.0] * pp, [0] * pp
     pairs, kept = [0] * pp, [0.0] * pp

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, get_args
 
-from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, ScheduleName
+from pipeline.config.parallel import ZERO_BUBBLE, CpMethod, ParallelConfig, ScheduleName
+from pipeline.config.train import RecomputeConfig
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.schedules import SCHEDULES
 
@@ -32,7 +34,9 @@ class Kind:
     schedule: ScheduleName | None
     """None without pp."""
     reshard: bool | None
-    """Whether whole weights are given back after forward; None without dp_shard."""
+    """Whether whole weights are given back after forward; None where they are not sharded, without dp_shard and cp."""
+    cp_method: CpMethod | None
+    """None without cp."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layout: Layout) -> Kind:
@@ -43,7 +47,9 @@ class Kind:
             axes,
             parallel.sequence_parallel if "tp" in axes else None,
             parallel.pipeline.schedule if "pp" in axes else None,
-            (("pp" not in axes) if reshard is None else reshard) if "dp_shard" in axes else None,
+            # With a pipeline, weights that are given back would be gathered again for every micro-batch.
+            (("pp" not in axes) if reshard is None else reshard) if layout.shards > 1 else None,
+            parallel.cp_method if "cp" in axes else None,
         )
 
     def changes(self, to: Kind) -> list[str]:
@@ -56,6 +62,8 @@ class Kind:
             changes.append(f"parallel.pipeline.schedule={to.schedule}")
         if to.reshard not in (None, self.reshard):
             changes.append(f"parallel.reshard_after_forward={str(to.reshard).lower()}")
+        if to.cp_method not in (None, self.cp_method):
+            changes.append(f"parallel.cp_method={to.cp_method}")
         return changes
 
 
@@ -69,6 +77,9 @@ class Combination:
     layers_per_stage: tuple[int, ...] | None = None
     sequence_parallel: bool = True
     reshard_after_forward: bool | None = None
+    cp_method: CpMethod = "all_gather"
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    compile: bool = False
 
     @property
     def name(self) -> str:
@@ -85,9 +96,17 @@ class Combination:
             words.append(f"ddp{layout.dp_replicate}" if layout.dp_shard == 1 else word)
         if kind.reshard is not None:
             words.append("reshard" if kind.reshard else "keep")
+        if layout.cp > 1:
+            words.append(f"cp{layout.cp}-{self.cp_method}")
         if layout.tp > 1:
             words.append(f"tp{layout.tp}" + ("" if self.sequence_parallel else "-no_sp"))
-        return "-".join(words)
+        if self.recompute.mode != "none":
+            words.append(self.recompute.mode)
+            words += [f"of_{self.recompute.every}"] if self.recompute.every > 1 else []
+            words += self.recompute.keep if "keep" in self.recompute.model_fields_set else []
+        if self.compile:
+            words.append("compiled")
+        return "-".join(words) or "one"
 
     @property
     def kind(self) -> Kind:
@@ -105,6 +124,7 @@ class Combination:
                 **self.layout.degrees,
                 "sequence_parallel": self.sequence_parallel,
                 "reshard_after_forward": self.reshard_after_forward,
+                "cp_method": self.cp_method,
                 "pipeline": pipeline if self.layout.pp > 1 else {},
             }
         )
@@ -164,15 +184,89 @@ def _rows() -> Iterator[Combination]:
         yield Combination(layout(pp=2, dp_replicate=2, dp_shard=2, tp=2), schedule)
     yield Combination(layout(pp=2, tp=2), "1f1b", sequence_parallel=False)
     yield Combination(layout(pp=2, dp_shard=2, tp=2), "1f1b", sequence_parallel=False)
+    yield from _context_rows()
+
+
+def _context_rows() -> Iterator[Combination]:
+    """Sequences cut over processes, alone and with others."""
+    for method in get_args(CpMethod):
+        for cp in (2, 4):
+            yield Combination(Layout(cp=cp), cp_method=method)
+        yield Combination(Layout(cp=2), cp_method=method, reshard_after_forward=False)
+        for reshard in (True, False):
+            yield Combination(Layout(dp_shard=2, cp=2), cp_method=method, reshard_after_forward=reshard)
+        yield Combination(Layout(dp_replicate=2, cp=2), cp_method=method)
+        yield Combination(Layout(dp_replicate=2, dp_shard=2, cp=2), cp_method=method)
+        for sp in (True, False):
+            yield Combination(Layout(cp=2, tp=2), cp_method=method, sequence_parallel=sp)
+        yield Combination(Layout(dp_shard=2, cp=2, tp=2), cp_method=method)
+        for schedule in _ALL:
+            yield Combination(Layout(pp=2, cp=2), schedule, cp_method=method)
+        for schedule in ("1f1b", "interleaved_1f1b"):
+            yield Combination(Layout(pp=2, dp_shard=2, cp=2), schedule, cp_method=method)
+            yield Combination(Layout(pp=2, cp=2, tp=2), schedule, cp_method=method)
+            yield Combination(Layout(pp=2, dp_shard=2, cp=2, tp=2), schedule, cp_method=method)
 
 
 TESTED: tuple[Combination, ...] = tuple(_rows())
 """One row a test."""
 
 
+def _within_layers() -> Iterator[Combination]:
+    every, some = {"mode": "full", "every": 2}, {"mode": "selective", "keep": ["attention"]}
+    full, selective, budget = ({"mode": mode} for mode in ("full", "selective", "budget"))
+
+    def row(recompute: dict[str, Any], schedule: ScheduleName = "1f1b", **degrees: int) -> Combination:
+        return Combination(Layout(**degrees), schedule, recompute=RecomputeConfig.model_validate(recompute))
+
+    for recompute in (full, every, selective, some):
+        yield row(recompute, dp_shard=2)
+        yield row(recompute, tp=2)
+        yield row(recompute, dp_shard=2, tp=2)
+    for schedule in _ALL:
+        yield row(full, schedule, pp=2)
+    for schedule in _WITHOUT_ZERO_BUBBLE:
+        yield row(selective, schedule, pp=2)
+    yield replace(row(selective, tp=2), sequence_parallel=False)
+    yield row(full, "zbv", pp=2, dp_shard=2)
+    yield row(selective, "interleaved_1f1b", pp=2, dp_shard=2, tp=2)
+    for method in get_args(CpMethod):
+        yield replace(row(full, cp=2), cp_method=method)
+        yield replace(row(selective, cp=2), cp_method=method)
+        yield replace(row(full, cp=2, tp=2), cp_method=method)
+        yield replace(row(selective, cp=2, tp=2), cp_method=method)
+        yield replace(row(full, pp=2, cp=2), cp_method=method)
+        yield replace(row({}, cp=2), cp_method=method, compile=True)
+        yield replace(row(selective, dp_shard=2, cp=2), cp_method=method, compile=True)
+    compiled = (
+        row({}, dp_shard=2),
+        row(selective, tp=2),
+        row(full, pp=2),
+        row({}, pp=2, dp_shard=2),
+        row({}, dp_shard=2, tp=2),
+        row(budget, dp_shard=2),
+    )
+    yield from (replace(each, compile=True) for each in compiled)
+
+
+WITHIN_LAYERS: tuple[Combination, ...] = tuple(_within_layers())
+"""Rows with recomputation or compiled layers, a test each too.
+
+They are not part of a kind: both stay within a layer, and meet the rest of a layout where these rows do, in collectives
+within a layer (tp), in weights that come and go around one (dp_shard) and in the order of backward passes (pp). What
+does not go together there is refused by rules of its own.
+"""
+
+
+@lru_cache(maxsize=1)
+def tested_kinds() -> frozenset[Kind]:
+    """What is allowed: the kinds of all rows, and one process."""
+    return frozenset(row.kind for row in TESTED) | {Kind.of(ParallelConfig(), Layout())}
+
+
 def nearest_tested(kind: Kind) -> list[str]:
     """What to change, in words, to come to the tested kinds that differ least; empty if the kind itself is tested."""
-    kinds = {row.kind for row in TESTED} | {Kind(frozenset(), None, None, None)}
+    kinds = tested_kinds()
     if kind in kinds:
         return []
     ways = sorted({tuple(kind.changes(other)) for other in kinds}, key=lambda way: (len(way), way))

@@ -1,0 +1,188 @@
+"""Context parallelism: attention to a sequence of which every rank of the cp axis has a share.
+
+All of a layer but attention works on single tokens, and so on the share alone. Two ways to attend to the rest:
+
+- `GatheredKeys` collects the keys and values of all ranks (Grattafiori et al. 2024, section 3.3.2). A causal query
+  needs those before it alone, so the sequence is cut into 2 cp pieces of which rank r has the r-th from either end: all
+  ranks multiply as much. It takes any number of heads; every rank has the keys and values of the whole sequence.
+- `ExchangedHeads` trades the share of all heads for some heads of the whole sequence (DeepSpeed-Ulysses, Jacobs et al.
+  2023). It sends less the more ranks there are, and takes no more of them than there are heads.
+
+Shapes: B batch, S positions of the sequence, L = S / cp those of a rank, H query heads, K key and value heads, E head
+size, P pieces that the queries are cut into, C = L / P positions of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from pipeline.config.parallel import ParallelConfig
+from pipeline.data.batch import Batch
+from pipeline.train.model.attention import Core, Masks, SequenceCut
+from pipeline.train.parallel.compat import all_gather, all_to_all, reduce_scatter
+from pipeline.train.parallel.mesh import Mesh
+
+
+def build_cut(mesh: Mesh, parallel: ParallelConfig) -> SequenceCut | None:
+    """How this process's share of every sequence is cut; None without cp. Heads and lengths must fit, see the rules."""
+    if mesh.size("cp") == 1:
+        return None
+    way = GatheredKeys if parallel.cp_method == "all_gather" else ExchangedHeads
+    return way(mesh.role("cp").get_group(), mesh.rank("cp"), mesh.size("cp"))
+
+
+def share_of(batch: Batch, cut: SequenceCut | None) -> Batch:
+    """A batch with this rank's share of every sequence. Targets follow their inputs.
+
+    Its document starts are gone, as a document may begin on another rank: what they say is taken from the whole batch.
+    """
+    if cut is None:
+        return batch
+    tokens, targets, weight = (cut.share(x) for x in (batch.tokens, batch.targets, batch.weight))
+    return replace(batch, tokens=tokens, targets=targets, weight=weight, starts=batch.starts[:0])
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Every rank has two pieces of the sequence, and collects the keys and values of all."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    made: Masks = field(default_factory=Masks, compare=False, repr=False)
+
+    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+        """See `SequenceCut`: pieces r and 2 cp - 1 - r of 2 cp."""
+        pieces = x.chunk(2 * self.size, dim)
+        assert len(pieces) == 2 * self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"
+        return torch.cat([pieces[place] for place in self._places(self.rank)], dim)
+
+    def masks(
+        self, bounds_BS: Tensor | None, window: int | None, length: int, device: torch.device
+    ) -> tuple[Tensor | None, ...]:
+        """See `SequenceCut`: of each piece, over the keys up to its end."""
+        size = length // (2 * self.size)
+        masks: list[Tensor | None] = []
+        for place in self._places(self.rank):
+            end = (place + 1) * size
+            bounds = None if bounds_BS is None else bounds_BS[:, place * size : end]
+            if bounds is None and (window is None or window >= end) and device.type != "cpu":
+                # Causality of the last queries: what flash kernels of GPUs do without a mask in memory.
+                masks.append(causal_lower_right(size, end))
+            else:
+                masks.append(self.made(bounds, window, size, end, device))
+        return tuple(masks)
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+        """See `SequenceCut`."""
+        k_BSKE, v_BSKE = cast(Tensor, _Gather.apply(torch.stack((k_BLKE, v_BLKE)), self)).unbind()  # type: ignore[no-untyped-call]
+        outs = []
+        for piece, q_BCHE in enumerate(q_BLHE.chunk(2, dim=1)):
+            end = (self._places(self.rank)[piece] + 1) * q_BCHE.shape[1]
+            outs.append(core(q_BCHE, k_BSKE[:, :end], v_BSKE[:, :end], piece))
+        return torch.cat(outs, dim=1)
+
+    def _places(self, rank: int) -> tuple[int, int]:
+        """The pieces of a rank, counted from the beginning of the sequence."""
+        return rank, 2 * self.size - 1 - rank
+
+    def ordered(self, gathered: Sequence[Tensor]) -> Tensor:
+        """What the ranks have, [N, B, 2, C, K, E] each, as the sequence: [N, B, S, K, E]."""
+        pieces: dict[int, Tensor] = {}
+        for rank, both in enumerate(gathered):
+            pieces |= dict(zip(self._places(rank), both.unbind(2), strict=True))
+        return torch.cat([pieces[place] for place in sorted(pieces)], dim=2)
+
+    def dealt(self, x_NBSKE: Tensor) -> Tensor:
+        """The reverse of `ordered`: [cp, N, B, L, K, E]."""
+        pieces = x_NBSKE.chunk(2 * self.size, dim=2)
+        return torch.stack(
+            [torch.cat([pieces[place] for place in self._places(rank)], dim=2) for rank in range(self.size)]
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """Keys and values of the whole sequence [N, B, S, K, E] from those of each rank [N, B, L, K, E].
+
+    The gradient of a rank's own is the sum over all ranks, whose queries have seen them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NBLKE: Tensor, cut: GatheredKeys) -> Tensor:
+        ctx.cut = cut
+        samples, positions, *heads = x_NBLKE.shape[1:]
+        gathered = all_gather(x_NBLKE, cut.group).view(cut.size, -1, samples, 2, positions // 2, *heads)
+        return cut.ordered(gathered.unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(ctx.cut.dealt(gradients[0]), ctx.cut.group), None
+
+
+@dataclass(frozen=True)
+class ExchangedHeads:
+    """Every rank has one piece of the sequence, and some heads of all of it while it attends."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    made: Masks = field(default_factory=Masks, compare=False, repr=False)
+
+    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+        """See `SequenceCut`: piece r of cp."""
+        pieces = x.chunk(self.size, dim)
+        assert len(pieces) == self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"
+        return pieces[self.rank].contiguous()
+
+    def masks(
+        self, bounds_BS: Tensor | None, window: int | None, length: int, device: torch.device
+    ) -> tuple[Tensor | None, ...]:
+        """See `SequenceCut`: one, as without cp."""
+        return (self.made(bounds_BS, window, length, length, device),)
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+        """See `SequenceCut`. Consecutive query heads share a key head, so that those of a rank stay with theirs."""
+        if k_BLKE.shape[2] % self.size:
+            assert self.size % k_BLKE.shape[2] == 0, f"{k_BLKE.shape[2]} key heads over cp {self.size}"
+            copies = self.size // k_BLKE.shape[2]
+            k_BLKE, v_BLKE = (x.repeat_interleave(copies, dim=2) for x in (k_BLKE, v_BLKE))
+        # One exchange for the three: for each rank its heads of q, k and v, one after the other.
+        by_rank = [self._pieces(x, 2) for x in (q_BLHE, k_BLKE, v_BLKE)]
+        mixed = cast(Tensor, _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2, 3), self, True))  # type: ignore[no-untyped-call]
+        q_BSHE, k_BSKE, v_BSKE = torch.split(mixed, [x.shape[3] for x in by_rank], dim=2)
+        return cast(Tensor, _Exchange.apply(core(q_BSHE, k_BSKE, v_BSKE, 0), self, False))  # type: ignore[no-untyped-call]
+
+    def to_heads(self, x_BLHE: Tensor) -> Tensor:
+        """All heads of a piece -> some heads [B, S, H / cp, E] of the sequence."""
+        received = all_to_all(self._pieces(x_BLHE, 2).movedim(2, 0), self.group)
+        return received.movedim(0, 1).flatten(1, 2)
+
+    def to_positions(self, x_BSHE: Tensor) -> Tensor:
+        """The reverse of `to_heads`."""
+        received = all_to_all(self._pieces(x_BSHE, 1).movedim(1, 0), self.group)
+        return received.movedim(0, 2).flatten(2, 3)
+
+    def _pieces(self, x: Tensor, dim: int) -> Tensor:
+        """A dimension as two, the first of which has a piece for each rank."""
+        return torch.stack(x.chunk(self.size, dim), dim)
+
+
+class _Exchange(torch.autograd.Function):
+    """From shares of the sequence to shares of the heads, `ExchangedHeads.to_heads`, or back; backward reverses it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: ExchangedHeads, to_heads: bool) -> Tensor:
+        ctx.cut, ctx.to_heads = cut, to_heads
+        return cut.to_heads(x) if to_heads else cut.to_positions(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        back = ctx.cut.to_positions if ctx.to_heads else ctx.cut.to_heads
+        return back(gradients[0]), None, None

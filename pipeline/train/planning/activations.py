@@ -1,0 +1,389 @@
+"""A step of one process on fake tensors: the code that trains runs, and what memory it would take is booked.
+
+Nothing is computed and nothing is taken, so that a layer of any size needs no more than some thousand operations
+of Python. Layers are equal by specification: a few of them are run, and those of a whole model follow from the
+difference that one more of them makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import Config
+from pipeline.config.parallel import PipelineConfig
+from pipeline.config.train import TrainConfig
+from pipeline.data.batch import Batch
+from pipeline.train.loss import TokenLosses
+from pipeline.train.model.attention import Attention, Core, SequenceCut
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.optim import Optimizers
+from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.planning.fake import fake_mesh
+from pipeline.train.planning.ledger import KINDS, Ledger, Memory, Passes
+from pipeline.train.step import Stepper
+
+DeviceType = Literal["cpu", "cuda"]
+Ends = Literal["whole", "first", "middle", "last"]
+"""Of the model, which part a stage is: with embedding and head, with one of them, or with neither."""
+
+_PIPELINES: Mapping[Ends, tuple[int, int]] = {"whole": (1, 0), "first": (2, 0), "middle": (3, 1), "last": (2, 1)}
+"""The shortest pipeline that has such a stage, and the rank of it."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a process is trained on in a step."""
+
+    samples: int
+    """Of a micro-batch."""
+    length: int
+    """Positions of a sample, of which the process has a share with cp."""
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of a stage, where in a step which kind of memory takes how many. Linear in the number of layers."""
+
+    points: Mapping[tuple[str, Memory], float]
+    """By part of the step and kind; at the peak of the part, of the activations those of one micro-batch alone."""
+    kept: float
+    """Activations of a micro-batch between its forward and its backward pass."""
+    count: float
+    """Parameters, after the cut by tp and before that by dp_shard."""
+
+    @property
+    def labels(self) -> list[str]:
+        """Parts of the step."""
+        return list(dict.fromkeys(label for label, _ in self.points))
+
+    def at(self, label: str) -> dict[str, float]:
+        """Bytes by kind at a part of the step."""
+        return {kind: self.points[label, kind] for kind in KINDS}
+
+    @property
+    def gradients(self) -> float:
+        """Between passes, once there are any."""
+        return max(self.points[label, "gradients"] for label in self.labels if label.startswith("backward"))
+
+    @property
+    def unsharded(self) -> float:
+        """Between passes."""
+        return min(self.points[label, "unsharded"] for label in self.labels if label != "optimizer")
+
+    def plus(self, times: float, less: Measured, more: Measured) -> Measured:
+        """This one, and so many times what `more` has and `less` has not."""
+
+        def mix(mine: float, without: float, with_it: float) -> float:
+            return mine + times * (with_it - without)
+
+        points = {}
+        for (label, kind), value in self.points.items():
+            # While the head is at work, the layers take what they do while the last one begins.
+            there = label if (label, kind) in more.points else "backward of the last layer"
+            points[label, kind] = mix(value, less.points[there, kind], more.points[there, kind])
+        return Measured(points, mix(self.kept, less.kept, more.kept), mix(self.count, less.count, more.count))
+
+
+def measure(
+    config: Config,
+    layout: Layout,
+    spec: DecoderSpec,
+    shape: Shape,
+    ends: Ends,
+    layers: Sequence[int],
+    device_type: DeviceType,
+) -> list[Measured]:
+    """Run a step of a stage on fake tensors, once for each number of layers.
+
+    Stages of a pipeline are run in the shortest one that has such a stage, in the order forward, backward (1F1B).
+
+    Args:
+        config: The run file.
+        layout: Of the run; all of it but the degree of the pipeline is taken.
+        spec: The model; its first layers are taken.
+        shape: Micro-batches of the run.
+        ends: Which stage.
+        layers: Numbers of layers.
+        device_type: Whose kernels; the fake tensors are those of a CPU.
+    """
+    pp, rank = _PIPELINES[ends]
+    fake = replace(layout, pp=pp)
+    with fake_mesh(fake, rank * (fake.world_size // pp)) as mesh:
+        return [_measure(config, mesh, spec, shape, ends, count, device_type) for count in layers]
+
+
+def _measure(
+    config: Config,
+    mesh: Mesh,
+    spec: DecoderSpec,
+    shape: Shape,
+    ends: Ends,
+    layers: int,
+    device_type: DeviceType,
+) -> Measured:
+    pp, rank = _PIPELINES[ends]
+    pieces = [layers if place == rank else 1 for place in range(pp)]
+    small = replace(spec, layers=tuple(islice(cycle(spec.layers), sum(pieces))))
+    pipeline = PipelineConfig(schedule="1f1b", layers_per_stage=pieces) if pp > 1 else PipelineConfig()
+    parallel = config.parallel.model_copy(update={**mesh.layout.degrees, "pipeline": pipeline})
+    train = _plain(config.train)
+    model = parallelize(small, mesh, parallel, train.precision, torch.device("meta"), shape.length, train)
+    ledger = Ledger()
+    if device_type == "cuda":
+        model = _use_gpu_kernels(model)
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+        model.whole.to_empty(device=_CPU)
+        optimizers = Optimizers(model, config.model.init, train.optimizer)
+        stepper = Stepper(
+            model,
+            optimizers,
+            mesh,
+            _CPU,
+            train=train,
+            parallel=parallel,
+            sources=1,
+            document_attention=config.model.document_attention,
+        )
+        count = pp if pp > 1 else min(2, shape.micro_batches)
+        return _Recording(model, optimizers, stepper, ledger).run(_batches(shape, count))
+
+
+def _plain(train: TrainConfig) -> TrainConfig:
+    """Without what is not known before, as what a compiler makes of a layer, or is done now and then."""
+    metrics = train.metrics.model_copy(update={"layers_every_steps": None})
+    return train.model_copy(update={"compile": False, "metrics": metrics})
+
+
+def _batches(shape: Shape, count: int) -> Callable[[], list[Batch]]:
+    def make() -> list[Batch]:
+        size = (shape.samples, shape.length)
+        return [
+            Batch(
+                torch.empty(size, dtype=torch.int64),
+                torch.empty(size, dtype=torch.int64),
+                torch.empty(size),
+                torch.empty(shape.samples, dtype=torch.int32),
+                torch.empty(shape.samples, dtype=torch.int64),
+                {},
+            )
+            for _ in range(count)
+        ]
+
+    return make
+
+
+class _Recording:
+    """A step, and the parts that it has."""
+
+    def __init__(self, model: ParallelModel, optimizers: Optimizers, stepper: Stepper, ledger: Ledger) -> None:
+        self._model, self._optimizers, self._stepper, self._ledger = model, optimizers, stepper, ledger
+        self._passes = Passes()
+        self._layers = len(model.whole.layers)
+        self._in_flight = 0
+        self._in_backward = False
+        self._kept_at = 0
+
+    def run(self, batches: Callable[[], list[Batch]]) -> Measured:
+        """The second step; the first one makes states and shapes."""
+        self._stepper.step(batches(), 1, 1.0)
+        self._attach()
+        ledger, passes = self._ledger, self._passes
+        ledger.begin()
+        parameters = [parameter for _, parameter in self._model.named_parameters()]
+        runner = self._stepper.runner
+        train = runner.train
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            train(*args, **kwargs)
+            self._turn()
+            passes.until = ledger.time
+            ledger.mark("optimizer")
+
+        runner.train = watched  # type: ignore[method-assign]
+        mine = batches()
+        self._stepper.step(mine, 1, 1.0)
+        return self._sum_up(parameters, len(mine))
+
+    def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> Measured:
+        ledger = self._ledger
+        known: dict[Memory, set[Any]] = {"parameters": ledger.find(parameters), "moments": ledger.find(self._states())}
+        shards = {_local(parameter).numel() for parameter in parameters}
+        wholes = {_whole_numel(parameter) for parameter in parameters}
+        sizes = {GRADIENT_BYTES * numel for numel in shards | wholes}
+        sizes |= {width * numel for numel in wholes for width in COMPUTE_BYTES.values()}
+        points: dict[tuple[str, Memory], float] = {}
+        peaks: dict[str, float] = {}
+        kept = 0.0
+        marks = iter(ledger.marks)
+        now, following = next(marks), next(marks, None)
+        levels = list(ledger.levels(known, self._passes, sizes))
+        for at, level in levels:
+            if at <= self._passes.ends[0]:
+                kept = level.get("activations", 0)
+        for at, level in levels:
+            while following is not None and at >= following.time:
+                now, following = following, next(marks, None)
+            if at < now.time:
+                continue
+            own = {kind: float(level.get(kind, 0)) for kind in KINDS}
+            own["activations"] -= now.others * kept
+            own["batches"] /= micro_batches
+            for label in self._names(now.label):
+                if sum(own.values()) > peaks.get(label, -1.0):
+                    peaks[label] = sum(own.values())
+                    points |= {(label, kind): value for kind, value in own.items()}
+        return Measured(points, kept, sum(map(_whole_numel, parameters)))
+
+    def _states(self) -> list[Tensor]:
+        states = [
+            value
+            for optimizer in self._optimizers.by_stage.values()
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return states + (list(self._stepper.ema.averages.values()) if self._stepper.ema else [])
+
+    def _names(self, label: str) -> list[str]:
+        """Of a part of the step, in stages of any number of layers."""
+        what, _, index = label.partition(" of layer ")
+        if not index:
+            return [label]
+        first, last = int(index), self._layers - 1 - int(index)
+        places = ["the first layer"] * (first == 0) + ["the second layer"] * (first == 1)
+        places += ["the last layer"] * (last == 0) + ["the last layer but one"] * (last == 1)
+        return [f"{what} of {place}" for place in places]
+
+    def _attach(self) -> None:
+        part = self._model.whole
+        part.register_forward_pre_hook(self._forward_begins)
+        part.register_forward_hook(self._forward_ends)
+        for place, block in enumerate(part.layers.values()):
+            block.register_forward_pre_hook(self._enters(place))
+            block.register_forward_hook(self._leaves(place))
+
+    def _turn(self) -> None:
+        """The backward pass of a micro-batch, if one was under way, has ended."""
+        if self._in_backward:
+            self._in_flight -= 1
+        self._in_backward = False
+
+    def _mark(self, label: str) -> None:
+        self._ledger.mark(label, self._in_flight - 1)
+
+    def _forward_begins(self, *_: Any) -> None:
+        self._turn()
+        self._in_flight += 1
+        self._passes.starts.append(self._ledger.time + 1)
+        self._mark("forward of the embedding")
+
+    def _forward_ends(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._passes.ends.append(self._ledger.time)
+        total = output.total if isinstance(output, TokenLosses) else output
+        cast(Tensor, total).register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, _: Tensor) -> None:
+        self._turn()
+        self._in_backward = True
+        self._passes.turns.append(self._ledger.time)
+        self._mark("backward of the head" if self._model.whole.part.last else self._backward_of(self._layers - 1))
+
+    def _enters(self, place: int) -> Callable[..., None]:
+        def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._mark(f"forward of layer {place}")
+            if place == 0 and inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _: self._mark("backward of the embedding"))
+
+        return enter
+
+    def _leaves(self, place: int) -> Callable[..., None]:
+        def leave(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            output.register_hook(lambda _: self._mark(self._backward_of(place)))  # type: ignore[no-untyped-call]
+            if place == self._layers - 1:
+                self._mark("forward of the head")
+
+        return leave
+
+    def _backward_of(self, place: int) -> str:
+        return f"backward of layer {place}" if self._layers else "backward of the embedding"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole_numel(parameter: Tensor) -> int:
+    """Elements on this rank if dp_shard were 1."""
+    assert isinstance(parameter, DTensor)
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cut = 1
+    for name, placement, size in zip(names, parameter.placements, parameter.device_mesh.shape, strict=True):
+        if name == "tp" and not placement.is_replicate():
+            cut *= size
+    return parameter.numel() // cut
+
+
+def _use_gpu_kernels(model: ParallelModel) -> ParallelModel:
+    """Where a GPU has one operation for what a CPU has several, which keep more for backward: that one.
+
+    That is RMSNorm. Attention is one operation on both, which keeps queries, keys, values, its output, an fp32 number
+    of each query and head, and a mask in the type of the queries.
+    """
+    for module in model.whole.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, Attention):
+            module.as_on_gpu = True
+    return model if model.cut is None else replace(model, cut=_CutOnGpu(model.cut))
+
+
+@dataclass(frozen=True)
+class _CutOnGpu:
+    """A cut whose pieces have no mask where a GPU's kernels need none."""
+
+    cut: SequenceCut
+
+    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+        return self.cut.share(x, dim)
+
+    def masks(
+        self, bounds_BS: Tensor | None, window: int | None, length: int, device: torch.device
+    ) -> tuple[Tensor | None, ...]:
+        masks = self.cut.masks(bounds_BS, window, length, device)
+        return masks if bounds_BS is not None or (window or length) < length else (None,) * len(masks)
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+        return self.cut.attend(q_BLHE, k_BLKE, v_BLKE, core)
+
+
+def _fused_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    out: Tensor = _FusedNorm.apply(x, module.weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of RMSNorm on a GPU, without its numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x[..., :1].float())
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), gradients[0].sum(dim=tuple(range(x.ndim - 1))).to(weight.dtype)

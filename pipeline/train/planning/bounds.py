@@ -1,0 +1,172 @@
+"""The least memory and time that a layout needs, whatever else it takes: cheap, to pass over what cannot be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pipeline.config import Config
+from pipeline.config.parallel import ScheduleName
+from pipeline.train.model.config import DecoderSpec, LayerSpec
+from pipeline.train.model.flops import layer_parameters
+from pipeline.train.parallel.course import StepShape
+from pipeline.train.parallel.footprint import (
+    AVERAGE_BYTES,
+    COMPUTE_BYTES,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    MOMENTS_BYTES,
+    end_parameters,
+)
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.stages import split_stages
+from pipeline.train.parallel.tested import Kind
+from pipeline.train.planning.devices import Device
+from pipeline.train.planning.timing import step_time
+
+_SLACK = 0.99
+"""Some numbers that tp sends in each micro-batch are sent once a step in a pipeline."""
+
+
+def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, kept: float | None = None) -> int:
+    """A lower bound of the memory of the process that needs the most, for steps of `shape`.
+
+    Each process has its shards of weights, moments and gradients when a step ends. When a backward pass begins, it
+    has weights, moments, whole weights and activations; the first rank of a pipeline those of several micro-batches.
+    Of activations count those that layers which are not compiled keep at least, and of the logits one chunk.
+
+    Args:
+        config: The run file.
+        layout: The degrees.
+        spec: The model.
+        shape: Of the step.
+        kept: Bytes of activations for a token and layer, where an estimate of a similar layout has told them.
+    """
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    element, averages = COMPUTE_BYTES[config.train.precision.compute], config.train.ema is not None
+    held = MASTER_BYTES + MOMENTS_BYTES + (AVERAGE_BYTES if averages else 0)
+    reshards = Kind.of(config.parallel, layout).reshard
+    most = 0
+    for rank in range(layout.pp):
+        parts = [stage.part for stage in stages if stage.rank == rank]
+        indices = [index for part in parts for index in part.layers]
+        layers = [layer_parameters(spec.layers[index], layout.tp) for index in indices]
+        parameters = sum(layers) + sum(end_parameters(spec, part, layout.tp) for part in parts)
+        shard = parameters / layout.shards
+        whole = 0 if element == MASTER_BYTES else max(layers, default=0) if reshards else parameters
+        tokens = shape.micro_batch_size * shape.sequence_length / layout.cp
+        begin = held * shard + element * whole
+        # In a later micro-batch gradients are there, in a pipeline whole ones.
+        if layout.pp > 1 and shape.micro_batches >= 2 * layout.pp:
+            begin += GRADIENT_BYTES * parameters
+        elif layout.pp == 1 and shape.micro_batches > 1:
+            begin += GRADIENT_BYTES * shard
+        if rank == 0:
+            least = element * sum(_activation(config, layout, spec.layers[index], index) for index in indices)
+            least = least if kept is None else max(least, kept * len(indices))
+            begin += in_flight(config, layout, shape) * tokens * least
+        if any(part.last for part in parts):
+            chunk = min(tokens, config.train.loss.chunk_tokens or tokens)
+            begin += element * chunk * spec.vocab_padded / layout.tp
+        most = max(most, int(begin), int((held + GRADIENT_BYTES) * shard))
+    return most
+
+
+def in_flight(config: Config, layout: Layout, shape: StepShape) -> float:
+    """Micro-batches whose activations the first rank of a pipeline keeps, as `SCHEDULES` says in words."""
+    pp, pipeline = layout.pp, config.parallel.pipeline
+    most = pp + (pp - 1) / pipeline.stages_per_rank if pipeline.schedule == "interleaved_1f1b" else pp
+    return min(shape.micro_batches, most)
+
+
+def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int) -> float:
+    """Numbers that backward needs of a token in a layer."""
+    recompute, mixer = config.train.recompute, layer.mixer
+    stream = mixer.dim / (layout.tp if config.parallel.sequence_parallel else 1)
+    if recompute.offload or recompute.mode == "budget":
+        return 0.0
+    repeated = recompute.mode != "none" and index % recompute.every == 0
+    if repeated and recompute.mode == "full":
+        return stream
+    heads = mixer.heads * mixer.head_dim / layout.tp
+    keys = 2 * max(1, mixer.kv_heads // layout.tp) * mixer.head_dim
+    wide = layer.mlp.ffn_dim / layout.tp
+    if not repeated:
+        # Inputs and outputs of the norms, queries, keys, values, their result, and what the mlp has between products.
+        return 4 * stream + 2 * heads + keys + (4 if layer.mlp.kind == "swiglu" else 2) * wide
+    found = stream
+    if "attention" in recompute.keep:
+        found += heads
+    if "matmul" in recompute.keep:
+        found += heads + 2 * wide if layer.mlp.kind == "swiglu" else heads
+    return found
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Seconds that one micro-batch takes, forward and backward, on the tp and cp ranks that share its work."""
+
+    layer: float
+    """In each layer, computing and what it waits for; the mean, where only some are computed again."""
+    ends: float
+    """In embedding, head and loss."""
+
+
+def micro_batch(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device) -> MicroBatch:
+    """What of a step's time neither the pipeline nor data parallelism decides.
+
+    Args:
+        config: The run file.
+        layout: Of it, tp and cp count.
+        spec: The model.
+        shape: Of it, micro-batch and sequence length count.
+        device: What each process has.
+    """
+    alone = Layout(cp=layout.cp, tp=layout.tp)
+    one = replace(shape, batch_size=shape.micro_batch_size, ranks=1)
+
+    def seconds(some: DecoderSpec) -> float:
+        found = step_time(config, alone, some, one, device, [0]).seconds
+        sent = found.communication.get("tp", 0.0) + found.communication.get("cp", 0.0)
+        return found.products + found.attention + found.recompute + found.elementwise + sent
+
+    # The first layer is computed again if any is: the mean of the others is not less than what they take.
+    whole, first = seconds(spec), seconds(replace(spec, layers=spec.layers[:1]))
+    layer = (whole - first) / (len(spec.layers) - 1) if len(spec.layers) > 1 else first
+    return MicroBatch(layer, max(0.0, first - layer))
+
+
+def least_seconds(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, cost: MicroBatch) -> float:
+    """A lower bound of a step's time: computing, waiting within the pipeline, and its slowest rank.
+
+    Args:
+        config: The run file.
+        layout: The degrees.
+        spec: The model.
+        shape: Of the step.
+        cost: `micro_batch` of the same.
+    """
+    pp, pipeline = layout.pp, config.parallel.pipeline
+    total = shape.micro_batches * (len(spec.layers) * cost.layer + cost.ends)
+    if pp == 1:
+        return total
+    layers = [0] * pp
+    stages = split_stages(spec, pp, pipeline, config.train.sequence_length)
+    for stage in stages:
+        layers[stage.rank] += len(stage.part.layers)
+    last = stages[-1].rank
+    slowest = max(count * cost.layer + (cost.ends if rank == last else 0.0) for rank, count in enumerate(layers))
+    bubble = least_bubble(pipeline.schedule, pp, pipeline.stages_per_rank, shape.micro_batches)
+    return _SLACK * max(shape.micro_batches * slowest, total / pp / (1 - bubble))
+
+
+@lru_cache(maxsize=4096)
+def least_bubble(schedule: ScheduleName, pp: int, stages_per_rank: int, micro_batches: int) -> float:
+    """Share of the time that ranks wait in a schedule with equal stages, as `SCHEDULES` says in words."""
+    work = {
+        "interleaved_1f1b": stages_per_rank * micro_batches,
+        "interleaved_zero_bubble": 3 * stages_per_rank * micro_batches,
+        "zbv": 6 * micro_batches,
+        "dualpipev": 6 * micro_batches,
+    }.get(schedule, micro_batches)
+    return (pp - 1) / (work + pp - 1)

@@ -1,0 +1,197 @@
+"""What memory tensors take while code runs on fake tensors, told apart by how long they live."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Memory = Literal["parameters", "moments", "batches", "gradients", "unsharded", "activations", "working"]
+KINDS: tuple[Memory, ...] = ("parameters", "moments", "batches", "gradients", "unsharded", "activations", "working")
+
+# What FSDP's collectives fill and read; tensor parallelism has functional ones.
+_GATHERS = ("c10d::_allgather_base_", "c10d::all_gather_into_tensor")
+_SCATTERS = ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor")
+
+
+@dataclass(eq=False)
+class _Memory:
+    """A storage, for as long as it lives."""
+
+    born: int
+    size: int
+    at_start: bool
+    start: int = 0
+    is_buffer: bool = False
+    elastic: bool = False
+    died: int | None = None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something begins here."""
+
+    time: int
+    label: str
+    others: int
+    """Micro-batches whose activations are kept besides those of the one at work."""
+
+
+@dataclass
+class Passes:
+    """When, in operations."""
+
+    starts: list[int] = field(default_factory=list)
+    """Forward passes began."""
+    ends: list[int] = field(default_factory=list)
+    """They ended; what is there then and is nothing else is kept for backward."""
+    turns: list[int] = field(default_factory=list)
+    """Backward passes began."""
+    until: int = 0
+    """All of them had ended, and gradients were reduced."""
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Books each storage that is made or given back while it is on, above a `FakeTensorMode`.
+
+    Only local tensors are looked at: a DTensor says it had the memory of the whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._time = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
+        self._events: list[tuple[int, _Memory, int]] = []
+        self._elastic: list[tuple[weakref.ref[Any], _Memory]] = []
+        self._all: list[_Memory] = []
+        self.marks: list[Mark] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, with local tensors
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # the pipeline asks whether all ranks agree
+        self._time += 1
+        self._look_at_elastic()
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            self._book(tensor)
+        if func.namespace == "c10d":
+            self._note_buffers(func.name(), args)
+        return result
+
+    def begin(self) -> None:
+        """Forget what was, and count from here; what is alive is from before."""
+        self._events, self._all, self.marks = [], [], []
+        for reference, memory in self._alive.values():
+            storage = reference()
+            assert storage is not None
+            memory.at_start, memory.size = True, storage.nbytes()
+            memory.start = memory.size
+            memory.elastic = memory.size == 0  # FSDP takes the memory away and gives it back
+            if memory.elastic:
+                self._elastic.append((reference, memory))
+            self._all.append(memory)
+
+    @property
+    def time(self) -> int:
+        """Operations so far."""
+        return self._time
+
+    def mark(self, label: str, others: int = 0) -> None:
+        """From here on it is `label`."""
+        self.marks.append(Mark(self._time + 1, label, others))
+
+    def find(self, tensors: Iterable[Tensor]) -> set[_Memory]:
+        """The memory of tensors, of DTensors their local ones."""
+        found = set()
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            entry = self._alive.get(local.untyped_storage()._cdata)
+            if entry is not None:
+                found.add(entry[1])
+        return found
+
+    def _book(self, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        memory = _Memory(self._time, storage.nbytes(), at_start=False)
+        self._alive[key] = weakref.ref(storage, lambda _: self._bury(key)), memory
+        self._all.append(memory)
+        self._events.append((self._time, memory, memory.size))
+
+    def _bury(self, key: int) -> None:
+        _, memory = self._alive.pop(key)
+        memory.died = self._time + 1
+        self._events.append((self._time + 1, memory, -memory.size))
+
+    def _look_at_elastic(self) -> None:
+        for reference, memory in self._elastic:
+            storage = reference()
+            if storage is not None and (size := storage.nbytes()) != memory.size:
+                self._events.append((self._time, memory, size - memory.size))
+                memory.size = size
+
+    def _note_buffers(self, name: str, args: tuple[Any, ...]) -> None:
+        name = name.split(".", maxsplit=1)[0]
+        if name in _GATHERS or name in _SCATTERS:
+            tensors = tree_leaves(args[0] if name in _GATHERS else args[1])
+            for memory in self.find(leaf for leaf in tensors if isinstance(leaf, Tensor)):
+                memory.is_buffer = not memory.at_start
+
+    def levels(
+        self, known: Mapping[Memory, set[_Memory]], passes: Passes, sizes: set[int]
+    ) -> Iterator[tuple[int, Mapping[Memory, int]]]:
+        """Bytes by kind after each operation since `begin`.
+
+        Args:
+            known: Memory whose kind is known.
+            passes: When the forward and backward passes were.
+            sizes: Bytes of whole and sharded gradients of parameters.
+        """
+        kinds = {memory: kind for kind, memories in known.items() for memory in memories}
+        for memory in self._all:
+            if memory not in kinds:
+                kinds[memory] = _kind(memory, passes, sizes)
+        now: dict[Memory, int] = defaultdict(int)
+        for memory in self._all:
+            now[kinds[memory]] += memory.start
+        at = 0
+        for time, memory, delta in self._events:
+            if time > at:
+                yield at, dict(now)
+                at = time
+            now[kinds[memory]] += delta
+        yield at, dict(now)
+
+
+def _kind(memory: _Memory, passes: Passes, sizes: set[int]) -> Memory:
+    if memory.elastic or memory.is_buffer:
+        return "unsharded"
+    if memory.at_start:
+        return "working"
+    if memory.born < passes.starts[0]:
+        return "batches"
+    died = passes.until + 1 if memory.died is None else memory.died
+    in_forward = any(start <= memory.born <= end for start, end in zip(passes.starts, passes.ends, strict=True))
+    if not in_forward:
+        turns = [*passes.starts, *passes.turns]
+        adds_up = memory.size in sizes and any(memory.born < turn < died for turn in turns)
+        if adds_up or died > passes.until:
+            return "gradients"
+    kept = any(memory.born <= end < died for end in passes.ends)
+    return "activations" if kept else "working"

@@ -1,0 +1,284 @@
+"""The memory that each process of a run needs, estimated before it starts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.config import Config
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.flops import num_parameters
+from pipeline.train.parallel.compat import schedule_actions
+from pipeline.train.parallel.course import StepShape
+from pipeline.train.parallel.footprint import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.schedules import SCHEDULES
+from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.tested import Kind
+from pipeline.train.planning.activations import DeviceType, Ends, Measured, Shape, measure
+from pipeline.train.planning.traffic import ACTIVE_STAGES
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one process at the peak of a step."""
+
+    pp_rank: int
+    """Coordinate on the pp axis; processes with the same one need the same."""
+    count: int
+    """Parameters of its stages, after the cut by tp and before that by dp_shard."""
+    parameters: int
+    """Master weights: its fp32 shards, padding included."""
+    moments: int
+    """States of the optimizer, and the moving average if there is one."""
+    gradients: int
+    """Sharded ones, and whole ones where they add up before they are sharded."""
+    unsharded: int
+    """Copies of parameters for forward and backward, and buffers of their collectives."""
+    activations: int
+    """Kept for backward."""
+    working: int
+    """Temporary tensors of the layer or head at work, logits included, and the batches of the step."""
+    when: str
+    """Where in the step the peak lies."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.parameters + self.moments + self.gradients + self.unsharded + self.activations + self.working
+
+
+def memory(
+    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device_type: DeviceType = "cuda"
+) -> list[RankMemory]:
+    """By pp rank, what a process needs at the peak of a step of `shape`.
+
+    It is what tensors take, as `torch.cuda.max_memory_allocated` counts; torch's allocator reserves more, and CUDA,
+    NCCL and cuBLAS have memory of their own. Compiled layers are counted as if they were not, and what is moved to the
+    memory of the host (`train.recompute.offload`) as if it stayed.
+
+    Args:
+        config: The run file.
+        layout: Its degrees, one that `rules` allows. This process must be no rank of a run.
+        spec: The model.
+        shape: Of the step.
+        device_type: Whose kernels.
+    """
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, shape.sequence_length)
+    # Of several micro-batches two are run.
+    piece = Shape(shape.micro_batch_size, shape.sequence_length, min(2, shape.micro_batches))
+    measured = _measure_stages(config, layout, spec, stages, piece, device_type)
+    orders = _orders(config, layout, shape.micro_batches)
+    ranks = []
+    for rank in range(layout.pp):
+        mine = {stage.index: measured[_ends(stage), len(stage.part.layers)] for stage in stages if stage.rank == rank}
+        ranks.append(_peak(rank, mine, orders[rank], shape.micro_batches))
+    return ranks
+
+
+def checkpoint_bytes(config: Config, spec: DecoderSpec) -> int:
+    """Bytes of the tensors in a checkpoint: fp32 weights, two moments, the moving average if there is one."""
+    average = AVERAGE_BYTES if config.train.ema else 0
+    return num_parameters(spec) * (MASTER_BYTES + MOMENTS_BYTES + average)
+
+
+def _ends(stage: Stage) -> Ends:
+    part = stage.part
+    return {(True, True): "whole", (True, False): "first", (False, False): "middle", (False, True): "last"}[
+        part.first, part.last
+    ]  # type: ignore[return-value]
+
+
+def _measure_stages(
+    config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage], shape: Shape, device_type: DeviceType
+) -> Mapping[tuple[Ends, int], Measured]:
+    """By ends and number of layers, all different stages there are."""
+    recompute = config.train.recompute
+    few, more = _runs(recompute.every, Kind.of(config.parallel, layout).reshard or False)
+    sizes: dict[Ends, set[int]] = defaultdict(set)
+    for stage in stages:
+        sizes[_ends(stage)].add(len(stage.part.layers))
+    runs: dict[Ends, dict[int, Measured]] = {}
+    # Those in the middle first: a layer more is the same in all of them.
+    for ends in sorted(sizes, key=lambda ends: ends != "middle"):
+        known = few in runs.get("middle", {}) and more in runs["middle"]
+        wanted: set[int] = set()
+        for count in sizes[ends]:
+            wanted |= {few + (count - few) % recompute.every} if count > more else {count}
+            wanted |= {few, more} if count > more and not known else set()
+        runs[ends] = _run(config, layout, spec, shape, ends, sorted(wanted), device_type)
+        slope = runs["middle" if known else ends]
+        for count in sizes[ends] - runs[ends].keys():
+            first = few + (count - few) % recompute.every
+            periods = (count - first) / recompute.every
+            runs[ends][count] = runs[ends][first].plus(periods, slope[few], slope[more])
+    return {(ends, count): one for ends, counts in runs.items() for count, one in counts.items()}
+
+
+def _runs(every: int, reshard: bool) -> tuple[int, int]:
+    """Two numbers of layers that are run in place of many, the second one a period larger.
+
+    They have a first layer and a last one, and where FSDP gathers a layer while another one is at work one between.
+    """
+    few = 3 if reshard else 2
+    return few, few + every
+
+
+def _run(
+    config: Config,
+    layout: Layout,
+    spec: DecoderSpec,
+    shape: Shape,
+    ends: Ends,
+    counts: Sequence[int],
+    device_type: DeviceType,
+) -> dict[int, Measured]:
+    recompute = config.train.recompute
+
+    def of_mode(mode: str) -> dict[int, Measured]:
+        changed = recompute.model_copy(update={"mode": mode, "offload": False})
+        train = config.train.model_copy(update={"recompute": changed})
+        some = config.model_copy(update={"train": train})
+        questions = {count: _Question.of(some, layout, spec, shape, ends, count, device_type) for count in counts}
+        new = [count for count, question in questions.items() if question not in _answers]
+        if len(_answers) > _MOST_ANSWERS:
+            _answers.clear()
+            new = list(counts)
+        if new:
+            found = measure(some, layout, spec, shape, ends, new, device_type)
+            _answers.update({questions[count]: one for count, one in zip(new, found, strict=True)})
+        return {count: _answers[question] for count, question in questions.items()}
+
+    if recompute.mode != "budget":
+        return of_mode(recompute.mode)
+    nothing, everything = of_mode("full"), of_mode("none")
+    return {count: nothing[count].plus(recompute.budget, nothing[count], everything[count]) for count in counts}
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a stage is measured for. Schedules and the other stages of the pipeline do not matter to it."""
+
+    settings: str
+    layout: Layout
+    spec: DecoderSpec
+    shape: Shape
+    ends: Ends
+    count: int
+    device_type: DeviceType
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        layout: Layout,
+        spec: DecoderSpec,
+        shape: Shape,
+        ends: Ends,
+        count: int,
+        device_type: DeviceType,
+    ) -> _Question:
+        parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.degrees})
+        train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
+        settings = parallel + config.model.model_dump_json() + train
+        return cls(settings, replace(layout, pp=1), spec, shape, ends, count, device_type)
+
+
+_answers: dict[_Question, Measured] = {}
+"""What was measured before: whoever compares layouts asks for the same stages again and again."""
+_MOST_ANSWERS = 512
+
+Order = Sequence[tuple[int, str, int]]
+"""Stage, kind of pass, micro-batch."""
+
+
+def _orders(config: Config, layout: Layout, micro_batches: int) -> list[Order]:
+    """What each pp rank does in a step; nothing of note without a pipeline, where one micro-batch follows another."""
+    if layout.pp == 1:
+        return [[]]
+    pipeline = config.parallel.pipeline
+    return list(
+        schedule_actions(SCHEDULES[pipeline.schedule].torch_name, layout.pp, pipeline.stages_per_rank, micro_batches)
+    )
+
+
+@dataclass
+class _Others:
+    """The most that is kept of other micro-batches while one is at work."""
+
+    before: float | None = None
+    """While gradients are not there yet; None: they always are."""
+    after: float | None = None
+    """While those of an earlier micro-batch are."""
+
+    def see(self, kept: float, is_first: bool) -> None:
+        """Another pass, the first backward one or one before it, or a later one."""
+        if is_first:
+            self.before = max(kept, self.before or 0.0)
+        else:
+            self.after = max(kept, self.after or 0.0)
+
+
+def _others(order: Order, kept: Mapping[int, float]) -> Mapping[tuple[int, str], _Others]:
+    """By stage and kind of pass."""
+    most: dict[tuple[int, str], _Others] = defaultdict(_Others)
+    there = 0.0
+    begun: set[int] = set()
+    for stage, kind, _ in order:
+        what = "forward" if kind == "F" else "backward"
+        most[stage, what].see(there if kind == "F" else there - kept[stage], stage not in begun)
+        if kind != "F":
+            begun.add(stage)
+        # Of a backward pass in two halves, the second one ends it.
+        there += {"F": kept[stage], "I": 0.0}.get(kind, -kept[stage])
+    return most
+
+
+_EARLY = ("forward", "backward of the head", "backward of the last layer")
+"""Parts of the first passes of a step in which there are no gradients yet."""
+
+
+def _peak(rank: int, stages: Mapping[int, Measured], order: Order, micro_batches: int) -> RankMemory:
+    """The fullest part of a step of a rank with these stages, by index."""
+    others = _others(order, {index: stage.kept for index, stage in stages.items()})
+    options: list[tuple[float, str, dict[str, float]]] = []
+    for index, stage in stages.items():
+        for label in stage.labels:
+            found = others.get((index, label.partition(" of ")[0]), _Others(after=0.0))
+            for kept, has_gradients in ((found.before, not label.startswith(_EARLY)), (found.after, True)):
+                if kept is not None:
+                    here = _at(label, index, stages, has_gradients)
+                    here["activations"] += kept
+                    options.append((sum(here.values()), label, here))
+    if not order:
+        (stage,) = stages.values()
+        options = [(sum(stage.at(label).values()), label, stage.at(label)) for label in stage.labels]
+    _, when, best = max(options, key=lambda option: option[0])
+    best["working"] += best.pop("batches") * micro_batches
+    rounded = {kind: round(value) for kind, value in best.items()}
+    return RankMemory(rank, round(sum(stage.count for stage in stages.values())), **rounded, when=when)
+
+
+def _at(label: str, index: int, stages: Mapping[int, Measured], has_gradients: bool) -> dict[str, float]:
+    """While a stage of a pipeline is at a part of the step, the other stages of the rank rest.
+
+    Of those, torch keeps some gathered: which ones the order decides, at most the largest.
+    """
+    here = stages[index].at(label)
+    resting = [stage for other, stage in stages.items() if other != index]
+    if label.startswith("forward"):  # in the pipeline that was run, it may have come before any backward pass
+        here["gradients"] = stages[index].gradients
+    here["gradients"] *= has_gradients
+    for stage in resting:
+        last = stage.at("optimizer")
+        here["parameters"] += last["parameters"]
+        here["moments"] += last["moments"]
+        if label == "optimizer":
+            here["gradients"] += last["gradients"]
+        else:
+            here["gradients"] += stage.gradients * has_gradients
+    if label != "optimizer":
+        gathered = sorted((stage.unsharded for stage in resting), reverse=True)[: ACTIVE_STAGES - 1]
+        here["unsharded"] += sum(gathered)
+    return here

@@ -1,0 +1,245 @@
+"""What a run will take, priced before it starts: memory, communication, time. Estimates, none of them measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from pipeline.config import Config
+from pipeline.errors import UserError
+from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.parallel.check import vocabulary
+from pipeline.train.parallel.course import StepShape, step_counts, step_shapes
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.rules import check_layout, layout_warnings
+from pipeline.train.planning.devices import Device
+from pipeline.train.planning.memory import RankMemory, checkpoint_bytes, memory
+from pipeline.train.planning.timing import StepSeconds, assumptions, recompute_flops_per_token, step_time
+from pipeline.train.planning.traffic import Axis, bytes_by_axis
+
+RESERVE = 0.05
+"""Share of a device's memory that is left to CUDA, NCCL, cuBLAS and what torch's allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """The steps of a run that have one shape."""
+
+    shape: StepShape
+    steps: int
+    flops_per_token: float
+    """Model FLOPs of training on a token, attention counted whole."""
+    flops_per_token_causal: float
+    """The same with attention counted half."""
+    recompute_flops_per_token: float
+    """What backward computes again, which no model FLOPs count; attention counted half."""
+    bubble: float
+    """Share of the pipeline's time in which ranks wait, 0 to 1; 0 without a pipeline."""
+    traffic: Mapping[Axis, int]
+    """Bytes that a rank sends in a step, by axis; of the pp rank that sends the most."""
+    seconds: StepSeconds
+    """Of a step, by part."""
+    mfu: float
+    """Model FLOPs of a step over what the devices could have done at their peak, attention counted whole."""
+    mfu_causal: float
+    """The same with attention counted half."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.shape.batch_size * self.shape.sequence_length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on so many devices."""
+
+    config: Config
+    layout: Layout
+    device: Device
+    compute: str
+    """Number format of matrix products."""
+    parameters: int
+    """Of the model, without the padding of its vocabulary."""
+    parameters_padded: int
+    """With it."""
+    memory: list[RankMemory]
+    """By pp rank, for the shape of step that needs the most."""
+    memory_shape: StepShape
+    """That one."""
+    memory_limit: int
+    """Bytes of a device that a process may use: its memory less a reserve."""
+    checkpoint_bytes: int
+    phases: list[PhasePlan]
+    """In their order; one of each shape of step."""
+    job_seconds: float | None
+    """What a job on a cluster has for steps; None where that is not known."""
+    assumptions: list[str]
+    """What the times rest on, in words."""
+    warnings: list[str]
+    """What `pipeline train --check` warns of."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every process has the memory it needs."""
+        return self.peak_bytes <= self.memory_limit
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the process that needs the most."""
+        return max(rank.total for rank in self.memory)
+
+    @property
+    def main(self) -> PhasePlan:
+        """The phase that takes the most time."""
+        return max(self.phases, key=lambda phase: phase.steps * phase.seconds.total)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the main phase."""
+        return self.main.tokens
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the main phase."""
+        return self.main.seconds.total
+
+    @property
+    def mfu(self) -> float:
+        """Of the main phase, attention counted whole."""
+        return self.main.mfu
+
+    @property
+    def mfu_causal(self) -> float:
+        """Of the main phase, attention counted half."""
+        return self.main.mfu_causal
+
+    @property
+    def steps(self) -> int:
+        """Of the run."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Of the run."""
+        return sum(phase.steps * phase.tokens for phase in self.phases)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a device in the main phase."""
+        return self.tokens_per_step / self.step_seconds / self.layout.world_size
+
+    @property
+    def links(self) -> int | None:
+        """Jobs that the run takes, one after the other; None where that is not known."""
+        if self.job_seconds is None or self.job_seconds <= 0:
+            return None
+        return ceil(self.hours * 3600 / self.job_seconds)
+
+    @property
+    def hours(self) -> float:
+        """Of all steps."""
+        return sum(phase.steps * phase.seconds.total for phase in self.phases) / 3600
+
+
+def plan(config: Config, device: Device, world_size: int, job_seconds: float | None = None) -> Plan:
+    """Price a run.
+
+    Args:
+        config: The run file. Neither data nor a tokenizer has to be there.
+        device: What each process runs on.
+        world_size: Processes.
+        job_seconds: What a job on a cluster has for steps.
+
+    Raises:
+        UserError: The layout is refused, or the size of the vocabulary is not known.
+    """
+    layout = check_layout(config, world_size)
+    spec = planned_spec(config)
+    counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 0}
+    largest, needed = _most_memory(config, layout, spec, counts)
+    padded = num_parameters(spec)
+    tables = 1 if spec.tie_embeddings else 2
+    parameters = [rank.count for rank in needed]
+    return Plan(
+        config=config,
+        layout=layout,
+        device=device,
+        compute=config.train.precision.compute,
+        parameters=padded - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim,
+        parameters_padded=padded,
+        memory=needed,
+        memory_shape=largest,
+        memory_limit=int(device.memory_bytes * (1 - RESERVE)),
+        checkpoint_bytes=checkpoint_bytes(config, spec),
+        phases=[_phase(config, layout, spec, shape, steps, device, parameters) for shape, steps in counts.items()],
+        job_seconds=job_seconds,
+        assumptions=assumptions(device),
+        warnings=list(layout_warnings(config, layout)),
+    )
+
+
+def planned_spec(config: Config) -> DecoderSpec:
+    """The model of a run that may have no tokenizer yet.
+
+    Raises:
+        UserError: The size of its vocabulary is not known.
+    """
+    size = config.model.vocab_size
+    if size is None:
+        try:
+            size = vocabulary(config)[0]
+        except UserError as error:
+            raise UserError(
+                f"model.vocab_size: how many tokens the model has is not known, as there is no tokenizer ({error}); "
+                "set model.vocab_size, or tokenizer.train.vocab_size"
+            ) from None
+    return decoder_spec(config.model, size, config.max_positions)
+
+
+def _most_memory(
+    config: Config, layout: Layout, spec: DecoderSpec, shapes: Iterable[StepShape]
+) -> tuple[StepShape, list[RankMemory]]:
+    """The shape of step that needs the most, and what it needs."""
+
+    def sizes(shape: StepShape) -> tuple[int, int, int]:
+        # More windows, longer ones and more micro-batches never need less.
+        return shape.micro_batch_size, shape.sequence_length, shape.micro_batches
+
+    largest: list[StepShape] = []
+    for shape in sorted(shapes, key=sizes, reverse=True):
+        if not any(all(a >= b for a, b in zip(sizes(other), sizes(shape), strict=True)) for other in largest):
+            largest.append(shape)
+    needed = [(shape, memory(config, layout, spec, shape)) for shape in largest]
+    return max(needed, key=lambda each: max(rank.total for rank in each[1]))
+
+
+def _phase(
+    config: Config,
+    layout: Layout,
+    spec: DecoderSpec,
+    shape: StepShape,
+    steps: int,
+    device: Device,
+    parameters: Sequence[int],
+) -> PhasePlan:
+    time = step_time(config, layout, spec, shape, device, parameters)
+    sent = [bytes_by_axis(transfers) for transfers in time.traffic]
+    whole = flops_per_token(spec, shape.sequence_length, causal=False)
+    half = flops_per_token(spec, shape.sequence_length, causal=True)
+    peak = device.flops[config.train.precision.compute] * layout.world_size * time.seconds.total
+    tokens = shape.batch_size * shape.sequence_length
+    return PhasePlan(
+        shape=shape,
+        steps=steps,
+        flops_per_token=whole,
+        flops_per_token_causal=half,
+        recompute_flops_per_token=recompute_flops_per_token(config.train.recompute, spec, shape.sequence_length),
+        bubble=time.bubble,
+        traffic=max(sent, key=lambda axes: sum(axes.values())),
+        seconds=time.seconds,
+        mfu=tokens * whole / peak,
+        mfu_causal=tokens * half / peak,
+    )

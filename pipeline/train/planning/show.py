@@ -1,0 +1,280 @@
+"""A plan as text, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipeline.data.progress import counted, size
+from pipeline.train.parallel.course import StepShape
+from pipeline.train.parallel.tested import Kind
+from pipeline.train.planning.memory import RankMemory
+from pipeline.train.planning.plan import RESERVE, PhasePlan, Plan
+from pipeline.train.planning.suggest import as_arguments
+from pipeline.words import duration
+
+Suggestions = Sequence[tuple[Mapping[str, Any], Plan]]
+"""Keys to change, and the plan of the run with them."""
+
+_PARTS = ("parameters", "moments", "gradients", "unsharded", "activations", "working")
+_HEADS = ("weights", "moments", "gradients", "whole", "activations", "working")
+
+
+_ALIKE = 0.02
+"""Of what a rank of the pipeline needs: ranks that differ by less are told together."""
+_TIGHT = 0.97
+"""Of the limit: what needs more is called tight, as an estimate may be off by some percent."""
+
+
+def plan_lines(plan: Plan, nodes: bool = False, default_time: bool = False) -> Iterator[str]:
+    """A plan in words.
+
+    Args:
+        plan: The plan.
+        nodes: Whether the number of processes was asked for by `--nodes`.
+        default_time: Whether nothing says how long a job is, so that it is as long as is usual without.
+    """
+    yield from _verdict(plan, nodes)
+    yield from (f"warning: {line}" for line in plan.warnings)
+    device = plan.device
+    yield (
+        f"devices: {plan.layout.world_size:,} x {device.name}, {device.node_devices} in a node: "
+        f"{device.flops[plan.compute] / 1e12:,.0f} TFLOP/s {plan.compute}, {device.memory}, "
+        f"{_gib(device.memory_bytes)} GiB by its driver, at {device.memory_bandwidth / 1e12:.3g} TB/s, "
+        f"{device.link_bandwidth / 1e9:,.0f} GB/s in a node, "
+        f"{device.network_bandwidth / 1e9:,.0f} GB/s between nodes ({device.source})"
+    )
+    yield f"layout: {plan.layout}"
+    padded = f" ({plan.parameters_padded:,} with the padded vocabulary)"
+    padded = "" if plan.parameters == plan.parameters_padded else padded
+    yield f"model: {plan.parameters:,} parameters{padded}; checkpoint: {size(plan.checkpoint_bytes)}"
+    yield from _memory_lines(plan)
+    # A ramp has many.
+    phases = plan.phases if len(plan.phases) <= 6 else [*plan.phases[:3], *plan.phases[-2:]]
+    for phase in phases:
+        yield from _phase_lines(plan, phase)
+    if len(phases) < len(plan.phases):
+        yield f"  ({counted(len(plan.phases) - len(phases), 'further kind')} of steps in between)"
+    yield from _run_lines(plan, default_time)
+    yield from (f"assumes: {line}" for line in plan.assumptions)
+
+
+def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
+    """Layouts in words, one a line, in the order given."""
+    yield "suggestions, fastest first:"
+    for overrides, other in suggestions:
+        keys = " ".join(as_arguments(overrides)) or "as it is"
+        share = other.peak_bytes / other.memory_limit
+        tight = ", tight" if share >= _TIGHT else ""
+        yield (
+            f"  {duration(other.hours * 3600)}, mfu {other.mfu:.1%}, {_gib(other.peak_bytes)} GiB a process "
+            f"({share:.0%} of the limit{tight}): {keys}"
+        )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The same for programs. Names are stable; bytes, seconds and FLOPs without prefixes."""
+    device = plan.device
+    return {
+        "fits": plan.fits,
+        "layout": plan.layout.to_json(),
+        "device": {
+            "name": device.name,
+            "memory_bytes": device.memory_bytes,
+            "flops": device.flops[plan.compute],
+            "source": device.source,
+        },
+        "parameters": plan.parameters,
+        "parameters_padded": plan.parameters_padded,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "memory_limit_bytes": plan.memory_limit,
+        "memory": [_memory_json(rank) for rank in plan.memory],
+        "phases": [_phase_json(plan, phase) for phase in plan.phases],
+        "steps": plan.steps,
+        "tokens": plan.tokens,
+        "hours": plan.hours,
+        "device_hours": plan.hours * plan.layout.world_size,
+        "links": plan.links,
+        "assumptions": plan.assumptions,
+        "warnings": plan.warnings,
+    }
+
+
+def suggestions_json(suggestions: Suggestions) -> list[dict[str, Any]]:
+    """Layouts for programs."""
+    return [
+        {
+            "overrides": dict(overrides),
+            "hours": other.hours,
+            "mfu": other.mfu,
+            "mfu_causal": other.mfu_causal,
+            "step_seconds": other.step_seconds,
+            "peak_bytes": other.peak_bytes,
+        }
+        for overrides, other in suggestions
+    ]
+
+
+def _memory_json(rank: RankMemory) -> dict[str, Any]:
+    parts = {"weights": rank.parameters, **{name: getattr(rank, name) for name in _PARTS[1:]}}
+    return {"pp_rank": rank.pp_rank, "parameters": rank.count, **parts, "total": rank.total, "when": rank.when}
+
+
+def _phase_json(plan: Plan, phase: PhasePlan) -> dict[str, Any]:
+    shape, seconds = phase.shape, phase.seconds
+    return {
+        "steps": phase.steps,
+        "batch_size": shape.batch_size,
+        "sequence_length": shape.sequence_length,
+        "micro_batch_size": shape.micro_batch_size,
+        "micro_batches": shape.micro_batches,
+        "tokens_per_step": phase.tokens,
+        "flops_per_token": phase.flops_per_token,
+        "flops_per_token_causal": phase.flops_per_token_causal,
+        "recompute_flops_per_token": phase.recompute_flops_per_token,
+        "bubble": phase.bubble,
+        "traffic_bytes": dict(phase.traffic),
+        "seconds": {**_seconds(phase), "total": seconds.total},
+        "tokens_per_second_per_device": phase.tokens / seconds.total / plan.layout.world_size,
+        "mfu": phase.mfu,
+        "mfu_causal": phase.mfu_causal,
+    }
+
+
+def _seconds(phase: PhasePlan) -> dict[str, float]:
+    seconds = phase.seconds
+    return {
+        "products": seconds.products,
+        "attention": seconds.attention,
+        "recompute": seconds.recompute,
+        "elementwise": seconds.elementwise,
+        **{f"communication_{axis}": value for axis, value in seconds.communication.items()},
+        "bubble": seconds.bubble,
+        "optimizer": seconds.optimizer,
+    }
+
+
+def _verdict(plan: Plan, nodes: bool) -> Iterator[str]:
+    rank = max(plan.memory, key=lambda each: each.total)
+    where = f"a process of pp rank {rank.pp_rank}" if plan.layout.pp > 1 else "a process"
+    limit = (
+        f"{_gib(plan.memory_limit)} GiB ({_gib(plan.device.memory_bytes)} less {RESERVE:.0%} for CUDA, NCCL and what "
+        "the allocator cannot use)"
+    )
+    shape = plan.memory_shape
+    steps = f", in steps of {shape.micro_batch_size:,} x {shape.sequence_length:,} tokens ({_section(shape)})"
+    if plan.fits:
+        steps = steps if len(plan.phases) > 1 else ""
+        yield f"fits, as estimated: {where} needs {_gib(rank.total)} of {limit}, at its peak in {rank.when}{steps}"
+        return
+    yield (
+        f"does not fit, as estimated: {where} needs {_gib(rank.total)} GiB, {_gib(rank.total - plan.memory_limit)} GiB "
+        f"more than {limit}, at its peak in {rank.when}{steps}"
+    )
+    yield f"change: {'; '.join(_ways_out(plan, rank, nodes))}; or let --suggest look for a layout"
+
+
+def _section(shape: StepShape) -> str:
+    """Where the run file has the longest part of what makes a shape: a phase, or `train`."""
+    return max((key.rpartition(".")[0] for key in (shape.length_key, shape.batch_key)), key=len)
+
+
+def _ways_out(plan: Plan, rank: RankMemory, nodes: bool) -> Iterator[str]:
+    """What makes the largest part smaller, and is not set already."""
+    shape, layout, train = plan.memory_shape, plan.layout, plan.config.train
+    more = f"{'parallel.tp or ' if layout.tp < plan.device.node_devices else ''}parallel."
+    if rank.activations + rank.working > rank.total / 2:
+        if shape.micro_batch_size > 1:
+            yield f"a smaller {shape.micro_key}"
+        if train.recompute.mode == "none":
+            yield "train.recompute.mode=selective or full"
+        elif train.recompute.mode != "full":
+            yield "train.recompute.mode=full"
+        elif train.recompute.every > 1:
+            yield "train.recompute.every=1"
+        if rank.working > rank.activations:
+            yield "train.loss.chunk_tokens" if train.loss.chunk_tokens is None else "a smaller train.loss.chunk_tokens"
+        yield f"{more}cp"
+        return
+    if rank.unsharded > rank.total / 2 and not Kind.of(plan.config.parallel, layout).reshard and layout.shards > 1:
+        yield "parallel.reshard_after_forward=true"
+    elif rank.unsharded <= rank.total / 2:
+        yield "more nodes (--nodes) in parallel.dp_shard" if nodes else "more processes in parallel.dp_shard"
+    yield f"{more}pp"
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    yield "memory of a process at the peak of a step, GiB:"
+    heads = "".join(f" {name:>{max(9, len(name))}}" for name in _HEADS)
+    yield f"  {'pp rank':>7} {'parameters':>15}{heads} {'total':>9} {'of limit':>8}  peak"
+    for ranks in _alike(plan.memory):
+        rank = max(ranks, key=lambda each: each.total)
+        span = f"{ranks[0].pp_rank}-{ranks[-1].pp_rank}" if len(ranks) > 1 else f"{rank.pp_rank}"
+        parts = "".join(
+            f" {_gib(getattr(rank, part)):>{max(9, len(name))}}" for part, name in zip(_PARTS, _HEADS, strict=True)
+        )
+        share = rank.total / plan.memory_limit
+        yield f"  {span:>7} {rank.count:>15,}{parts} {_gib(rank.total):>9} {share:>8.0%}  {rank.when}"
+
+
+def _alike(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
+    """Ranks that follow one another and need nearly the same in each part."""
+    groups: list[list[RankMemory]] = []
+    for rank in ranks:
+        first = groups[-1][0] if groups else None
+        if first is not None and all(
+            abs(getattr(rank, part) - getattr(first, part)) <= _ALIKE * first.total for part in ("total", *_PARTS)
+        ):
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    return groups
+
+
+def _phase_lines(plan: Plan, phase: PhasePlan) -> Iterator[str]:
+    shape, total = phase.shape, phase.seconds.total
+    yield (
+        f"step ({counted(phase.steps, 'step')}): {counted(shape.batch_size, 'window')} of {shape.sequence_length:,} = "
+        f"{phase.tokens:,} tokens, {counted(shape.micro_batches, 'micro-batch')} of {shape.micro_batch_size:,} on each "
+        f"of {counted(shape.ranks, 'data-parallel rank')}"
+    )
+    again = phase.recompute_flops_per_token
+    recomputed = f", and {again / 1e9:,.4g} G of recomputation" if again else ""
+    if not again and plan.config.train.recompute.mode != "none":
+        recomputed = "; recomputation is passes over memory only"
+    yield (
+        f"  FLOPs of a token: {phase.flops_per_token / 1e9:,.4g} G (attention whole), "
+        f"{phase.flops_per_token_causal / 1e9:,.4g} G (attention half){recomputed}"
+    )
+    if phase.traffic:
+        sent = ", ".join(f"{axis} {size(count)}" for axis, count in phase.traffic.items())
+        yield f"  a rank sends: {sent}"
+    if plan.layout.pp > 1:
+        yield f"  bubble: {phase.bubble:.1%} of the pipeline's time"
+    parts = sorted(_seconds(phase).items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {value / total:.1%}" for name, value in parts if value / total >= 0.0005)
+    yield f"  time: {duration(total)}: {shares}"
+    yield (
+        f"  {phase.tokens / total / plan.layout.world_size:,.0f} tokens/s a device, mfu {phase.mfu:.1%}, mfu_causal "
+        f"{phase.mfu_causal:.1%}"
+    )
+
+
+def _run_lines(plan: Plan, default_time: bool) -> Iterator[str]:
+    hours = plan.hours * plan.layout.world_size
+    line = (
+        f"run: {counted(plan.steps, 'step')}, {plan.tokens:,} tokens: {duration(plan.hours * 3600)}, {hours:,.1f} "
+        "device-hours"
+    )
+    if plan.job_seconds is not None:
+        if plan.links is None:
+            line += "; the time of a job leaves none for steps"
+        else:
+            line += f", about {counted(plan.links, 'job')} with {duration(plan.job_seconds)} of steps each"
+        if default_time:
+            line += " (this is the default; say how long yours are in slurm.train.time)"
+    yield line
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"

@@ -1,0 +1,252 @@
+"""Layouts that fit a run's devices, fastest first, by the estimates of memory and time that `plan` makes.
+
+The search goes best first. Every candidate begins with a lower bound of its time; the one with the lowest is priced
+exactly and put back; one that comes up again with its exact time is the fastest that is left, and is taken if it fits.
+So memory, which costs the most to estimate, is asked for in the order of time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.data.progress import counted
+from pipeline.errors import UserError
+from pipeline.train.model.flops import layer_parameters
+from pipeline.train.parallel.course import StepShape, step_shapes
+from pipeline.train.parallel.footprint import end_parameters
+from pipeline.train.parallel.layout import Layout, resolve
+from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.stages import split_stages
+from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, least_seconds, micro_batch
+from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden
+from pipeline.train.planning.devices import Device
+from pipeline.train.planning.plan import RESERVE, Plan, plan, planned_spec
+from pipeline.train.planning.timing import step_time
+
+_ROUNDS = (3, 4)
+"""Micro-batches over ranks of a pipeline, for steps that stand for longer ones."""
+_SLACK = 0.9
+"""Of what a layer keeps in one layout, what it keeps in similar ones at least."""
+MOST_PLANS = 20
+"""Candidates whose memory is estimated at most."""
+
+
+def suggest(
+    config: Config,
+    device: Device,
+    world_size: int,
+    best: int = 5,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[tuple[Overrides, Plan]]:
+    """The fastest layouts that fit, at most one for each set of degrees.
+
+    Model, batch, lengths and data stay as they are; see `candidates` for what changes. "Fastest" is by the estimate of
+    the steps that have the most tokens.
+
+    Args:
+        config: The run file, whose own layout need neither be allowed nor fit.
+        device: What each process runs on.
+        world_size: Processes.
+        best: How many at most.
+        advance: Told of each candidate whose memory was estimated, of `MOST_PLANS` at most.
+
+    Returns:
+        What to change in the run file, as key paths and values, and the plan it gives; fastest first.
+
+    Raises:
+        UserError: No layout is allowed or none fits; the message says how much is missing.
+    """
+    search = _Search(config, device, world_size)
+    found: list[tuple[Overrides, Plan]] = []
+    done: set[Layout] = set()
+    plans = 0
+    for candidate in search.by_time(done):
+        if plans == MOST_PLANS or len(found) == best:
+            break
+        if search.is_hopeless(candidate):
+            continue
+        plans += 1
+        priced = plan(candidate.config, device, world_size)
+        advance(1)
+        search.learn(candidate, priced)
+        if priced.fits:
+            done.add(candidate.layout)
+            found.append((differences(config, candidate.overrides), priced))
+        else:
+            search.failed(candidate, priced)
+    if not found:
+        raise search.nothing_fits()
+    return sorted(found, key=lambda each: each[1].hours)
+
+
+def as_arguments(overrides: Mapping[str, Any]) -> list[str]:
+    """Overrides as they are written on the command line: `key.path=value`."""
+    return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in overrides.items()]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    overrides: Overrides
+    config: Config
+    layout: Layout
+    shape: StepShape
+    """Of the steps that have the most tokens."""
+    same: tuple[Any, ...]
+    """What two candidates have in common if `keeps` decides which of them needs more memory."""
+    keeps: tuple[int, int]
+    """How much it keeps for backward: windows of a micro-batch, and what of a layer."""
+    layer: tuple[Any, ...]
+    """What decides how much a layer keeps of a token."""
+    work: tuple[Any, ...]
+    """What decides the time of a micro-batch."""
+
+    def needs_no_less_than(self, other: _Candidate) -> bool:
+        """Whether it has the same layout, and keeps as much or more."""
+        return self.same == other.same and all(a >= b for a, b in zip(self.keeps, other.keeps, strict=True))
+
+
+class _Search:
+    """Candidates in the order of their time."""
+
+    def __init__(self, config: Config, device: Device, world_size: int) -> None:
+        self._config, self._device, self._world_size = config, device, world_size
+        self._spec = planned_spec(config)
+        self._costs: dict[tuple[Any, ...], MicroBatch] = {}
+        self._limit = int(device.memory_bytes * (1 - RESERVE))
+        self._kept: dict[tuple[Any, ...], float] = {}
+        self._failed: list[tuple[_Candidate, Plan]] = []
+        self._least: tuple[int, _Candidate] | None = None
+        self._refused: UserError | None = None
+
+    def by_time(self, done: set[Layout]) -> Iterator[_Candidate]:
+        """Those that may fit, fastest first; none of the layouts that are added to `done` meanwhile."""
+        queue: list[tuple[float, int, bool, _Candidate]] = []
+        for place, candidate in enumerate(self._possible()):
+            seconds = least_seconds(
+                candidate.config, candidate.layout, self._spec, candidate.shape, self._cost(candidate)
+            )
+            queue.append((seconds, place, False, candidate))
+        heapq.heapify(queue)
+        while queue:
+            _, place, exact, candidate = heapq.heappop(queue)
+            if candidate.layout in done:
+                continue
+            if exact:
+                yield candidate
+            elif self._is_allowed(candidate):
+                heapq.heappush(queue, (self._seconds(candidate), place, True, candidate))
+
+    def is_hopeless(self, candidate: _Candidate) -> bool:
+        """Whether it needs no less memory than one that did not fit, or more than there is by what others keep."""
+        if any(candidate.needs_no_less_than(other) for other, _ in self._failed):
+            return True
+        kept = self._kept.get(candidate.layer)
+        return kept is not None and self._least_bytes(candidate, kept) > self._limit
+
+    def learn(self, candidate: _Candidate, priced: Plan) -> None:
+        """How much a layer keeps, from an estimate."""
+        config, layout, shape = candidate.config, candidate.layout, candidate.shape
+        stages = split_stages(self._spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+        layers = sum(len(stage.part.layers) for stage in stages if stage.rank == 0)
+        tokens = shape.micro_batch_size * shape.sequence_length / layout.cp * in_flight(config, layout, shape)
+        kept = _SLACK * priced.memory[0].activations / (tokens * max(1, layers))
+        self._kept[candidate.layer] = min(kept, self._kept.get(candidate.layer, kept))
+
+    def _least_bytes(self, candidate: _Candidate, kept: float | None = None) -> int:
+        shapes = step_shapes(candidate.config, candidate.layout.dp)
+        return max(least_bytes(candidate.config, candidate.layout, self._spec, shape, kept) for shape in shapes)
+
+    def failed(self, candidate: _Candidate, priced: Plan) -> None:
+        """One that does not fit."""
+        self._failed.append((candidate, priced))
+
+    def nothing_fits(self) -> UserError:
+        """What to say if no candidate fits."""
+        devices = f"{counted(self._world_size, 'device')} ({self._device.name})"
+        if self._failed:
+            candidate, priced = min(self._failed, key=lambda each: each[1].peak_bytes)
+            least, limit, about = priced.peak_bytes, priced.memory_limit, "an estimated"
+        elif self._least is not None:
+            (least, candidate), limit, about = self._least, self._limit, "at least"
+        else:
+            why = f": {self._refused}" if self._refused else ""
+            return UserError(f"no layout over {devices} is allowed for this model and batch{why}")
+        changes = " ".join(as_arguments(differences(self._config, candidate.overrides)))
+        return UserError(
+            f"no layout over {devices} fits: the nearest ({changes or 'as it is'}) needs {about} "
+            f"{least / 2**30:.1f} GiB of {limit / 2**30:.1f} on a process; take more devices or larger ones, or a "
+            "smaller model or sequence length"
+        )
+
+    def _possible(self) -> Iterator[_Candidate]:
+        """Those whose least memory is there."""
+        for overrides in candidates(self._config, self._spec, self._world_size, self._device.node_devices):
+            candidate = _candidate(self._config, overrides, self._world_size)
+            least = self._least_bytes(candidate)
+            if self._least is None or least < self._least[0]:
+                self._least = least, candidate
+            if least <= self._limit:
+                yield candidate
+
+    def _is_allowed(self, candidate: _Candidate) -> bool:
+        try:
+            check_layout(candidate.config, self._world_size)
+        except UserError as error:
+            self._refused = self._refused or error
+            return False
+        return True
+
+    def _cost(self, candidate: _Candidate) -> MicroBatch:
+        """`micro_batch`, which many candidates have in common."""
+        if candidate.work not in self._costs:
+            self._costs[candidate.work] = micro_batch(
+                candidate.config, candidate.layout, self._spec, candidate.shape, self._device
+            )
+        return self._costs[candidate.work]
+
+    def _seconds(self, candidate: _Candidate) -> float:
+        """A step's time. Of many micro-batches in a pipeline by fewer: each further round adds the same."""
+        pp, micro_batches = candidate.layout.pp, candidate.shape.micro_batches
+        if pp == 1 or micro_batches <= _ROUNDS[1] * pp:
+            return self._seconds_of(candidate, micro_batches)
+        short, long = (self._seconds_of(candidate, rounds * pp) for rounds in _ROUNDS)
+        return long + (long - short) * (micro_batches / pp - _ROUNDS[1]) / (_ROUNDS[1] - _ROUNDS[0])
+
+    def _seconds_of(self, candidate: _Candidate, micro_batches: int) -> float:
+        config, layout, shape = candidate.config, candidate.layout, candidate.shape
+        stages = split_stages(self._spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+        parameters = [0] * layout.pp
+        for stage in stages:
+            layers = (layer_parameters(self._spec.layers[index], layout.tp) for index in stage.part.layers)
+            parameters[stage.rank] += sum(layers) + end_parameters(self._spec, stage.part, layout.tp)
+        some = replace(shape, batch_size=micro_batches * shape.micro_batch_size * shape.ranks)
+        return step_time(config, layout, self._spec, some, self._device, parameters).seconds.total
+
+
+def _candidate(config: Config, overrides: Overrides, world_size: int) -> _Candidate:
+    changed = overridden(config, overrides)
+    layout, recompute = resolve(changed.parallel, world_size), changed.train.recompute
+    shape = max(step_shapes(changed, layout.dp), key=lambda shape: shape.batch_size * shape.sequence_length)
+    ordinary = {"none": 2, "selective": 1, "full": 0} if recompute.every == 1 or recompute.mode == "none" else {}
+    special = None if recompute.mode in ordinary else (recompute.mode, recompute.every)
+    of_layout = {key: value for key, value in overrides.items() if key.startswith("parallel.")}
+    chunk = changed.train.loss.chunk_tokens
+    layer = (
+        *(layout.tp, layout.cp, changed.parallel.cp_method, changed.parallel.sequence_parallel),
+        *(recompute.mode, recompute.every),
+    )
+    return _Candidate(
+        overrides,
+        changed,
+        layout,
+        shape,
+        same=(json.dumps(of_layout), chunk, special),
+        keeps=(shape.micro_batch_size, ordinary.get(recompute.mode, 0)),
+        layer=layer,
+        work=(*layer, shape.micro_batch_size, chunk, changed.train.compile),
+    )

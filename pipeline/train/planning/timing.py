@@ -1,0 +1,316 @@
+"""How long a step takes: closed forms from FLOPs, bytes and what a device is taken to reach of its stated peaks.
+
+Nothing here is measured. `assumptions` says in words what is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+from pipeline.config import Config
+from pipeline.config.train import RecomputeConfig
+from pipeline.train.model.config import DecoderSpec, LayerSpec
+from pipeline.train.model.flops import attention_flops, head_flops, layer_flops
+from pipeline.train.parallel.course import StepShape
+from pipeline.train.parallel.footprint import COMPUTE_BYTES
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.schedules import play
+from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.planning.devices import Device
+from pipeline.train.planning.traffic import AXES, Axis, Transfer, is_recomputed, stage_traffic
+
+ATTENTION_SHARE = 0.6
+"""Of what matrix products reach."""
+MEMORY_SHARE = 0.8
+LINK_SHARE = 0.7
+"""Of the stated peaks: passes over memory, collectives."""
+_CALL_S, _HOP_S = 15e-6, 2e-6
+"""Of a collective's start, and of each rank that its ring goes through; an all-reduce takes a tree."""
+_ATTENTION_BACKWARD = 2.5
+"""Relative to forward: a flash kernel computes the scores again (Dao 2023), five products for two."""
+_UPDATE_BYTES, _AVERAGE_BYTES = 40, 12
+"""That a step moves for a parameter: gradient for norm and clipping; weight, gradient and moments for the update."""
+_LOGIT_BYTES = 32
+"""That the loss and its gradient move for a logit."""
+_NOT_COMPILED = 2.5
+"""Passes over memory where norms and activations are not fused, relative to where they are."""
+
+
+def assumptions(device: Device) -> list[str]:
+    """What is assumed, in words."""
+    share = device.products_share
+    return [
+        f"large matrix products reach {share:.0%} of the stated peak, attention {share * ATTENTION_SHARE:.0%}, passes "
+        f"over memory {MEMORY_SHARE:.0%} of its bandwidth, collectives {LINK_SHARE:.0%} of that stated for links and "
+        "network",
+        f"a collective takes {_CALL_S * 1e6:.0f} us, and {_HOP_S * 1e6:.0f} us for each rank that its ring goes "
+        "through",
+        "computing waits for all that tp, cp and pp send; what dp_shard and dp_replicate send goes on beside it, where "
+        "there is something to compute, and does not slow it down",
+        f"attention's backward takes {_ATTENTION_BACKWARD} times its forward, and with bounds of documents or windows "
+        f"kernels compute the whole square; an update moves {_UPDATE_BYTES} bytes a parameter",
+        "train.compile unset is compiled, as on a GPU; memory is that of layers that are not compiled",
+        "the host always has the next operation ready, which small models are too fast for; loader, saves, validation, "
+        "restarts, slow and failed nodes take no time",
+    ]
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Of one step. The parts add up; those of computing are means over the ranks of the pipeline."""
+
+    products: float
+    """Matrix products of the model."""
+    attention: float
+    """Scores and their sum over values."""
+    recompute: float
+    """What backward computes again."""
+    elementwise: float
+    """Everything that reads and writes more than it computes: norms, activations, the loss."""
+    communication: Mapping[Axis, float]
+    """By axis, what computing waits for."""
+    bubble: float
+    """Waiting in the pipeline, for stages that take longer, too."""
+    optimizer: float
+    """Clipping and update."""
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        parts = (self.products, self.attention, self.recompute, self.elementwise, self.bubble, self.optimizer)
+        return sum(parts) + sum(self.communication.values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What is known of a step's time."""
+
+    seconds: StepSeconds
+    bubble: float
+    """Share of the pipeline's time in which ranks wait, 0 to 1."""
+    traffic: list[list[Transfer]]
+    """What is sent, by pp rank."""
+
+
+def step_time(
+    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device, parameters: Sequence[int]
+) -> StepTime:
+    """How long a step takes.
+
+    Args:
+        config: The run file.
+        layout: The degrees.
+        spec: The model.
+        shape: Of the step.
+        device: What each process has.
+        parameters: By pp rank, after the cut by tp.
+    """
+    pipeline, micro = config.parallel.pipeline, shape.micro_batches
+    stages = split_stages(spec, layout.pp, pipeline, config.train.sequence_length)
+    sent = stage_traffic(config, layout, spec, shape, stages)
+    works = [
+        _stage_work(config, layout, spec, shape, device, stage, transfers)
+        for stage, transfers in zip(stages, sent, strict=True)
+    ]
+    bubble = 0.0
+    if layout.pp > 1:
+        costs = [work.total / 3 for work in works]
+        bubble = play(pipeline.schedule, layout.pp, pipeline.stages_per_rank, micro, costs).bubble
+    share = micro / layout.pp
+    busy = share * sum(work.total for work in works)
+    by_rank: list[list[Transfer]] = [[] for _ in range(layout.pp)]
+    exposed: list[dict[Axis, float]] = []
+    for stage, transfers in zip(stages, sent, strict=True):
+        by_rank[stage.rank] += transfers
+    for rank, transfers in enumerate(by_rank):
+        mine = [work for work, stage in zip(works, stages, strict=True) if stage.rank == rank]
+        exposed.append(_exposed(transfers, mine, layout, device, micro))
+    communication = {
+        axis: share * sum(work.waiting.get(axis, 0.0) for work in works)
+        for axis in AXES
+        if any(axis in work.waiting for work in works)
+    }
+    for axis, seconds in max(exposed, key=lambda each: sum(each.values())).items():
+        communication[axis] = communication.get(axis, 0.0) + seconds
+    update = _UPDATE_BYTES + (_AVERAGE_BYTES if config.train.ema else 0)
+    own = -(-max(parameters) // layout.shards)
+    return StepTime(
+        StepSeconds(
+            products=share * sum(work.products for work in works),
+            attention=share * sum(work.attention for work in works),
+            recompute=share * sum(work.recompute for work in works),
+            elementwise=share * sum(work.elementwise for work in works),
+            communication=communication,
+            bubble=busy * bubble / (1 - bubble),
+            optimizer=update * own / (device.memory_bandwidth * MEMORY_SHARE),
+        ),
+        bubble,
+        by_rank,
+    )
+
+
+def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, sequence_length: int) -> float:
+    """FLOPs that backward does again for a token, attention counted half."""
+    return sum(
+        sum(_again(recompute, layer, sequence_length, causal=True))
+        for index, layer in enumerate(spec.layers)
+        if is_recomputed(recompute, index)
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one stage in a micro-batch."""
+
+    products: float
+    attention: float
+    recompute: float
+    elementwise: float
+    waiting: dict[Axis, float]
+    forward: float
+    """Of all these, those of the forward pass."""
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.recompute + self.elementwise + sum(self.waiting.values())
+
+
+def _stage_work(
+    config: Config,
+    layout: Layout,
+    spec: DecoderSpec,
+    shape: StepShape,
+    device: Device,
+    stage: Stage,
+    transfers: Iterable[Transfer],
+) -> _Work:
+    rates, recompute, length = _Rates(config, layout, device), config.train.recompute, shape.sequence_length
+    tokens = shape.micro_batch_size * length / layout.cp
+    products = attention = passes = again = 0.0
+    for index in stage.part.layers:
+        layer = spec.layers[index]
+        # A mask is a table for the kernel, which then computes all of it.
+        causal = not config.model.document_attention and (layer.mixer.window or length) >= length
+        scores = attention_flops(layer.mixer, length, causal=causal)
+        products += rates.products(layer_flops(layer, length, causal=causal) - scores)
+        attention += rates.attention(scores)
+        passes += rates.passes(layer)
+        if is_recomputed(recompute, index):
+            twice, scores_twice = _again(recompute, layer, length, causal=causal)
+            again += rates.products(twice) + rates.attention(scores_twice) + rates.passes(layer)
+    logits = 0.0
+    if stage.part.last:
+        products += rates.products(head_flops(spec) * spec.vocab_padded / spec.vocab_size)
+        logits = rates.memory(_LOGIT_BYTES * spec.vocab_padded / layout.tp)
+    waiting: dict[Axis, float] = {}
+    early = 0.0
+    for each in transfers:
+        if each.axis in ("tp", "cp", "pp") and each.phase != "update":
+            seconds = transfer_seconds(each, layout, device) / shape.micro_batches
+            waiting[each.axis] = waiting.get(each.axis, 0.0) + seconds
+            early += seconds if each.phase == "forward" else 0.0
+    return _Work(
+        products=3 * tokens * products,
+        attention=(1 + _ATTENTION_BACKWARD) * tokens * attention,
+        recompute=tokens * again,
+        elementwise=tokens * (3 * passes + logits),
+        waiting=waiting,
+        forward=tokens * (products + attention + passes + logits / 2) + early,
+    )
+
+
+class _Rates:
+    """Seconds of a rank for what the whole tp group computes on one token."""
+
+    def __init__(self, config: Config, layout: Layout, device: Device) -> None:
+        self._reached = device.flops[config.train.precision.compute] * device.products_share * layout.tp
+        self._bandwidth = device.memory_bandwidth * MEMORY_SHARE
+        self._element = COMPUTE_BYTES[config.train.precision.compute]
+        self._tp = layout.tp
+        self._cut = layout.tp if config.parallel.sequence_parallel else 1
+        self._factor = _NOT_COMPILED if config.train.compile is False else 1.0
+
+    def products(self, flops: float) -> float:
+        return flops / self._reached
+
+    def attention(self, flops: float) -> float:
+        return flops / (self._reached * ATTENTION_SHARE)
+
+    def memory(self, size: float) -> float:
+        return size / self._bandwidth
+
+    def passes(self, layer: LayerSpec) -> float:
+        """Reads and writes of a layer's forward pass besides its products."""
+        mixer, mlp = layer.mixer, layer.mlp
+        norms_and_sums = 2 * (2 + 3) * mixer.dim / self._cut
+        rotation = 2 * (mixer.heads + mixer.kv_heads) * mixer.head_dim / self._tp
+        activation = (3 if mlp.kind == "swiglu" else 2) * mlp.ffn_dim / self._tp
+        return self.memory((norms_and_sums + rotation + activation) * self._element * self._factor)
+
+
+def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal: bool) -> tuple[float, float]:
+    """Forward FLOPs of a token that are done twice in a layer: matrix products, attention."""
+    attention = attention_flops(layer.mixer, length, causal=causal)
+    products = layer_flops(layer, length, causal=causal) - attention
+    if recompute.mode == "budget":
+        return (1 - recompute.budget) * products, (1 - recompute.budget) * attention
+    # Of the last product backward needs the factors and not the result, so that torch does not repeat it.
+    products -= 2.0 * layer.mlp.dim * layer.mlp.ffn_dim
+    kept = recompute.keep if recompute.mode == "selective" else []
+    return 0.0 if "matmul" in kept else products, 0.0 if "attention" in kept else attention
+
+
+def _exposed(
+    transfers: Sequence[Transfer], works: Sequence[_Work], layout: Layout, device: Device, micro: int
+) -> dict[Axis, float]:
+    """Seconds of a step in which a rank waits for weights and gradients.
+
+    They go beside the computation of other layers; at least one layer's have nothing beside them. In a pipeline,
+    gradients go when the step is over.
+    """
+    forward = micro * sum(work.forward for work in works)
+    backward = micro * sum(work.total for work in works) - forward
+    last = 0.0 if layout.pp > 1 else backward / micro
+    found: dict[Axis, float] = {}
+    for axis, phase, hidden in (
+        ("dp_shard", "forward", forward),
+        ("dp_shard", "backward", backward),
+        ("dp_shard", "update", 0.0),
+        ("dp_replicate", "update", last),
+        ("pp", "update", 0.0),
+    ):
+        these = [each for each in transfers if (each.axis, each.phase) == (axis, phase)]
+        if these:
+            seconds = sum(transfer_seconds(each, layout, device) for each in these)
+            least = seconds / max(each.calls for each in these)
+            found[these[0].axis] = found.get(these[0].axis, 0.0) + max(least, seconds - hidden)
+    return found
+
+
+def transfer_seconds(transfer: Transfer, layout: Layout, device: Device) -> float:
+    """How long equal operations take, one after the other."""
+    if transfer.operation in ("send", "all_to_all"):
+        hops = 1
+    else:
+        hops = 2 * ceil(log2(transfer.ranks)) if transfer.operation == "all_reduce" else transfer.ranks - 1
+    bandwidth = stated_bandwidth(transfer, layout, device) * LINK_SHARE
+    return transfer.calls * (_CALL_S + hops * _HOP_S) + transfer.sent / bandwidth
+
+
+def stated_bandwidth(transfer: Transfer, layout: Layout, device: Device) -> float:
+    """Bytes a second that a rank can send to the others of a transfer.
+
+    Within a node that of its links. Between nodes, the ranks of a group that are in one node share their adapters: the
+    rings go in parallel, each through another one. What is exchanged goes through the rank's own.
+    """
+    strides: dict[Axis, int] = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp}
+    strides["dp_replicate"] = layout.tp * layout.cp * layout.dp_shard
+    strides["pp"] = strides["dp_replicate"] * layout.dp_replicate
+    stride = strides[transfer.axis]
+    if stride * transfer.ranks <= device.node_devices:
+        return device.link_bandwidth
+    if transfer.operation in ("send", "all_to_all"):
+        return device.network_bandwidth
+    return min(device.link_bandwidth, max(1, device.node_devices // stride) * device.network_bandwidth)

@@ -1,0 +1,369 @@
+"""What the processes of a layout send one another in a step, counted from what each part of the program sends.
+
+Shapes: B samples of a micro-batch, S positions of the whole sequence, D width, V padded vocabulary.
+
+Not counted are a few numbers a step that all ranks agree on (norm, loss, hashes), and the padding of shards whose first
+dimension the ranks do not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from pipeline.config import Config
+from pipeline.config.parallel import ScheduleName
+from pipeline.config.train import RecomputeConfig
+from pipeline.train.model.config import AttentionSpec, DecoderSpec, LayerSpec
+from pipeline.train.model.flops import layer_parameters, norm_parameters
+from pipeline.train.parallel.course import StepShape
+from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.schedules import actions_of
+from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.tested import Kind
+
+Axis = Literal["tp", "cp", "pp", "dp_shard", "dp_replicate"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Phase = Literal["forward", "backward", "again", "update"]
+"""`again`: forward passes that backward repeats. `update`: once a step, after all backward passes."""
+
+ACTIVE_STAGES = 3
+"""A rank with several stages keeps the weights of those whole that its next actions need, at most so many."""
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Equal operations of one rank in a step."""
+
+    axis: Axis
+    """`dp_shard` is over dp_shard x cp."""
+    operation: Operation
+    what: str
+    phase: Phase
+    calls: int
+    bytes: int
+    """Of all calls: what a gather gives, what a reduction or an exchange is given, what is sent."""
+    ranks: int
+    """That take part."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends.
+
+        In a ring that is (n - 1) / n of a gather's or a reduce-scatter's, twice that of an all-reduce's; of an exchange
+        it is the others' share.
+        """
+        if self.operation == "send":
+            return self.bytes
+        return (2 if self.operation == "all_reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
+
+
+def traffic(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape) -> list[list[Transfer]]:
+    """What a process sends in a step, by pp rank.
+
+    Args:
+        config: The run file.
+        layout: The degrees.
+        spec: The model.
+        shape: Of the step.
+    """
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    found: list[list[Transfer]] = [[] for _ in range(layout.pp)]
+    for stage, transfers in zip(stages, stage_traffic(config, layout, spec, shape, stages), strict=True):
+        found[stage.rank] += transfers
+    return found
+
+
+def stage_traffic(
+    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, stages: Sequence[Stage]
+) -> list[list[Transfer]]:
+    """The same by stage."""
+    counters = [_Counter(config, layout, spec, shape, stage, stages) for stage in stages]
+    return [[each for each in counter.all() if each.calls and each.bytes and each.ranks > 1] for counter in counters]
+
+
+def bytes_by_axis(transfers: Iterable[Transfer]) -> dict[Axis, int]:
+    """Bytes sent, for each axis that sends any."""
+    sums: dict[Axis, float] = {}
+    for transfer in transfers:
+        sums[transfer.axis] = sums.get(transfer.axis, 0) + transfer.sent
+    return {axis: round(sums[axis]) for axis in AXES if axis in sums}
+
+
+def is_recomputed(recompute: RecomputeConfig, layer: int) -> bool:
+    """Whether backward computes a layer's forward pass again, or parts of it."""
+    return recompute.mode != "none" and (recompute.mode == "budget" or layer % recompute.every == 0)
+
+
+def repeats_gathers(recompute: RecomputeConfig) -> bool:
+    """Whether what a recomputed layer gathers is gathered again."""
+    return recompute.mode in ("full", "selective")
+
+
+def repeats_communication(recompute: RecomputeConfig) -> bool:
+    """Whether its sums and exchanges are made again."""
+    return repeats_gathers(recompute) and not (recompute.mode == "selective" and "communication" in recompute.keep)
+
+
+class _Counter:
+    """The transfers of one stage on one rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        spec: DecoderSpec,
+        shape: StepShape,
+        stage: Stage,
+        stages: Sequence[Stage],
+    ) -> None:
+        self._parallel = config.parallel
+        self._recompute = config.train.recompute
+        self._chunk = config.train.loss.chunk_tokens
+        self._layout = layout
+        self._spec = spec
+        self._stage = stage
+        self._stages = stages
+        self._layers = [(index, spec.layers[index]) for index in stage.part.layers]
+        self._element = COMPUTE_BYTES[config.train.precision.compute]
+        self._micro = shape.micro_batches
+        self._tokens = shape.micro_batch_size * shape.sequence_length // layout.cp
+        self._cut = config.parallel.sequence_parallel
+        self._shards = layout.shards
+        self._reductions = self._micro if layout.pp == 1 else 1
+
+    def all(self) -> Iterator[Transfer]:
+        """Every kind, some of them without calls or bytes."""
+        if self._layout.tp > 1:
+            yield from self._tensor_parallel()
+        if self._layout.cp > 1:
+            yield from self._context_parallel()
+        yield from self._pipeline()
+        yield from self._sharded()
+        yield from self._replicated()
+
+    def _tensor_parallel(self) -> Iterator[Transfer]:
+        stream = self._tokens * self._spec.dim * self._element
+        layers, part = len(self._layers), self._stage.part
+        again = sum(is_recomputed(self._recompute, index) for index, _ in self._layers)
+        gathered = again if repeats_gathers(self._recompute) else 0
+        summed = again if repeats_communication(self._recompute) else 0
+        # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum neither.
+        if self._cut:
+            yield self._tp("all_gather", "inputs of mixer and mlp", "forward", 2 * layers, stream)
+            yield self._tp("reduce_scatter", "outputs of mixer and mlp", "forward", 2 * layers, stream)
+            yield self._tp("all_gather", "gradients of their outputs", "backward", 2 * layers, stream)
+            yield self._tp("reduce_scatter", "gradients of their inputs", "backward", 2 * layers, stream)
+            yield self._tp("all_gather", "inputs of mixer and mlp", "again", 2 * gathered, stream)
+            yield self._tp("reduce_scatter", "outputs of mixers", "again", summed, stream)
+        else:
+            yield self._tp("all_reduce", "outputs of mixer and mlp", "forward", 2 * layers, stream)
+            yield self._tp("all_reduce", "gradients of their inputs", "backward", 2 * layers, stream)
+            yield self._tp("all_reduce", "outputs of mixers", "again", summed, stream)
+        if part.first:
+            yield self._tp("reduce_scatter" if self._cut else "all_reduce", "embedding", "forward", 1, stream)
+            yield self._tp("all_gather", "gradient of the embedding", "backward", 1 if self._cut else 0, stream)
+        if part.last:
+            yield self._tp("all_gather", "input of the head", "forward", 1 if self._cut else 0, stream)
+            yield self._tp(
+                "reduce_scatter" if self._cut else "all_reduce", "gradient of the head's input", "backward", 1, stream
+            )
+            chunks = -(-self._tokens // self._chunk) if self._chunk else 1
+            row = self._tokens * _FP32
+            yield self._tp("all_reduce", "largest logits", "forward", chunks, row // chunks, whole=row)
+            yield self._tp("all_reduce", "sums of the softmax", "forward", chunks, 2 * row // chunks, whole=2 * row)
+        yield self._partial_gradients()
+
+    def _tp(
+        self,
+        operation: Operation,
+        what: str,
+        phase: Phase,
+        calls: int,
+        size: int,
+        whole: int | None = None,
+    ) -> Transfer:
+        """In every micro-batch."""
+        total = calls * size if whole is None else whole
+        return Transfer("tp", operation, what, phase, self._micro * calls, self._micro * total, self._layout.tp)
+
+    def _partial_gradients(self) -> Transfer:
+        """Of parameters that are whole on all tp ranks but see a part of tokens or heads on each."""
+        spec, tp, part, calls, size = self._spec, self._layout.tp, self._stage.part, 0, 0
+        for _, layer in self._layers:
+            for parameters in _partial_parameters(layer, tp, cut=self._cut):
+                calls, size = calls + 1, size + parameters
+        if self._cut and part.last:
+            calls += 2 if spec.norm.kind == "layernorm" else 1
+            size += norm_parameters(spec.norm, spec.dim)
+        if self._cut and part.first and spec.learned_positions is not None:
+            calls, size = calls + 1, size + spec.learned_positions * spec.dim
+        # Gradients are in the compute format until they are added up over micro-batches, or over ranks.
+        element = self._element if self._layout.pp == 1 else GRADIENT_BYTES
+        times = self._reductions
+        return Transfer(
+            "tp", "all_reduce", "gradients of whole parameters", "backward", times * calls, times * size * element, tp
+        )
+
+    def _context_parallel(self) -> Iterator[Transfer]:
+        layout, ulysses = self._layout, self._parallel.cp_method == "ulysses"
+        for index, layer in self._layers:
+            mixer = layer.mixer
+            keys = _local_kv_heads(mixer, layout.tp)
+            # Exchanged is what this rank has, with a copy of a key head for each rank that needs one; collected is
+            # what all have together.
+            exchanged = 2 * (keys if keys % layout.cp == 0 else layout.cp) + 2 * mixer.heads // layout.tp
+            heads = exchanged if ulysses else 2 * keys * layout.cp
+            calls, size = 2 if ulysses else 1, self._tokens * heads * mixer.head_dim * self._element
+            forward: Operation = "all_to_all" if ulysses else "all_gather"
+            backward: Operation = "all_to_all" if ulysses else "reduce_scatter"
+            what = "queries, keys, values, outputs" if ulysses else "keys and values"
+            yield self._cp(forward, what, "forward", calls, size)
+            yield self._cp(backward, f"gradients of {what}", "backward", calls, size)
+            repeats = (repeats_communication if ulysses else repeats_gathers)(self._recompute)
+            if is_recomputed(self._recompute, index) and repeats:
+                yield self._cp(forward, what, "again", calls, size)
+
+    def _cp(self, operation: Operation, what: str, phase: Phase, calls: int, size: int) -> Transfer:
+        return Transfer("cp", operation, what, phase, self._micro * calls, self._micro * size, self._layout.cp)
+
+    def _pipeline(self) -> Iterator[Transfer]:
+        layout, index = self._layout, self._stage.index
+        cut = layout.tp if self._cut else 1
+        size = self._micro * self._tokens // cut * self._spec.dim * self._element
+        after = self._stages[index + 1 : index + 2]
+        before = self._stages[index - 1 : index] if index else []
+        for peers, what, phase in (
+            (after, "residual stream", "forward"),
+            (before, "gradient of the residual stream", "backward"),
+        ):
+            if any(peer.rank != self._stage.rank for peer in peers):
+                yield Transfer("pp", "send", what, phase, self._micro, size, layout.pp)  # type: ignore[arg-type]
+        ends = self._stages[0].rank, self._stages[-1].rank
+        if self._spec.tie_embeddings and ends[0] != ends[1] and (self._stage.part.first or self._stage.part.last):
+            table = self._spec.vocab_padded * self._spec.dim // layout.tp // self._shards * GRADIENT_BYTES
+            yield Transfer("pp", "send", "gradient of the tied embedding", "update", 1, table, layout.pp)
+
+    def _sharded(self) -> Iterator[Transfer]:
+        ends = end_parameters(self._spec, self._stage.part, self._layout.tp)
+        layers = sum(layer_parameters(layer, self._layout.tp) for _, layer in self._layers)
+        (forward, backward), rest = self._gathers()
+        for what, parameters, units, calls, phase in (
+            ("weights of layers", layers, len(self._layers), forward, "forward"),
+            ("weights of layers", layers, len(self._layers), backward, "backward"),
+            ("weights of embedding and head", ends, 1, rest, "forward"),
+        ):
+            size = calls * parameters * self._element
+            yield Transfer("dp_shard", "all_gather", what, phase, calls * units, size, self._shards)  # type: ignore[arg-type]
+        times, last = self._reductions, "backward" if self._layout.pp == 1 else "update"
+        yield Transfer(
+            "dp_shard",
+            "reduce_scatter",
+            "gradients",
+            last,  # type: ignore[arg-type]
+            times * (len(self._layers) + (1 if ends else 0)),
+            times * GRADIENT_BYTES * (layers + ends),
+            self._shards,
+        )
+
+    def _gathers(self) -> tuple[tuple[int, int], int]:
+        """How often whole weights are collected in a step: of layers in forward and in backward passes, of the rest."""
+        reshards = Kind.of(self._parallel, self._layout).reshard or False
+        if self._layout.pp == 1:
+            return (self._micro, self._micro if reshards else 0), self._micro
+        if self._shards == 1:
+            return (0, 0), 0
+        pipeline = self._parallel.pipeline
+        by_stage = _gathers_in_pipeline(
+            pipeline.schedule, self._layout.pp, pipeline.stages_per_rank, self._micro, reshards
+        )
+        return by_stage[self._stage.index]
+
+    def _replicated(self) -> Iterator[Transfer]:
+        ends = end_parameters(self._spec, self._stage.part, self._layout.tp)
+        layers = sum(layer_parameters(layer, self._layout.tp) for _, layer in self._layers)
+        yield Transfer(
+            "dp_replicate",
+            "all_reduce",
+            "gradients",
+            "update",
+            len(self._layers) + (1 if ends else 0),
+            GRADIENT_BYTES * (layers + ends) // self._shards,
+            self._layout.dp_replicate,
+        )
+
+
+def _partial_parameters(layer: LayerSpec, tp: int, *, cut: bool) -> Iterator[int]:
+    """Sizes of the parameters of a layer whose gradients are sums over tp, one each."""
+    mixer = layer.mixer
+    if cut:
+        for _ in range(2):  # before mixer and mlp
+            yield from [mixer.dim] * (2 if layer.norm.kind == "layernorm" else 1)
+    if mixer.qk_norm is not None:
+        yield from [mixer.head_dim] * 2
+    if mixer.kv_heads % tp:
+        for _ in range(2):
+            yield mixer.kv_heads * mixer.head_dim * mixer.dim
+            if mixer.qkv_bias:
+                yield mixer.kv_heads * mixer.head_dim
+
+
+def _local_kv_heads(mixer: AttentionSpec, tp: int) -> int:
+    return max(1, mixer.kv_heads // tp)
+
+
+@lru_cache(maxsize=64)
+def _gathers_in_pipeline(
+    schedule: ScheduleName, pp: int, stages_per_rank: int, micro_batches: int, reshards: bool
+) -> dict[int, tuple[tuple[int, int], int]]:
+    """How often whole weights are collected, by stage: of layers in forward and in backward passes, of the rest.
+
+    Args:
+        schedule: Its name in the run file.
+        pp: Ranks.
+        stages_per_rank: Virtual stages. With several, torch collects a stage's weights before it needs them, and gives
+            back those that the rank's next actions do not need.
+        micro_batches: Of a step.
+        reshards: Layers give whole weights back after each forward pass. After a backward pass they keep them.
+    """
+    found = {}
+    for order in actions_of(schedule, pp, stages_per_rank, micro_batches):
+        soon = _next_stages(order) if stages_per_rank > 1 else None
+        for stage in {index for index, _, _ in order}:
+            found[stage] = _gathers_of(order, stage, soon, reshards)
+    return found
+
+
+def _gathers_of(
+    order: Sequence[tuple[int, str, int]], stage: int, soon: list[frozenset[int]] | None, reshards: bool
+) -> tuple[tuple[int, int], int]:
+    forward = backward = rest = 0
+    layers = ends = active = False
+    for place, (index, kind, _) in enumerate(order):
+        if soon is not None and (stage in soon[place]) != active:
+            active = not active
+            forward, rest = forward + (active and not layers), rest + (active and not ends)
+            layers = ends = active
+        if index != stage or kind == "W":
+            continue
+        if kind == "F":
+            forward, rest = forward + (not layers), rest + (not ends)
+            layers, ends = not reshards, True
+        else:
+            backward, layers = backward + (not layers), True
+    return (forward, backward), rest
+
+
+def _next_stages(order: Sequence[tuple[int, str, int]]) -> list[frozenset[int]]:
+    """For each action, the stages of it and of those after it."""
+    found: list[frozenset[int]] = []
+    next_stages: tuple[int, ...] = ()
+    for index, _, _ in reversed(order):
+        next_stages = (index, *(stage for stage in next_stages if stage != index))[:ACTIVE_STAGES]
+        found.append(frozenset(next_stages))
+    return found[::-1]

@@ -1,0 +1,227 @@
+"""Real training steps of any layout, and the memory that torch's own accounting says they took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from pipeline.config import Config
+from pipeline.config.run import TimeLimitsConfig
+from pipeline.data.batch import Batch
+from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.optim import Optimizers
+from pipeline.train.parallel.course import StepShape, step_shapes
+from pipeline.train.parallel.layout import Layout, resolve
+from pipeline.train.parallel.mesh import build_mesh
+from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.parallel.processes import Processes, join
+from pipeline.train.step import Stepper
+
+BASE: dict[str, Any] = {
+    "model": {"layers": 6, "dim": 256, "heads": 8, "kv_heads": 4, "ffn_dim": 704},
+    "train": {"sequence_length": 256, "batch_size": 2, "precision": {"compute": "fp32"}},
+}
+"""A model whose layers, head and optimizer states all count."""
+VOCABULARY = 4096
+_STEPS = 4
+_STEP = "plan_memory.step"
+"""What a step is called in the profile."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "one process, bf16": {"train.precision": {"compute": "bf16"}},
+    "chunked loss": {"train.loss.chunk_tokens": 64, "train.precision": {"compute": "bf16"}},
+    "tied embeddings": {"model.tie_embeddings": True},
+    "average of the weights": {"train.ema": {"decay": 0.99}},
+    "accumulation": {"train.micro_batch_size": 1},
+    "documents": {"model.document_attention": True},
+    "learned positions, layernorm, gelu": {
+        "model.positions": "learned",
+        "model.norm": "layernorm",
+        "model.mlp": "gelu",
+        "model.bias": "all",
+    },
+    "full recomputation": {"train.recompute": {"mode": "full"}},
+    "full recomputation, every second layer": {"train.recompute": {"mode": "full", "every": 2}},
+    "selective recomputation": {"train.recompute": {"mode": "selective"}},
+    "selective recomputation of all but attention": {"train.recompute": {"mode": "selective", "keep": ["attention"]}},
+    "fsdp2": {"parallel.dp_shard": 2, "train.batch_size": 4},
+    "fsdp2, kept": {"parallel.dp_shard": 2, "parallel.reshard_after_forward": False, "train.batch_size": 4},
+    "fsdp2, bf16, accumulation": {
+        "parallel.dp_shard": 2,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 2,
+        "train.precision": {"compute": "bf16"},
+    },
+    "ddp2, accumulation": {"parallel.dp_replicate": 2, "train.batch_size": 4, "train.micro_batch_size": 1},
+    "tp2": {"parallel.tp": 2},
+    "tp2, no sequence parallelism": {"parallel.tp": 2, "parallel.sequence_parallel": False},
+    "fsdp2 x tp2": {"parallel.dp_shard": 2, "parallel.tp": 2, "train.batch_size": 4},
+    "cp2": {"parallel.cp": 2},
+    "cp2, heads exchanged, selective recomputation": {
+        "parallel.cp": 2,
+        "parallel.cp_method": "ulysses",
+        "train.recompute": {"mode": "selective"},
+    },
+    "cp2 x tp2, documents, full recomputation": {
+        "parallel.cp": 2,
+        "parallel.tp": 2,
+        "model.document_attention": True,
+        "train.recompute": {"mode": "full"},
+    },
+    "tp2, selective recomputation": {"parallel.tp": 2, "train.recompute": {"mode": "selective"}},
+    "pp2": {"parallel.pp": 2, "train.batch_size": 8, "train.micro_batch_size": 1},
+    "pp2, gpipe, tied embeddings": {
+        "parallel.pp": 2,
+        "parallel.pipeline": {"schedule": "gpipe"},
+        "train.batch_size": 4,
+        "train.micro_batch_size": 1,
+        "model.tie_embeddings": True,
+    },
+    "pp2, interleaved": {
+        "parallel.pp": 2,
+        "parallel.pipeline": {"schedule": "interleaved_1f1b"},
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+    },
+    "pp2, zbv": {
+        "parallel.pp": 2,
+        "parallel.pipeline": {"schedule": "zbv"},
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+    },
+    "pp2 x fsdp2, bf16": {
+        "parallel.pp": 2,
+        "parallel.dp_shard": 2,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+        "train.precision": {"compute": "bf16"},
+    },
+    "pp2 x fsdp2, interleaved, four stages a rank": {
+        "model.layers": 8,
+        "parallel.pp": 2,
+        "parallel.dp_shard": 2,
+        "parallel.pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 4},
+        "train.batch_size": 16,
+        "train.micro_batch_size": 1,
+        "train.precision": {"compute": "bf16"},
+    },
+    "pp2 x fsdp2 x tp2, full recomputation": {
+        "parallel.pp": 2,
+        "parallel.dp_shard": 2,
+        "parallel.tp": 2,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+        "train.recompute": {"mode": "full"},
+    },
+}
+"""By name, what a run file has besides `BASE`."""
+
+
+def case_config(name: str, **more: Any) -> Config:
+    """The run file of a case; more keys with two underscores for a dot."""
+    values: dict[str, Any] = {
+        "run": {"dir": "/nowhere"},
+        "data": {"dir": "/nowhere", "sources": [{"name": "s", "paths": ["/nowhere"]}]},
+        "tokenizer": {"train": {"vocab_size": VOCABULARY}},
+        **{name: dict(section) for name, section in BASE.items()},
+    }
+    values["train"]["duration"] = "2 steps"
+    for key, value in {**CASES[name], **{key.replace("__", "."): value for key, value in more.items()}}.items():
+        section = values
+        *path, last = key.split(".")
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return Config.model_validate(values)
+
+
+def of_case(config: Config) -> tuple[Layout, DecoderSpec, StepShape]:
+    """The layout of a case over as many processes as it names, the model, the steps."""
+    degrees = config.parallel
+    world = degrees.pp * degrees.dp_replicate * max(1, degrees.dp_shard) * degrees.cp * degrees.tp
+    layout = resolve(degrees, world)
+    (shape,) = step_shapes(config, layout.dp)
+    return layout, decoder_spec(config.model, VOCABULARY, config.max_positions), shape
+
+
+def measured_peak(config: Config, device_type: str = "cpu") -> tuple[int, int]:
+    """Train on this rank of a process group that may exist; its pp coordinate, the most bytes allocated."""
+    layout, spec, shape = of_case(config)
+    device = torch.device(device_type)
+    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
+    mesh = build_mesh(layout, device.type)
+    if device.type == "cuda":
+        _steps(config, layout, spec, shape, device)
+        return mesh.rank("pp"), torch.cuda.max_memory_allocated()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _steps(config, layout, spec, shape, device)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    return mesh.rank("pp"), _least_peak(profiler.profiler.kineto_results.events())
+
+
+def _least_peak(events: Sequence[Any]) -> int:
+    """The peak of the step after the first one that has the least.
+
+    gloo copies what it sends in threads of its own, which are not looked at, and may let go of what it has sent late.
+    """
+    begins = sorted((event.start_ns(), event.start_thread_id()) for event in events if event.name() == _STEP)
+    own = [event for event in events if event.name() == "[memory]" and event.start_thread_id() == begins[0][1]]
+    peaks = [0] * (len(begins) + 1)
+    now = 0
+    for event in sorted(own, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        step = sum(event.start_ns() >= time for time, _ in begins)
+        peaks[step] = max(peaks[step], now)
+    return min(peaks[2:])
+
+
+def resident_peak(config: Config) -> tuple[int, int]:
+    """Train in this process alone; 0, and by how much they raised the kernel's high-water mark of it."""
+    layout, spec, shape = of_case(config)
+    device = torch.device("cpu")
+    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
+    before = _high_water()
+    _steps(config, layout, spec, shape, device)
+    return 0, _high_water() - before
+
+
+def _high_water() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _steps(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: torch.device) -> None:
+    train, parallel = config.train, config.parallel
+    mesh = build_mesh(layout, device.type)
+    model = build_model(
+        config.model, spec, mesh, parallel, train.precision, device, 1, shape.sequence_length, train=train
+    )
+    optimizers = Optimizers(model, config.model.init, train.optimizer)
+    stepper = Stepper(
+        model,
+        optimizers,
+        mesh,
+        device,
+        train=train,
+        parallel=parallel,
+        sources=1,
+        document_attention=config.model.document_attention,
+    )
+    for _ in range(_STEPS):
+        with record_function(_STEP):
+            stepper.step([_batch(shape) for _ in range(shape.micro_batches)], 1000, 1e-3)
+
+
+def _batch(shape: StepShape) -> Batch:
+    size = (shape.micro_batch_size, shape.sequence_length)
+    tokens = torch.randint(VOCABULARY, size)
+    # A document in each half of a sample.
+    starts = torch.arange(0, tokens.numel(), shape.sequence_length // 2, dtype=torch.int32)
+    return Batch(tokens, tokens, torch.ones(size), starts, torch.zeros(len(tokens), dtype=torch.int64), {})

@@ -1,0 +1,159 @@
+"""The memory of a process, estimated on fake tensors, against what real steps allocate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pipeline.config import Config
+from pipeline.config.load import load
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.flops import layer_parameters, num_parameters
+from pipeline.train.parallel.course import StepShape
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.planning.fake import fake_mesh
+from pipeline.train.planning.memory import RankMemory, checkpoint_bytes, memory
+from tests import tiny
+from tests.parallel import ranks
+from tests.train.planning.steps import CASES, case_config, measured_peak, of_case
+
+TOLERANCE = 0.1
+_QUICK = ("one process", "chunked loss", "full recomputation, every second layer")
+
+
+def _estimate(config: Config, device_type: str = "cpu") -> list[RankMemory]:
+    assert device_type in ("cpu", "cuda")
+    layout, spec, shape = of_case(config)
+    return memory(config, layout, spec, shape, device_type)  # type: ignore[arg-type]
+
+
+def _compare(config: Config) -> None:
+    layout, _, _ = of_case(config)
+    found = ranks.run(layout.world_size, measured_peak, config, timeout=300)
+    for each in _estimate(config):
+        most = min(peak for rank, peak in found if rank == each.pp_rank)  # they need the same; gloo keeps some longer
+        assert each.total == pytest.approx(most, rel=TOLERANCE), (each, most)
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("name", _QUICK)
+def test_the_estimate_is_what_torch_allocates(name: str) -> None:
+    _compare(case_config(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+@pytest.mark.parametrize("name", sorted(CASES.keys() - set(_QUICK)))
+def test_the_estimate_is_what_torch_allocates_on_every_layout(name: str) -> None:
+    _compare(case_config(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["one process, bf16", "chunked loss", "full recomputation"])
+def test_the_estimate_is_what_a_gpu_allocates(name: str) -> None:
+    config = case_config(
+        name,
+        model__dim=2048,
+        model__heads=16,
+        model__ffn_dim=5632,
+        train__sequence_length=2048,
+        train__precision={"compute": "bf16"},
+    )
+    ((_, most),) = ranks.run(1, measured_peak, config, "cuda", connect=False, timeout=300)
+    (each,) = _estimate(config, "cuda")
+    assert each.total == pytest.approx(most, rel=TOLERANCE)
+
+
+def test_a_large_model_over_many_ranks() -> None:
+    """Llama 3 405B over 16,384: weights, gradients and moments by hand, activations by what one layer keeps."""
+    config = case_config(
+        "one process",
+        model={"layers": 126, "dim": 16384, "heads": 128, "kv_heads": 8, "ffn_dim": 53248},
+        train={
+            "duration": "2 steps",
+            "sequence_length": 8192,
+            "batch_size": 2048,
+            "micro_batch_size": 1,
+            "recompute": {"mode": "full"},
+        },
+        parallel={"tp": 8, "pp": 16, "dp_shard": 128},
+    )
+    layout = Layout(pp=16, dp_shard=128, tp=8)
+    spec = decoder_spec(config.model, 128256, 8192)
+    shape = StepShape("", "", "", 2048, 8192, 1, 128)
+    found = memory(config, layout, spec, shape)
+    assert [each.pp_rank for each in found] == list(range(16))
+    layer = layer_parameters(spec.layers[0], 8)
+    for each in found[1:-1]:
+        assert each.count == 8 * layer
+        # Every shard is padded to whole rows of its tensor.
+        assert 4 * each.count / 128 <= each.parameters <= 1.05 * 4 * each.count / 128
+        assert each.moments == pytest.approx(2 * each.parameters, rel=0.01)
+        assert each.gradients == pytest.approx(4 * each.count, rel=0.05)  # whole, fp32, until the step ends
+        assert each.unsharded == pytest.approx(2 * each.count, rel=0.05)
+    # Of each layer of a micro-batch its input is kept, a piece of the sequence in bf16. 1F1B keeps 15 on rank 1.
+    piece = 8192 // 8 * 16384 * 2
+    assert found[1].activations == pytest.approx(15 * 8 * piece, rel=0.15)
+    assert found[0].total > found[-1].total
+
+
+def test_the_layers_that_are_not_run_are_as_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from two and three layers is what running all of them gives."""
+    config = case_config("one process, bf16", train__recompute={"mode": "full", "every": 2})
+    (few,) = _estimate(config)
+    monkeypatch.setattr("pipeline.train.planning.memory._runs", lambda *_: (6, 8))
+    (each,) = _estimate(config)
+    assert few == each
+
+
+def test_nothing_stays_behind() -> None:
+    for size in (1, 2, 64):
+        with fake_mesh(Layout(dp_shard=size), size - 1) as mesh:
+            assert mesh.rank("params") == size - 1
+            with pytest.raises(RuntimeError, match="process group"), fake_mesh(Layout(), 0):
+                pass
+        assert not dist.is_initialized()
+    with pytest.raises(ZeroDivisionError), fake_mesh(Layout(), 0):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
+    file = tiny.write_run(
+        tmp_path,
+        {
+            "model.dim": 512,  # so that what the format adds to each tensor is little
+            "model.tie_embeddings": True,
+            "model.layers": 2,
+            "train.ema": {"decay": 0.9},
+            "train.duration": "2 steps",
+            "train.schedule": {"warmup": "1 steps"},
+        },
+    )
+    for stage in ("preprocess", "train"):
+        done = tiny.pipeline(stage, file)
+        assert done.returncode == 0, done.stderr
+    folder = next((tmp_path / "run" / "checkpoints").glob("step-*"))
+    size = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    config = load(file)
+    spec = decoder_spec(config.model, 300, config.max_positions)
+    assert checkpoint_bytes(config, spec) == 16 * num_parameters(spec)
+    assert size == pytest.approx(checkpoint_bytes(config, spec), rel=0.02)
+
+
+def test_parts_of_the_estimate() -> None:
+    """One process, fp32: weights, moments and gradients are 4, 8 and 4 bytes of each parameter."""
+    config = case_config("one process")
+    _, spec, _ = of_case(config)
+    (each,) = _estimate(config)
+    count = num_parameters(spec)
+    assert each.count == count
+    assert each.parameters == 4 * count
+    assert each.moments == pytest.approx(8 * count, rel=0.001)
+    assert each.gradients == pytest.approx(0, abs=0.3 * 4 * count)  # few of them are there when the head is at work
+    assert each.total == sum(
+        (each.parameters, each.moments, each.gradients, each.unsharded, each.activations, each.working)
+    )

@@ -1,0 +1,124 @@
+"""What is counted on paper, against what a real training over gloo sends: byte by byte, call by call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.config.load import load
+from pipeline.train.parallel.course import step_shapes
+from pipeline.train.parallel.layout import resolve
+from pipeline.train.planning.plan import planned_spec
+from pipeline.train.planning.traffic import Transfer, bytes_by_axis, traffic
+from tests.parallel import layouts, ranks
+from tests.train.planning.counted import Counts, count
+
+pytestmark = pytest.mark.parallel
+STEP = 2
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traffic")
+    layouts.write(folder)
+    return folder
+
+
+def expected(config: Config, world: int) -> list[Counts]:
+    """By pp rank."""
+    layout = resolve(config.parallel, world)
+    found: list[Counts] = []
+    for transfers in traffic(config, layout, planned_spec(config), step_shapes(config, layout.dp)[0]):
+        counts: Counts = {}
+        for each in transfers:
+            calls, size = counts.get((each.axis, each.operation), (0, 0))
+            counts[each.axis, each.operation] = calls + each.calls, size + each.bytes
+        found.append(counts)
+    return found
+
+
+CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("llama", 2, {"tp": 2}, {"loss.chunk_tokens": 37, "recompute.mode": "full"}),
+    ("gpt2", 4, {"pp": 2, "dp_shard": 2}, {}),
+    # The others take long.
+    ("llama", 2, {"dp_shard": 2}, {}),
+    ("llama", 4, {"pp": 2, "dp_shard": 2, "reshard_after_forward": True}, {}),
+    ("gpt2", 2, {"tp": 2}, {"recompute.mode": "selective"}),
+    ("gpt2", 2, {"tp": 2, "sequence_parallel": False}, {"recompute": {"mode": "selective", "keep": ["matmul"]}}),
+    ("qwen3", 4, {"tp": 4}, {}),
+    ("llama", 2, {"dp_shard": 2, "reshard_after_forward": False}, {"recompute.mode": "full"}),
+    ("llama", 4, {"dp_shard": 2, "dp_replicate": 2}, {}),
+    ("llama", 4, {"dp_shard": 2, "tp": 2}, {}),
+    ("llama", 4, {"pp": 2, "tp": 2}, {}),
+    ("qwen3", 4, {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "zbv"}}, {}),
+    (
+        "llama",
+        4,
+        {"pp": 2, "dp_shard": 2, "reshard_after_forward": True, "pipeline": {"schedule": "interleaved_1f1b"}},
+        {},
+    ),
+    ("llama", 2, {"cp": 2}, {"recompute.mode": "full"}),
+    ("llama", 2, {"cp": 2, "cp_method": "ulysses"}, {"recompute.mode": "selective"}),
+    ("qwen3", 4, {"cp": 4, "cp_method": "ulysses"}, {"recompute": {"mode": "selective", "keep": ["attention"]}}),
+    ("llama", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "selective"}),
+    # More stages on a rank than torch keeps whole at a time.
+    (
+        "llama",
+        4,
+        {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 4}},
+        {},
+    ),
+]
+
+
+def cases() -> Iterator[Any]:
+    for number, (family, world, parallel, train) in enumerate(CASES):
+        words = [family, *(f"{key}_{value}" for key, value in parallel.items() if key != "pipeline"), *train]
+        words += [str(value) for value in parallel.get("pipeline", {}).values()]
+        yield pytest.param(
+            family, world, parallel, train, id="-".join(words), marks=[pytest.mark.slow] if number >= 2 else []
+        )
+
+
+@pytest.mark.parametrize(("family", "world", "parallel", "train"), list(cases()))
+def test_bytes_are_those_that_are_sent(
+    root: Path,
+    tmp_path: Path,
+    family: str,
+    world: int,
+    parallel: dict[str, Any],
+    train: dict[str, Any],
+) -> None:
+    virtual = parallel.get("pipeline", {}).get("virtual_stages", 2)
+    values = [
+        f"run.dir={tmp_path / 'run'}",
+        f"parallel={json.dumps(parallel)}",
+        f"model.layers={2 * virtual if 'pipeline' in parallel else 2}",
+        f"train.duration={STEP} steps",
+        f"train.micro_batch_size={4 // parallel.get('pp', 1)}",
+        "train.validation.samples=0",
+        *(f"train.{key}={json.dumps(value)}" for key, value in train.items()),
+    ]
+    file = root / f"{family}.yaml"
+    # New ones: torch remembers groups of an earlier run, and would use them for gradients of whole parameters.
+    real = ranks.run(world, count, file, values, STEP, connect=False)
+    on_paper = expected(load(file, [*values, f"launch.processes={world}"]), world)
+    ranks_of_stage = world // len(on_paper)
+    assert real == [on_paper[rank // ranks_of_stage] for rank in range(world)]
+
+
+def test_what_a_rank_sends_of_a_collective() -> None:
+    """Thakur et al. 2005: a ring moves (n - 1) / n of the whole for a gather, and twice that for an all-reduce."""
+
+    def sent(operation: Any) -> float:
+        return Transfer("tp", operation, "", "forward", 3, 1200, 4).sent
+
+    assert sent("all_gather") == sent("reduce_scatter") == sent("all_to_all") == 900
+    assert sent("all_reduce") == 1800 and sent("send") == 1200
+    two = [Transfer("pp", "send", "", "forward", 1, 7, 2), Transfer("tp", "all_gather", "", "forward", 1, 8, 2)]
+    assert bytes_by_axis([*two, *two]) == {"tp": 8, "pp": 14}

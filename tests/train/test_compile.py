@@ -1,0 +1,124 @@
+"""Compiled layers in one process: what is compiled how often, and that it computes the same.
+
+The tests that are not slow compile with torch's own tracing alone, which needs no C++ compiler. What inductor makes of
+it is compared with one process in `tests/parallel/test_layouts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.train import RecomputeConfig, TrainConfig
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.parallel import compile
+from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
+from tests.train.runs import column, start, train
+
+TRACED, PARTITIONED = "aot_eager", "aot_eager_decomp_partition"
+"""Backends that trace forward and backward as inductor's do and run torch's kernels; the second cuts the two as
+inductor does."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Nothing is compiled before a test, and nothing stays."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+PHASES = (
+    "train.precision.compute=fp32",
+    "blend.phases=[{name: short, until: 3 steps, sequence_length: 16}, {name: long}]",
+    "train.duration=6 steps",
+    "train.validation.every_steps=3",
+    "train.metrics.layers_every_steps=2",
+    "model.document_attention=true",
+    "model.layers=3",
+)
+"""Two lengths of windows, two micro-batches a step, observed steps of each length, validation, ragged documents."""
+
+
+def test_each_shape_is_compiled_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(root, "plain", *PHASES)
+    monkeypatch.setattr(compile, "BACKEND", TRACED)
+    compiled = train(root, "compiled", *PHASES, "train.compile=true")
+    for key in ("loss", "grad_norm"):
+        assert column(compiled, key) == pytest.approx(column(plain, key), rel=1e-4)
+    assert column(compiled, "validation_loss")[-1] == pytest.approx(column(plain, "validation_loss")[-1], rel=1e-4)
+    # Two lengths, observed and not; three equal layers share each.
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+
+
+def test_layers_of_two_kinds_are_two_codes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = ("train.precision.compute=fp32", "train.duration=3 steps", "model.layers=4", "train.validation.samples=0")
+    plain = train(root, "plain-2", *values)
+    monkeypatch.setattr(compile, "BACKEND", TRACED)
+    run = train(root, "kinds", *values, "train.compile=true", "train.recompute={mode: selective, every: 2}")
+    assert column(run, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
+    assert column(run, "grad_norm") == pytest.approx(column(plain, "grad_norm"), rel=1e-4)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_less_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "BACKEND", PARTITIONED)
+    shape = {"layers": 2, "dim": 64, "heads": 4, "vocab_multiple": 8}
+    tokens = torch.randint(61, (2, 24))
+    kept, gradients = [], []
+    for mode, budget in (("none", 0.5), ("budget", 0.5), ("budget", 0.0)):
+        torch._dynamo.reset()  # or the code of the first budget is found again
+        torch.manual_seed(1)
+        model = Decoder(decoder_spec(ModelConfig.model_validate(shape), 61, 24))
+        parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        compile_layers(model, RecomputeConfig.model_validate({"mode": mode, "budget": budget}))
+        saved: dict[int, int] = {}
+
+        def keep(x: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            storage = x.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logits = model(tokens, Context())
+        kept.append(sum(size for place, size in saved.items() if place not in parameters))
+        logits[..., :61].sin().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert kept[0] > kept[1] > kept[2], kept
+    for some in gradients[1:]:
+        torch.testing.assert_close(some, gradients[0])
+
+
+def test_a_missing_compiler_is_told_before_anything_is_built(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, out = start(root, "missing", "train.compile=true", "launch.device=cpu")
+    assert code == 2
+    assert "train.compile needs a C++ compiler, but there is no no-such-compiler in PATH" in out
+    assert "set train.compile=false" in out
+    assert not list((root / "missing").glob("checkpoints/step-*"))
+    monkeypatch.delenv("CXX")
+    check_compiler(torch.device("cpu"))
+
+
+def test_where_layers_are_compiled_by_default() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+
+    def train_config(**keys: object) -> TrainConfig:
+        return TrainConfig.model_validate({"duration": "1 steps", **keys})
+
+    alone, train_ = ParallelConfig(), train_config()
+    assert compiles(train_, alone, gpu) and not compiles(train_, alone, cpu)
+    assert compiles(train_config(compile=True), alone, cpu) and not compiles(train_config(compile=False), alone, gpu)
+    zero_bubble = ParallelConfig.model_validate({"pp": 2, "pipeline": {"schedule": "zbv"}})
+    assert not compiles(train_, zero_bubble, gpu)
+    assert compiles(train_, ParallelConfig.model_validate({"pp": 2}), gpu)
+    assert not compiles(train_config(recompute={"mode": "full", "offload": True}), alone, gpu)
