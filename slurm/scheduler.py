@@ -317,6 +317,11 @@ class Accounted:
     nodes: str
     """Compact, like `n[1-2]`; "" if it has had none."""
 
+    @property
+    def over(self) -> bool:
+        """Whether accounting knows of the end: it may be some seconds behind the queue."""
+        return self.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+
 
 def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, Accounted]:
     """What accounting knows of jobs by number, arrays task by task; the last start of each.

@@ -398,6 +398,8 @@ def _lost(facts: Facts, answer: Answer, group: Sequence[Stage], end: _End | None
     stage = _stage_name(job.stage)
     for number in job.numbers:
         state, accounted = answer.states.get(number), answer.accounted.get(number)
+        if accounted is not None and not accounted.over:
+            accounted = None
         word = accounted.state if accounted else state.state if state else ""
         if not word or word == "COMPLETED":
             continue

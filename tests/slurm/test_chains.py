@@ -9,7 +9,6 @@ import pytest
 
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.scheduler import accounting
 from tests import tiny
 from tests.slurm.training import Run
 
@@ -51,5 +50,5 @@ def test_a_whole_run(cluster: DevCluster, run_file: Path, whole: Path, tmp_path:
     assert {job.step for job in jobs.sent(run.folder) if job.stage == "eval"} >= {20, 40}
     table = orjson.loads(tiny.pipeline("eval", run_file, *run.overrides, "--table", "--json").stdout)
     assert [row["step"] for row in table["evaluations"]] == [20, 40, 60], table
-    states = accounting([number for job in jobs.sent(run.folder) for number in job.numbers])
+    states = run.until_accounted()
     assert {state.state for state in states.values()} == {"COMPLETED"}, states

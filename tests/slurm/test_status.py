@@ -242,6 +242,7 @@ def test_a_chain_that_is_exhausted(tmp_path: Path) -> None:
         (Accounted("OUT_OF_MEMORY", "0:125", "01:02:03", "n1"), "failed", "OUT_OF_MEMORY after 01:02:03 on n1"),
         (Accounted("NODE_FAIL", "0:0", "00:00:03", "n1"), "failed", "ended as NODE_FAIL"),
         (Accounted("CANCELLED by 0", "0:15", "00:00:03", "n1"), "cancelled", "by root"),
+        (Accounted("RUNNING", "0:0", "00:00:03", "n1"), "failed", "has left the queue"),
         (None, "failed", "has left the queue"),
     ],
 )
@@ -421,7 +422,7 @@ def test_accounting_knows_what_the_queue_does_not(cluster: DevCluster, tmp_path:
     command = ["sbatch", "--parsable", "--job-name=test-status", "--output=/dev/null", "--wait", "--wrap=exit 3"]
     job = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path).stdout.strip()
     end = time.monotonic() + 60
-    while (found := scheduler.accounting([job, "99999999"])) and found[job].state in ("RUNNING", "PENDING"):
+    while (found := scheduler.accounting([job, "99999999"])) and not found[job].over:
         assert time.monotonic() < end
         time.sleep(0.5)
     assert found.keys() == {job} and (found[job].state, found[job].exit_code) == ("FAILED", "3:0")

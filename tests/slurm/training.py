@@ -18,6 +18,7 @@ from pipeline.train.run_folder import read_metrics
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.launches import Launch, launches
+from slurm.scheduler import Accounted
 from tests import tiny
 
 STEPS = 60
@@ -99,6 +100,17 @@ class Run:
             lambda: not any(state.waits or state.runs for state in scheduler.jobs(numbers).values()),
             why="the end of all jobs",
         )
+
+    def until_accounted(self) -> dict[str, Accounted]:
+        """Wait until accounting knows of the end of all jobs, and what it says of them."""
+        numbers = [number for job in jobs.sent(self.folder) for number in job.numbers]
+
+        def accounted() -> dict[str, Accounted] | None:
+            found = scheduler.accounting(numbers)
+            return found if all(job.over for job in found.values()) else None
+
+        known: dict[str, Accounted] = self.until(accounted, why="the end of all jobs in accounting")
+        return known
 
     def launches(self) -> list[Launch]:
         """Of the training."""
