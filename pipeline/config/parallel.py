@@ -36,6 +36,21 @@ class PipelineConfig(Section):
         return self.virtual_stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
 
+class OverlapConfig(Section):
+    """What communication runs beside computation. The defaults are for nodes of 8 H100-class GPUs with NVLink."""
+
+    forward_prefetch: int = Field(default=1, ge=0)
+    """With dp_shard, so many layers' weights are gathered ahead of the forward pass. More hides slower networks, and
+    takes the memory of so many layers' weights. 0: the next layer's when the one before has been issued."""
+    backward_prefetch: int = Field(default=1, ge=0)
+    """The same in the backward pass."""
+    reduce: Literal["each", "last"] = "each"
+    """With dp_shard and several micro-batches: add gradients up over the processes behind each micro-batch, which keeps
+    them sharded, or behind the last one alone, which sends less and keeps whole gradients in fp32 meanwhile."""
+    async_tp: bool = False
+    """With tp on CUDA and compiled layers: cut matrix products in pieces that are sent while the next is computed."""
+
+
 class ParallelConfig(Section):
     """Degrees of parallelism. Processes = pp x dp_replicate x dp_shard x cp x tp, tp innermost, pp outermost."""
 
@@ -61,6 +76,8 @@ class ParallelConfig(Section):
     """With dp_shard, give whole weights back after forward and gather them again for backward (ZeRO-3), or keep them
     until backward has ended, in a pipeline that of the step (like ZeRO-2). By default true without a pipeline and false
     with one. Zero-bubble schedules (interleaved_zero_bubble, zbv, dualpipev) need false."""
+    overlap: OverlapConfig = OverlapConfig()
+    """Communication beside computation."""
     pipeline: PipelineConfig = PipelineConfig()
     """With pp, the pipeline."""
 

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
 
 
+class MuonConfig(Section):
+    """Muon (Jordan et al. 2024): momentum whose matrices are orthogonalized before they are added."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Look ahead by one step of momentum."""
+    steps: int = Field(default=5, ge=1, le=20)
+    """Newton-Schulz iterations."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """How the learning rate follows the shape of a matrix. `match_rms_adamw`: updates are as large as AdamW's, whose
+    learning rate and weight decay fit then (Liu et al. 2025). `original`: by the root of rows over columns."""
+
+
 class OptimizerConfig(Section):
     """AdamW with decoupled weight decay on matrices only (embedding included; norms and biases are spared)."""
 
+    type: Literal["adamw", "muon"] = "adamw"
+    """`muon`: for the matrices of layers; embedding, head, norms and biases have AdamW."""
+    states: Literal["fp32", "bf16"] = "fp32"
+    """Format of the moments. bf16 halves their memory; the arithmetic stays fp32."""
+    muon: MuonConfig = MuonConfig()
+    """type: muon."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -95,13 +115,45 @@ class LossScaleConfig(Section):
     """It doubles after so many steps without an overflow."""
 
 
+class Fp8Config(Section):
+    """Matrix products of layers in 8-bit floating point. Weights, activations between layers and the head keep the
+    compute format; see `docs/performance.md`."""
+
+    backend: Literal["torchao", "te"] = "torchao"
+    """`torchao` (extra `fp8`), or NVIDIA's Transformer Engine (extra `te`)."""
+    recipe: Literal["tensorwise", "rowwise", "delayed", "current", "mxfp8"] | None = None
+    """How scales are found. torchao: `tensorwise` (default) or `rowwise`. te: `current` (default), `delayed`, or
+    `mxfp8` (Blackwell)."""
+    all_gather: bool | None = None
+    """torchao, tensorwise, with dp_shard: send weights in fp8. By default where it is possible."""
+    min_size: int = Field(default=1024, ge=16)
+    """Matrices with fewer rows or columns than this, on one process, stay in the compute format: they would be slower."""
+    first_layers: int = Field(default=0, ge=0)
+    """So many layers at the beginning stay in the compute format."""
+    last_layers: int = Field(default=0, ge=0)
+    """So many at the end."""
+    emulate: bool = False
+    """torchao: round to fp8 and multiply in the compute format, for tests on devices without fp8."""
+
+
 class PrecisionConfig(Section):
-    """Number formats. Master weights, gradients' reduction and optimizer states are fp32 always."""
+    """Number formats. Master weights and gradients' reduction are fp32 always."""
 
     compute: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Parameters and activations in forward and backward. With fp16 the loss is scaled dynamically."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """fp16: the factor on the loss."""
+    fp8: Fp8Config | None = None
+    """With compute: bf16, matrix products in fp8."""
+
+
+class AttentionConfig(Section):
+    """Which kernels compute attention. All compute the same, within rounding."""
+
+    backend: Literal["auto", "sdpa", "flex", "varlen", "flash", "te"] = "auto"
+    """`auto` takes the fastest that is installed, runs on the device and can do what the model needs, and says which.
+    `sdpa`: torch's, anywhere. `flex` and `varlen`: torch's for document masks and windows, on CUDA. `flash`: the package
+    flash-attn (extra `flash`). `te`: Transformer Engine (extra `te`)."""
 
 
 class RecomputeConfig(Section):
@@ -212,6 +264,29 @@ class WandbConfig(Section):
     """`offline` writes to the run folder only."""
 
 
+class ProfileConfig(Section):
+    """What some steps spend their time and memory on, written to `profile` in the run folder."""
+
+    steps: tuple[int, int]
+    """First and last step, counted from 1."""
+    ranks: list[Annotated[int, Field(ge=0)]] = [0]
+    """Which processes write traces and snapshots."""
+    trace: bool = True
+    """Torch profiler traces, for https://ui.perfetto.dev."""
+    memory: bool = False
+    """On a GPU, a snapshot of all allocations, for https://docs.pytorch.org/memory_viz."""
+    spans: bool = True
+    """What every process did when, as lines that Perfetto opens: fetch, forward and backward, reduce, clip, optimizer,
+    save."""
+
+    @model_validator(mode="after")
+    def _order(self) -> ProfileConfig:
+        first, last = self.steps
+        if not 1 <= first <= last:
+            raise ValueError(f"steps must be a first and a last step, counted from 1, got {list(self.steps)}")
+        return self
+
+
 class MetricsConfig(Section):
     """Where numbers go besides metrics.jsonl, which is always written."""
 
@@ -249,6 +324,8 @@ class TrainConfig(Section):
     """Loss."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
+    attention: AttentionConfig = AttentionConfig()
+    """Kernels of attention."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Activations that are computed again."""
     compile: bool | None = None
@@ -268,6 +345,8 @@ class TrainConfig(Section):
     """Weights to start from, where there is no checkpoint to go on from."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics."""
+    profile: ProfileConfig | None = None
+    """Traces of some steps."""
 
     @model_validator(mode="after")
     def _ramp(self) -> TrainConfig:
