@@ -117,7 +117,8 @@ class LossScaleConfig(Section):
 
 class Fp8Config(Section):
     """Matrix products of layers in 8-bit floating point. Weights, activations between layers and the head keep the
-    compute format; see `docs/performance.md`."""
+    compute format; see `docs/performance.md`.
+    """
 
     backend: Literal["torchao", "te"] = "torchao"
     """`torchao` (extra `fp8`), or NVIDIA's Transformer Engine (extra `te`)."""
@@ -127,7 +128,7 @@ class Fp8Config(Section):
     all_gather: bool | None = None
     """torchao, tensorwise, with dp_shard: send weights in fp8. By default where it is possible."""
     min_size: int = Field(default=1024, ge=16)
-    """Matrices with fewer rows or columns than this, on one process, stay in the compute format: they would be slower."""
+    """Matrices with fewer rows or columns than this on one process stay in the compute format: fp8 is slower there."""
     first_layers: int = Field(default=0, ge=0)
     """So many layers at the beginning stay in the compute format."""
     last_layers: int = Field(default=0, ge=0)
@@ -152,8 +153,8 @@ class AttentionConfig(Section):
 
     backend: Literal["auto", "sdpa", "flex", "varlen", "flash", "te"] = "auto"
     """`auto` takes the fastest that is installed, runs on the device and can do what the model needs, and says which.
-    `sdpa`: torch's, anywhere. `flex` and `varlen`: torch's for document masks and windows, on CUDA. `flash`: the package
-    flash-attn (extra `flash`). `te`: Transformer Engine (extra `te`)."""
+    `sdpa`: torch's, anywhere. `flex` and `varlen`: torch's for document masks and windows, on CUDA. `flash`: the
+    package flash-attn (extra `flash`). `te`: Transformer Engine (extra `te`)."""
 
 
 class RecomputeConfig(Section):
@@ -269,7 +270,7 @@ class ProfileConfig(Section):
 
     steps: tuple[int, int]
     """First and last step, counted from 1."""
-    ranks: list[Annotated[int, Field(ge=0)]] = [0]
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
     """Which processes write traces and snapshots."""
     trace: bool = True
     """Torch profiler traces, for https://ui.perfetto.dev."""
