@@ -116,9 +116,7 @@ class LossScaleConfig(Section):
 
 
 class Fp8Config(Section):
-    """Matrix products of layers in 8-bit floating point. Weights, activations between layers and the head keep the
-    compute format; see `docs/performance.md`.
-    """
+    """Matrix products of layers in 8-bit floating point; weights, head and what is between layers keep their format."""
 
     backend: Literal["torchao", "te"] = "torchao"
     """`torchao` (extra `fp8`), or NVIDIA's Transformer Engine (extra `te`)."""
