@@ -69,6 +69,10 @@ class ScheduleConfig(Section):
         return self
 
 
+_CHUNK_LOGITS, _CHUNK_TOKENS, _CHUNK_STEP = 2**27, 1024, 256
+"""Logits of a chunk, its fewest tokens, and what their number is a multiple of, where the run file does not say."""
+
+
 class LossConfig(Section):
     """Terms and masks of the training loss."""
 
@@ -76,9 +80,14 @@ class LossConfig(Section):
     """Coefficient of the mean squared log-partition function (PaLM)."""
     chunk_tokens: int | None = Field(default=None, ge=1)
     """Compute logits and loss for so many tokens of a micro-batch at once, so that the logits never exist whole; with
-    large vocabularies they need most of the memory. The loss is the same. By default all of a micro-batch."""
+    large vocabularies they need most of the memory. The loss is the same. By default as many as have 128 million
+    logits on a process, and no fewer than 1,024."""
     mask_document_start: bool = False
     """Do not train on the first token of a document, which has nothing of its document before it."""
+
+    def tokens_at_once(self, columns: int) -> int:
+        """Tokens whose logits exist at once on a process that has so many columns of the vocabulary."""
+        return self.chunk_tokens or max(_CHUNK_TOKENS, _CHUNK_LOGITS // columns // _CHUNK_STEP * _CHUNK_STEP)
 
 
 class ObjectiveConfig(Section):

@@ -149,7 +149,7 @@ def heldout_report(engine: Engine, console: Console, beat: Callable[[], None] = 
                 windows,
                 batch_size=config.eval.batch_size,
                 document_attention=config.model.document_attention,
-                chunk_tokens=config.train.loss.chunk_tokens,
+                chunk_tokens=config.train.loss.tokens_at_once(engine.model.vocab_columns),
                 device=engine.device,
                 advance=done,
             )

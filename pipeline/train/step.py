@@ -184,7 +184,7 @@ class Stepper:
             weight = weight * self.loss_scale.scale
         loss = self._train.loss
         shard = self._model.vocab_shard
-        criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.chunk_tokens)
+        criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
         return make_context(whole, self._document_attention, criterion, self._observer.watch(batch), self._model.cut)
 
     def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:

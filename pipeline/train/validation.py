@@ -74,7 +74,7 @@ def validation_losses(
             windows,
             batch_size=batch_size,
             document_attention=config.model.document_attention,
-            chunk_tokens=config.train.loss.chunk_tokens,
+            chunk_tokens=config.train.loss.tokens_at_once(model.vocab_columns),
             device=device,
             advance=lambda windows: advance(),
         )

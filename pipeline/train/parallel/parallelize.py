@@ -58,6 +58,11 @@ class ParallelModel:
         return part
 
     @property
+    def vocab_columns(self) -> int:
+        """Columns of the logits that this process has."""
+        return self.spec.vocab_padded // (1 if self.vocab_shard is None else self.vocab_shard.group.size())
+
+    @property
     def tied_over_stages(self) -> bool:
         """Whether the last stage has a copy of the embedding."""
         return self.spec.tie_embeddings and len(self.stages) > 1

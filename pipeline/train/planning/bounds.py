@@ -66,7 +66,7 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
             least = least if kept is None else max(least, kept * len(indices))
             begin += in_flight(config, layout, shape) * tokens * least
         if any(part.last for part in parts):
-            chunk = min(tokens, config.train.loss.chunk_tokens or tokens)
+            chunk = min(tokens, config.train.loss.tokens_at_once(spec.vocab_padded // layout.tp))
             begin += element * chunk * spec.vocab_padded / layout.tp
         most = max(most, int(begin), int((held + GRADIENT_BYTES) * shard))
     return most

@@ -28,9 +28,6 @@ _MOST_WINDOWS = 16
 """Windows of a micro-batch at most."""
 _LEAST_TOKENS = 4096
 """Tokens of a window that a cp rank keeps at least: with fewer, attention exchanges more than it computes."""
-_LOGITS_BYTES = 2**30
-"""Logits of a micro-batch that are larger than this are computed in chunks."""
-_CHUNK_TOKENS = 2048
 
 
 def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices: int) -> Iterator[Overrides]:
@@ -38,7 +35,7 @@ def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices:
 
     tp stays within a node. With pp, all schedules but `gpipe` and `dualpipev`, which keep more than others that wait no
     longer; the run file's own `parallel.pipeline` is one of them. Recomputation is `none`, `selective` or `full` of
-    every layer, or what the run file has. Logits that would take more than a GiB are computed in chunks.
+    every layer, or what the run file has.
 
     Args:
         config: The run file.
@@ -57,14 +54,7 @@ def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices:
                 continue
             for windows in _micro_batches(config, layout.dp):
                 for recompute in _recomputations(config):
-                    tokens = windows * max(lengths) // layout.cp
-                    yield {
-                        **parallel,
-                        "train.micro_batch_size": windows,
-                        **_phases(config),
-                        **recompute,
-                        "train.loss.chunk_tokens": _chunk(config, tokens * spec.vocab_padded // layout.tp, tokens),
-                    }
+                    yield {**parallel, "train.micro_batch_size": windows, **_phases(config), **recompute}
 
 
 def overridden(config: Config, overrides: Mapping[str, Any]) -> Config:
@@ -193,11 +183,3 @@ def _recomputations(config: Config) -> list[Overrides]:
     found: list[Overrides] = [{mode: "none"}, {mode: "selective", every: 1}, {mode: "full", every: 1}]
     mine: Overrides = {mode: own.mode} if own.mode in ("none", "budget") else {mode: own.mode, every: own.every}
     return found if mine in found else [*found, mine]
-
-
-def _chunk(config: Config, logits: int, tokens: int) -> int | None:
-    """Tokens of a chunk: the run file's number, or one where the logits (fp32) of a micro-batch are large."""
-    given = config.train.loss.chunk_tokens
-    if given is not None or 4 * logits <= _LOGITS_BYTES or tokens <= _CHUNK_TOKENS:
-        return given
-    return _CHUNK_TOKENS

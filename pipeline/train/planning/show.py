@@ -193,7 +193,7 @@ def _ways_out(plan: Plan, rank: RankMemory, nodes: bool) -> Iterator[str]:
         elif train.recompute.every > 1:
             yield "train.recompute.every=1"
         if rank.working > rank.activations:
-            yield "train.loss.chunk_tokens" if train.loss.chunk_tokens is None else "a smaller train.loss.chunk_tokens"
+            yield "a smaller train.loss.chunk_tokens"
         yield f"{more}cp"
         return
     if rank.unsharded > rank.total / 2 and not Kind.of(plan.config.parallel, layout).reshard and layout.shards > 1:

@@ -235,7 +235,6 @@ def _candidate(config: Config, overrides: Overrides, world_size: int) -> _Candid
     ordinary = {"none": 2, "selective": 1, "full": 0} if recompute.every == 1 or recompute.mode == "none" else {}
     special = None if recompute.mode in ordinary else (recompute.mode, recompute.every)
     of_layout = {key: value for key, value in overrides.items() if key.startswith("parallel.")}
-    chunk = changed.train.loss.chunk_tokens
     layer = (
         *(layout.tp, layout.cp, changed.parallel.cp_method, changed.parallel.sequence_parallel),
         *(recompute.mode, recompute.every),
@@ -245,8 +244,8 @@ def _candidate(config: Config, overrides: Overrides, world_size: int) -> _Candid
         changed,
         layout,
         shape,
-        same=(json.dumps(of_layout), chunk, special),
+        same=(json.dumps(of_layout), special),
         keeps=(shape.micro_batch_size, ordinary.get(recompute.mode, 0)),
         layer=layer,
-        work=(*layer, shape.micro_batch_size, chunk, changed.train.compile),
+        work=(*layer, shape.micro_batch_size, changed.train.compile),
     )

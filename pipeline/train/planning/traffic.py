@@ -124,7 +124,7 @@ class _Counter:
     ) -> None:
         self._parallel = config.parallel
         self._recompute = config.train.recompute
-        self._chunk = config.train.loss.chunk_tokens
+        self._chunk = config.train.loss.tokens_at_once(spec.vocab_padded // layout.tp)
         self._layout = layout
         self._spec = spec
         self._stage = stage
@@ -173,7 +173,7 @@ class _Counter:
             yield self._tp(
                 "reduce_scatter" if self._cut else "all_reduce", "gradient of the head's input", "backward", 1, stream
             )
-            chunks = -(-self._tokens // self._chunk) if self._chunk else 1
+            chunks = -(-self._tokens // self._chunk)
             row = self._tokens * _FP32
             yield self._tp("all_reduce", "largest logits", "forward", chunks, row // chunks, whole=row)
             yield self._tp("all_reduce", "sums of the softmax", "forward", chunks, 2 * row // chunks, whole=2 * row)
