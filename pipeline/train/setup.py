@@ -27,6 +27,7 @@ from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, pa
 from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.rank import LAUNCHER
 from pipeline.train.parallel.runner import Runner, build_runner
+from pipeline.train.products import choose_products
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,20 @@ class Setup:
     spec: DecoderSpec
 
 
-def join(config: Config, ranks: Processes) -> torch.device:
-    """Threads, device and process group of this rank; returns the device."""
+def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda line: None) -> torch.device:
+    """Threads, device and process group of this rank; returns the device.
+
+    Args:
+        config: resolved config.
+        ranks: the place of this process.
+        tell: gets what was chosen for the machine, a line.
+    """
     torch.set_num_threads(config.launch.threads or cores_of(ranks, os.environ))
     device = choose_device(config.launch.device, ranks)
     if device.type == "cpu":
-        keep_freed_memory()
+        memory = "freed memory kept" if keep_freed_memory() else "no way to keep freed memory"
+        products = choose_products()
+        tell(f"{torch.get_num_threads()} threads, {memory}, {products}")
     processes.join(ranks, device, config.launch.time_limits)
     return device
 

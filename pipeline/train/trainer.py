@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from pipeline.config import Config
@@ -34,6 +35,7 @@ from pipeline.train.metrics import Metrics, Sink, TensorBoard, Terminal, Wandb, 
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel import processes
+from pipeline.train.parallel.compile import settle
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.rules import check_layout, layout_warnings
@@ -74,7 +76,7 @@ def train(config: Config, console: Console | None = None) -> int:
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
         watchdog.phase("init")
-        device = join(config, ranks)
+        device = join(config, ranks, lambda line: say(console, f"train: {line}"))
         # Rank 0 reads the whole checkpoint to verify it, and the others wait.
         watchdog.phase("save")
         folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, watchdog, console)
@@ -152,6 +154,9 @@ class Trainer:
         self._datasets = datasets
         self._loader = self._open_loader()
         self._heldout = heldout
+        tokens = plan.journal.tokens(plan.length.steps)
+        flops = self._flops(0, causal=True) * tokens / ranks.world_size
+        compiled, self._compiled = settle(train, config.parallel, setup.device, flops, torch.get_num_threads())
         self._model = build_model(
             config.model,
             spec,
@@ -161,7 +166,7 @@ class Trainer:
             setup.device,
             config.run.seed,
             train.sequence_length,
-            train,
+            compiled,
         )
         self._optimizers = Optimizers(self._model, config.model.init, train.optimizer)
         self._stepper = Stepper(
@@ -269,6 +274,7 @@ class Trainer:
         sizes = [len(split) for split in self._heldout.values()]
         for line in [
             *start_lines(self._config, self._plan, self._setup, first, self._flops(first, causal=True)),
+            f"train: {self._compiled}",
             *nothing_held_out(self._config, sizes),
         ]:
             say(self._console, line)

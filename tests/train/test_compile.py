@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from pipeline.config.train import RecomputeConfig, TrainConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.parallel import compile
-from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
+from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles, settle
 from tests.train.runs import column, start, train
 
 TRACED, PARTITIONED = "aot_eager", "aot_eager_decomp_partition"
@@ -122,3 +123,24 @@ def test_where_layers_are_compiled_by_default() -> None:
     assert not compiles(train_, zero_bubble, gpu)
     assert compiles(train_, ParallelConfig.model_validate({"pp": 2}), gpu)
     assert not compiles(train_config(recompute={"mode": "full", "offload": True}), alone, gpu)
+
+
+@pytest.mark.parametrize(
+    ("keys", "flops", "compiler", "compiled", "words"),
+    [
+        ({}, 1e13, True, False, "short, 0.014 hours"),
+        ({}, 1e16, True, True, "long, 14 hours"),
+        ({}, 1e16, False, False, "no C++ compiler"),
+        ({"compile": False}, 1e16, True, False, "train.compile"),
+        ({"compile": True}, 1e13, True, True, "train.compile"),
+        ({"recompute": {"mode": "full", "offload": True}}, 1e16, True, False, "what else it has"),
+    ],
+)
+def test_long_runs_on_a_cpu_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], flops: float, compiler: bool, compiled: bool, words: str
+) -> None:
+    monkeypatch.setattr(compile, "_missing_program", lambda *_: None if compiler else "a C++ compiler")
+    train = TrainConfig.model_validate({"duration": "1 steps", **keys})
+    settled, said = settle(train, ParallelConfig(), torch.device("cpu"), flops, threads=2)
+    assert settled.compile is compiled and words in said
+    assert settle(settled, ParallelConfig(), torch.device("cpu"), 0.0, threads=2)[0] == settled

@@ -22,14 +22,48 @@ from pipeline.train.parallel.compat import prepare_compiler
 
 BACKEND = "inductor"
 """Of torch.compile."""
+_FLOPS_OF_A_THREAD = 1e11
+"""A round number for how much a CPU's thread computes in a second; only the order of magnitude matters."""
+_LONG_HOURS = 0.5
 
 
 def compiles(train: TrainConfig, parallel: ParallelConfig, device: torch.device) -> bool:
     """Whether layers are compiled: as the run file says, else on a GPU where nothing that is asked for rules it out."""
     if train.compile is not None:
         return train.compile
-    ruled_out = train.recompute.offload or (parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE)
-    return device.type == "cuda" and not ruled_out
+    return device.type == "cuda" and not _ruled_out(train, parallel)
+
+
+def _ruled_out(train: TrainConfig, parallel: ParallelConfig) -> bool:
+    return train.recompute.offload or (parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE)
+
+
+def settle(
+    train: TrainConfig, parallel: ParallelConfig, device: torch.device, flops: float, threads: int
+) -> tuple[TrainConfig, str]:
+    """`train` with `compile` decided, and a line for the log.
+
+    On a CPU compiling takes half a minute at each start and saves about a tenth of every step: that is for long runs.
+
+    Args:
+        train: The section of the run file.
+        parallel: The layout.
+        device: Where the run is.
+        flops: Of a process in the whole run, so that the choice does not depend on where it goes on.
+        threads: Of a process.
+    """
+    compiled = compiles(train, parallel, device)
+    why = "as train.compile says" if train.compile is not None else ""
+    if train.compile is None and device.type == "cpu":
+        hours = flops / (_FLOPS_OF_A_THREAD * threads) / 3600
+        missing = _missing_program("CXX", ("g++",), "C++")
+        long, ruled_out = hours >= _LONG_HOURS, _ruled_out(train, parallel)
+        compiled = long and not missing and not ruled_out
+        why = f"the run is {'long' if long else 'short'}, {hours:,.2g} hours of arithmetic"
+        if long and not compiled:
+            why += f", but there is no {'C++ compiler' if missing else 'compiling with what else it has'}"
+    said = f"layers are {'' if compiled else 'not '}compiled" + (f": {why}" if why else "")
+    return train.model_copy(update={"compile": compiled}), said
 
 
 def check_compiler(device: torch.device) -> None:
