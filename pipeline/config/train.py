@@ -338,7 +338,7 @@ class TrainConfig(Section):
     """Activations that are computed again."""
     compile: bool | None = None
     """Compile each layer (torch.compile). The first steps take longer, the others less time and memory. By default on a
-    GPU, if neither a zero-bubble schedule nor train.recompute.offload rules it out, and not on a CPU."""
+    GPU, if neither a zero-bubble schedule nor train.recompute.offload rules it out, and for long runs on a CPU."""
     deterministic: bool = False
     """On a GPU, use only algorithms that give the same bits each time, at some cost in speed. A CPU always does."""
     validation: ValidationConfig = ValidationConfig()

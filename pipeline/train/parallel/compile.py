@@ -57,7 +57,9 @@ def settle(
     if train.compile is None and device.type == "cpu":
         hours = flops / (_FLOPS_OF_A_THREAD * threads) / 3600
         missing = _missing_program("CXX", ("g++",), "C++")
-        long, ruled_out = hours >= _LONG_HOURS, _ruled_out(train, parallel)
+        long = hours >= _LONG_HOURS
+        many_shapes = train.batch_ramp is not None and train.micro_batch_size is None
+        ruled_out = _ruled_out(train, parallel) or many_shapes
         compiled = long and not missing and not ruled_out
         why = f"the run is {'long' if long else 'short'}, {hours:,.2g} hours of arithmetic"
         if long and not compiled:
