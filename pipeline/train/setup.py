@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import MachineError, UserError
+from pipeline.train.affinity import available, bind
 from pipeline.train.allocator import keep_freed_memory
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -43,6 +45,8 @@ def join(config: Config, ranks: Processes) -> torch.device:
     """Threads, device and process group of this rank; returns the device."""
     torch.set_num_threads(config.launch.threads or cores_of(ranks, os.environ))
     device = choose_device(config.launch.device, ranks)
+    if config.launch.bind == "auto" and (line := bind(ranks, device, os.environ)):
+        logging.getLogger(__name__).info("%s", line)
     if device.type == "cpu":
         keep_freed_memory()
     processes.join(ranks, device, config.launch.time_limits)
@@ -55,7 +59,7 @@ def cores_of(ranks: Processes, environment: Mapping[str, str]) -> int:
     In a task of srun no more than `--cpus-per-task`, since the scheduler may not bind tasks to their cores. Where it
     does, and each rank is a task, they are this rank's alone.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = len(available())
     asked = environment.get("SLURM_CPUS_PER_TASK", "")
     if not asked.isdecimal():
         return max(1, cores // ranks.local_world_size)

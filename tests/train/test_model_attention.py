@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import UserError
-from pipeline.train.model.attention import attention_mask
+from pipeline.train.model.kernels.sight import attention_mask
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from tests.train.hf_mapping import randomize

@@ -28,7 +28,9 @@ def compiles(train: TrainConfig, parallel: ParallelConfig, device: torch.device)
     """Whether layers are compiled: as the run file says, else on a GPU where nothing that is asked for rules it out."""
     if train.compile is not None:
         return train.compile
-    ruled_out = train.recompute.offload or (parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE)
+    fp8 = train.precision.fp8
+    ruled_out = train.recompute.offload or (fp8 is not None and fp8.backend == "te")
+    ruled_out = ruled_out or (parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE)
     return device.type == "cuda" and not ruled_out
 
 
