@@ -26,9 +26,9 @@ from pipeline.train.attempts import attempts, metrics_path, rows_backwards
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.check import vocabulary
-from pipeline.train.parallel.footprint import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES
+from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.planning.devices import device_of_gres
 from slurm.plan import PlannedJob
 
@@ -248,7 +248,7 @@ def _measured(run: Path, processes: int) -> tuple[float, str] | None:
 def _disk(config: Config, spec: DecoderSpec, course: Course | None) -> Disk:
     checkpoints = Checkpoints.of_run(config.run.dir)
     there, rules = checkpoints.all(), config.train.checkpoint
-    each = num_parameters(spec) * (MASTER_BYTES + MOMENTS_BYTES + (AVERAGE_BYTES if config.train.ema else 0))
+    each = checkpoint_bytes(config, spec)
     if there:
         each = _size(there[-1]) or each
     most = rules.keep + 1 if course is None else most_checkpoints(rules, course.steps)

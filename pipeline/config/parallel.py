@@ -37,18 +37,23 @@ class PipelineConfig(Section):
 
 
 class OverlapConfig(Section):
-    """What communication runs beside computation. The defaults are for nodes of 8 H100-class GPUs with NVLink."""
+    """What communication runs beside computation."""
 
-    forward_prefetch: int = Field(default=1, ge=0)
-    """With dp_shard, so many layers' weights are gathered ahead of the forward pass. More hides slower networks, and
-    takes the memory of so many layers' weights. 0: the next layer's when the one before has been issued."""
-    backward_prefetch: int = Field(default=1, ge=0)
-    """The same in the backward pass."""
-    reduce: Literal["each", "last"] = "each"
-    """With dp_shard and several micro-batches: add gradients up over the processes behind each micro-batch, which keeps
-    them sharded, or behind the last one alone, which sends less and keeps whole gradients in fp32 meanwhile."""
+    forward_prefetch: int = Field(default=0, ge=0)
+    """With dp_shard, layers whose weights are gathered ahead of the one at work in the forward pass. 0: each layer's
+    when its turn comes, which on a GPU is beside the layer before, as long as the host is ahead of it. More are asked
+    for before the layer is computed: for layers too small for the host, or a slow network, at the memory of so many
+    layers' weights."""
+    backward_prefetch: int = Field(default=1, ge=1)
+    """The same in the backward pass, where weights were given back after forward. 1 is what torch does by itself."""
+    reduce: Literal["each", "last"] | None = None
+    """With dp_shard and several micro-batches: add gradients up over the processes in the backward pass of each
+    micro-batch (`each`), which keeps them sharded, or in that of the last one (`last`), which sends less and keeps
+    whole fp32 gradients meanwhile. By default `each` without a pipeline and `last` with one. Zero-bubble schedules add
+    up after all backward passes, and need `last`."""
     async_tp: bool = False
-    """With tp on CUDA and compiled layers: cut matrix products in pieces that are sent while the next is computed."""
+    """With tp, sequence_parallel and compiled layers on GPUs of one node: cut gathers and sums of a layer in pieces,
+    which are sent while the matrix product beside them computes others."""
 
 
 class ParallelConfig(Section):

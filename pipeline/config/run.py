@@ -54,3 +54,7 @@ class LaunchConfig(Section):
     """`auto` takes CUDA where there is one."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of each process for torch; by default its share of the cores that this machine has for them."""
+    bind: Literal["auto", "none"] = "auto"
+    """Where several processes share a machine, `auto` gives each cores of its own: on GPUs those of the NUMA node that
+    its GPU is next to, else whole cores side by side. It never takes a core that the process could not use before, and
+    changes nothing where SLURM or another launcher has bound the processes."""

@@ -10,34 +10,36 @@ from pipeline.config.base import AbsPath, Count, Duration, Section
 
 
 class MuonConfig(Section):
-    """Muon (Jordan et al. 2024): momentum whose matrices are orthogonalized before they are added."""
+    """Muon (Jordan et al. 2024): momentum that is orthogonalized, matrix by matrix, before weights take it."""
 
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the momentum."""
     nesterov: bool = True
     """Look ahead by one step of momentum."""
     steps: int = Field(default=5, ge=1, le=20)
-    """Newton-Schulz iterations."""
+    """Newton-Schulz iterations, in bf16: 5 take most singular values to between 0.7 and 1.2."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """How the learning rate follows the shape of a matrix. `match_rms_adamw`: updates are as large as AdamW's, whose
     learning rate and weight decay fit then (Liu et al. 2025). `original`: by the root of rows over columns."""
 
 
 class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay on matrices only (embedding included; norms and biases are spared)."""
+    """AdamW or Muon with decoupled weight decay on matrices only (embedding included; norms and biases are spared)."""
 
     type: Literal["adamw", "muon"] = "adamw"
-    """`muon`: for the matrices of layers; embedding, head, norms and biases have AdamW."""
+    """`muon`: for the matrices of layers; embedding, head, norms and biases have AdamW. Weight decay, clipping and
+    learning rate are those of both."""
     states: Literal["fp32", "bf16"] = "fp32"
-    """Format of the moments. bf16 halves their memory; the arithmetic stays fp32."""
+    """Format of the moments. bf16 halves their memory; the arithmetic stays fp32, and results are rounded up or down by
+    chance, so that small changes are not lost."""
     muon: MuonConfig = MuonConfig()
     """type: muon."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moments."""
+    """AdamW: decay of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """AdamW: added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices."""
     clip_norm: float = Field(default=1.0, gt=0)
@@ -124,24 +126,66 @@ class LossScaleConfig(Section):
     """It doubles after so many steps without an overflow."""
 
 
+Fp8Recipe = Literal["tensorwise", "rowwise", "delayed", "current", "mxfp8"]
+_FP8_RECIPES: dict[str, tuple[Fp8Recipe, ...]] = {
+    "torchao": ("tensorwise", "rowwise"),
+    "te": ("current", "delayed", "mxfp8"),
+}
+"""By backend, the default first."""
+
+
 class Fp8Config(Section):
-    """Matrix products of layers in 8-bit floating point; weights, head and what is between layers keep their format."""
+    """Matrix products of layers in 8-bit floating point, in training alone.
+
+    Weights and all else keep their formats: checkpoints, exports and evaluations do not know of it.
+    """
 
     backend: Literal["torchao", "te"] = "torchao"
     """`torchao` (extra `fp8`), or NVIDIA's Transformer Engine (extra `te`)."""
-    recipe: Literal["tensorwise", "rowwise", "delayed", "current", "mxfp8"] | None = None
-    """How scales are found. torchao: `tensorwise` (default) or `rowwise`. te: `current` (default), `delayed`, or
-    `mxfp8` (Blackwell)."""
+    recipe: Fp8Recipe | None = None
+    """How scales are found. torchao: `tensorwise` (default; one scale a matrix), or `rowwise` (one a row: finer,
+    for more work). te: `current` (default; one a matrix), `delayed` (one a matrix, from earlier steps; they begin
+    anew when a run is resumed), or `mxfp8` (one for 32 numbers; Blackwell)."""
     all_gather: bool | None = None
-    """torchao, tensorwise, with dp_shard: send weights in fp8. By default where it is possible."""
+    """torchao, tensorwise: processes that share weights (dp_shard, cp) send them in fp8. By default where the rows of
+    all matrices can be dealt evenly to them."""
     min_size: int = Field(default=1024, ge=16)
-    """Matrices with fewer rows or columns than this on one process stay in the compute format: fp8 is slower there."""
+    """Matrices with fewer rows or columns than this on one process stay in the compute format: fp8 is slower there. So
+    do those whose rows or columns are no multiple of 16 (mxfp8: 32)."""
     first_layers: int = Field(default=0, ge=0)
     """So many layers at the beginning stay in the compute format."""
     last_layers: int = Field(default=0, ge=0)
     """So many at the end."""
     emulate: bool = False
     """torchao: round to fp8 and multiply in the compute format, for tests on devices without fp8."""
+
+    @property
+    def scaling(self) -> Fp8Recipe:
+        """`recipe`, or the backend's own."""
+        return self.recipe or _FP8_RECIPES[self.backend][0]
+
+    @property
+    def multiple(self) -> int:
+        """What both sides of a product's factors are multiples of."""
+        return 32 if self.scaling == "mxfp8" else 16
+
+    @model_validator(mode="after")
+    def _together(self) -> Fp8Config:
+        allowed = _FP8_RECIPES[self.backend]
+        if self.scaling not in allowed:
+            other = next(name for name, recipes in _FP8_RECIPES.items() if self.scaling in recipes)
+            raise ValueError(
+                f"recipe: {self.scaling} does not go with backend: {self.backend}; set recipe to "
+                f"{' or '.join(allowed)}, or backend: {other}"
+            )
+        if self.all_gather and self.scaling != "tensorwise":
+            raise ValueError(
+                f"all_gather: true does not go with recipe: {self.scaling}, only with tensorwise (torchao); leave it "
+                "out, or set backend: torchao and recipe: tensorwise"
+            )
+        if self.emulate and self.backend == "te":
+            raise ValueError("emulate: true does not go with backend: te; set backend: torchao, or emulate: false")
+        return self
 
 
 class PrecisionConfig(Section):
@@ -154,14 +198,24 @@ class PrecisionConfig(Section):
     fp8: Fp8Config | None = None
     """With compute: bf16, matrix products in fp8."""
 
+    @model_validator(mode="after")
+    def _fp8_in_bf16(self) -> PrecisionConfig:
+        if self.fp8 is not None and self.compute != "bf16":
+            raise ValueError(f"fp8 goes with compute: bf16, not {self.compute}; set compute: bf16, or leave fp8 out")
+        return self
+
 
 class AttentionConfig(Section):
     """Which kernels compute attention. All compute the same, within rounding."""
 
     backend: Literal["auto", "sdpa", "flex", "varlen", "flash", "te"] = "auto"
-    """`auto` takes the fastest that is installed, runs on the device and can do what the model needs, and says which.
-    `sdpa`: torch's, anywhere. `flex` and `varlen`: torch's for document masks and windows, on CUDA. `flash`: the
-    package flash-attn (extra `flash`). `te`: Transformer Engine (extra `te`)."""
+    """`auto` takes one by the device, what is installed and what the model needs, and the log says which and why:
+    `sdpa` on a CPU, in fp32, and where there are neither documents nor windows; else `flash`, `varlen`, `flex`, the
+    first that is possible. `sdpa`: torch's, anywhere; on a GPU with documents or windows it needs a mask of sequence x
+    sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0. `flash`: the package
+    flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with train.compile: false.
+    `varlen`, `flash` and `te` compute in bf16 or fp16, with head sizes that are multiples of 8 up to 256. `flex`,
+    `varlen`, `flash` and `te` have not been run on a GPU yet."""
 
 
 class RecomputeConfig(Section):
@@ -273,19 +327,20 @@ class WandbConfig(Section):
 
 
 class ProfileConfig(Section):
-    """What some steps spend their time and memory on, written to `profile` in the run folder."""
+    """What some steps spend their time and memory on: files in `profile/attempt-NNNN` of the run folder."""
 
     steps: tuple[int, int]
     """First and last step, counted from 1."""
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
     """Which processes write traces and snapshots."""
     trace: bool = True
-    """Torch profiler traces, for https://ui.perfetto.dev."""
+    """Torch profiler traces (`trace-*`), for https://ui.perfetto.dev."""
     memory: bool = False
-    """On a GPU, a snapshot of all allocations, for https://docs.pytorch.org/memory_viz."""
+    """On a GPU, a snapshot of all allocations after the last step, or when memory runs out before it (`memory-*`), for
+    https://docs.pytorch.org/memory_viz."""
     spans: bool = True
-    """What every process did when, as lines that Perfetto opens: fetch, forward and backward, reduce, clip, optimizer,
-    save."""
+    """What every process did when (`spans.*`), for https://ui.perfetto.dev: fetch, forward, backward, reduce, clip,
+    optimizer, metrics, validation, save. On a GPU these are the times at which the host issues the work."""
 
     @model_validator(mode="after")
     def _order(self) -> ProfileConfig:

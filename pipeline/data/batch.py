@@ -22,7 +22,8 @@ class Batch:
     weight: torch.Tensor
     """[B, S] float32, 0 where a target does not count."""
     starts: torch.Tensor
-    """[n] int32, ascending: the flat positions, row * S + column, at which a document begins, or a row."""
+    """[n] int32, ascending: the flat positions, row * S + column, at which a document begins, or a row. Always on the
+    host: some kernels take what they say as numbers of Python."""
     sources: torch.Tensor
     """[B] int64, index in the loader's `names`; -1 for padding samples."""
     extras: dict[str, torch.Tensor]
@@ -32,10 +33,12 @@ class Batch:
     def bounds(self) -> torch.Tensor:
         """[B, S] int64, for each position the one at which its document begins in this sample.
 
-        Query q sees keys k with bounds[q] <= k <= q if attention stays within documents.
+        Query q sees keys k with bounds[q] <= k <= q if attention stays within documents. Made where the tokens are;
+        nobody waits for a GPU.
         """
         size, length = self.tokens.numel(), self.tokens.shape[1]
-        begins = self.starts.to(torch.int64)
+        # First moved and then widened, so that what moves is the memory that `pin` made.
+        begins = self.starts.to(self.tokens.device, non_blocking=True).to(torch.int64)
         lengths = torch.diff(begins, append=begins.new_full((1,), size))
         return torch.repeat_interleave(begins % length, lengths, output_size=size).view(self.tokens.shape)
 
@@ -45,21 +48,32 @@ class Batch:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) - self.bounds
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The same on another device.
+        """The same on another device, but for `starts`.
 
         Args:
             device: Where to.
             non_blocking: Do not wait for the copies to a GPU, which read what `pin` made.
         """
-        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking), but="starts")
 
     def pin(self) -> Batch:
         """The same in page-locked memory, from which a GPU copies without help of the CPU."""
         return self._with(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
 
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        changed = {field.name: change(getattr(self, field.name)) for field in fields(self) if field.name != "extras"}
-        return Batch(**changed, extras={name: change(value) for name, value in self.extras.items()})
+    def used_by(self, stream: torch.cuda.Stream) -> None:
+        """What is on a GPU keeps its memory until a stream has done what it is given up to the end of this object."""
+        self._with(lambda tensor: _used_by(tensor, stream), but="starts")
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
+        """With all tensors changed, but for those of a field."""
+        names = [field.name for field in fields(self) if field.name not in ("extras", but)]
+        changed = {name: change(getattr(self, name)) for name in names}
+        return replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
+
+
+def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    tensor.record_stream(stream)
+    return tensor
 
 
 @dataclass(frozen=True)

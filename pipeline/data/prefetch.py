@@ -1,12 +1,17 @@
-"""Reading ahead in a thread."""
+"""Reading ahead in a thread, and copying to a GPU while it computes."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeVar
+
+import torch
+
+from pipeline.data.batch import StepData
 
 Step = TypeVar("Step")
 
@@ -66,3 +71,27 @@ def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -
         closed.set()
         room.release()
         thread.join()
+
+
+def copied(steps: Iterable[StepData], device: torch.device) -> Iterator[StepData]:
+    """Steps with their batches on a device.
+
+    To a GPU, a step is copied when it is asked for, on a stream of its own: while the GPU computes the step before, if
+    who asks has issued that and has not waited for it. The current stream waits for the copies, and the host does not.
+
+    Args:
+        steps: For a GPU, in page-locked memory.
+        device: Where they go; for a CPU they are given as they are.
+    """
+    if device.type != "cuda":
+        yield from steps
+        return
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    for step in steps:
+        with torch.cuda.stream(copies):
+            batches = [batch.to(device, non_blocking=True) for batch in step.micro_batches]
+        computes = torch.cuda.current_stream(device)
+        computes.wait_stream(copies)
+        for batch in batches:
+            batch.used_by(computes)
+        yield replace(step, micro_batches=batches)

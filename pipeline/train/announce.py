@@ -11,7 +11,9 @@ from pipeline.data.batch import StepData
 from pipeline.data.journal import Journal
 from pipeline.data.progress import counted
 from pipeline.train.describe import describe_change, describe_run
+from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.flops import num_parameters
+from pipeline.train.parallel.parallelize import attention_choice
 from pipeline.train.plan import RunPlan
 from pipeline.train.setup import Setup
 
@@ -31,6 +33,11 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
         f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on {_where(setup)}, "
         f"{flops / 1e6:,.4g} MFLOP a token"
     )
+    fp8, layout = config.train.precision.fp8, setup.mesh.layout
+    if fp8 is not None:
+        yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))
+    attention = attention_choice(config.model, spec, config.train, config.parallel, setup.device)
+    yield f"attention: {attention}"
     yield f"train: {describe_run(config, plan.journal, first, length.steps)} ({length.reason})"
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.train import EmaConfig
-from pipeline.train.parallel.compat import guard_optimizer_step
+from pipeline.train.parallel.compat import guard_optimizer_step, plain
 from pipeline.train.parallel.parallelize import ParallelModel
 
 
@@ -51,7 +51,7 @@ class Ema:
         """By name; of a tied embedding that this process has twice, the first copy, which is equal to the other."""
         weights: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
-            weights.setdefault(name, parameter.detach())
+            weights.setdefault(name, plain(parameter.detach()))
         return weights
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -73,15 +74,26 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     return std
 
 
+def is_layer_matrix(name: str) -> bool:
+    """Whether a parameter is a matrix of a layer, and so none of embedding, position embedding and head."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
 def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     """Factor on a parameter's learning rate (Adam): mup_base_dim / dim for the layers' matrices with muP, else 1."""
-    if init.mup_base_dim is not None and _HIDDEN.fullmatch(name):
+    if init.mup_base_dim is not None and is_layer_matrix(name):
         return init.mup_base_dim / spec.dim
     return 1.0
 
 
-def local_range(parameter: Tensor, dim: int) -> range:
-    """Indices along `dim` of the whole parameter that this rank holds; nothing is communicated."""
+def local_range(parameter: Tensor, dim: int, coordinate: Sequence[int] | None = None) -> range:
+    """Indices along `dim` of the whole parameter that a rank holds; nothing is communicated.
+
+    Args:
+        parameter: Plain, or a DTensor.
+        dim: Of the parameter.
+        coordinate: Of the rank, on the parameter's mesh; by default this one.
+    """
     indices = range(parameter.shape[dim])
     if not isinstance(parameter, DTensor):
         return indices
@@ -94,7 +106,7 @@ def local_range(parameter: Tensor, dim: int) -> range:
         if strided and strided[0] == dim:
             assert strided[1] == math.prod(mesh.size(cut) for cut in cuts if cut > axis), f"{placements} over {mesh}"
             cuts.append(axis)
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     assert coordinate is not None, f"a parameter of other processes: {mesh}"
     for axis in cuts:
         # As torch.chunk cuts: the last pieces may be smaller, or empty.

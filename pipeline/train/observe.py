@@ -5,7 +5,7 @@ Shapes: B samples of a micro-batch, S positions, T keys, D width, H query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,35 @@ from torch import Tensor, nn
 
 from pipeline.data.batch import Batch
 from pipeline.train.model.attention import Attention, Watch
+from pipeline.train.model.kernels.sight import Sight
 from pipeline.train.optim import Gradients
 from pipeline.train.parallel.parallelize import ParallelModel
 
 _LOGITS_AT_ONCE = 2**24
 """Attention logits that are computed at a time, in fp32: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of a step over all ranks, fp64; called, it reads its tensors for metrics.jsonl."""
+
+    groups: list[str]
+    """Layers, then the modules at the ends of the model."""
+    norms: Tensor
+    """[groups], norm of the gradient."""
+    sizes: Tensor
+    """[layers], root mean square of the residual stream behind a layer."""
+    peaks: Tensor
+    """[layers], largest attention logit."""
+
+    def __call__(self) -> dict[str, Any]:
+        """By layer, and the norms by group."""
+        layers = self.groups[: len(self.sizes)]
+        return {
+            "grad_norm_by_layer": dict(zip(self.groups, self.norms.tolist(), strict=True)),
+            "activation_rms_by_layer": dict(zip(layers, self.sizes.tolist(), strict=True)),
+            "attention_logit_max_by_layer": dict(zip(layers, self.peaks.tolist(), strict=True)),
+        }
 
 
 class Observer:
@@ -57,8 +81,8 @@ class Observer:
             by_group = gradients.squares_by(_group)
             self._seen.gradients = torch.stack([by_group.get(name, self._seen.zero) for name in self._groups])
 
-    def finish(self, loss_scale: Tensor | None) -> Callable[[], dict[str, Any]] | None:
-        """After `gradients`: what was seen over all ranks, as a function that reads the device; None if nothing was.
+    def finish(self, loss_scale: Tensor | None) -> Observed | None:
+        """After `gradients`: what was seen over all ranks; None if nothing was.
 
         Every rank calls this.
 
@@ -77,16 +101,7 @@ class Observer:
         # Processes of a tp axis that have the same activations count them alike in both sums.
         sizes = (squares / counts).sqrt()
         norms = gradients.sqrt() if loss_scale is None else gradients.sqrt() / loss_scale
-
-        def row() -> dict[str, Any]:
-            layers = self._groups[: self._layers]
-            return {
-                "grad_norm_by_layer": dict(zip(self._groups, norms.tolist(), strict=True)),
-                "activation_rms_by_layer": dict(zip(layers, sizes.tolist(), strict=True)),
-                "attention_logit_max_by_layer": dict(zip(layers, peaks.tolist(), strict=True)),
-            }
-
-        return row
+        return Observed(self._groups, norms, sizes, peaks)
 
 
 class _Seen:
@@ -113,15 +128,15 @@ class _Watch:
         """The residual stream behind a block, or this rank's piece of it."""
         place, seen = self._seen.places[block], self._seen
         squares_B = torch.linalg.vector_norm(x_BSD, dim=(1, 2), dtype=torch.float32).double().square()
-        seen.squares[place] += torch.where(self._counts_B, squares_B, 0).sum()
+        seen.squares[place] += squares_B.masked_fill(~self._counts_B, 0).sum()
         seen.counts[place] += self._counts_B.sum() * (x_BSD.numel() // x_BSD.shape[0])
 
     @torch.no_grad()
-    def attention(self, mixer: Attention, q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None) -> None:
+    def attention(self, mixer: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
         """Queries and keys of an attention, as they are multiplied."""
         place, seen = self._seen.places[mixer], self._seen
-        peaks_B = largest_logits(q_BSHE, k_BTKE, mask).double() * mixer.spec.scale
-        seen.peaks[place] = torch.maximum(seen.peaks[place], torch.where(self._counts_B, peaks_B, -torch.inf).amax())
+        peaks_B = largest_logits(q_BSHE, k_BTKE, sight.mask()).double() * mixer.spec.scale
+        seen.peaks[place] = torch.maximum(seen.peaks[place], peaks_B.masked_fill(~self._counts_B, -torch.inf).amax())
 
 
 def largest_logits(q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None, at_once: int = _LOGITS_AT_ONCE) -> Tensor:

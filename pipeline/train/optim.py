@@ -1,30 +1,43 @@
-"""AdamW in groups, the global gradient norm, and the guard that keeps a non-finite step out of the weights."""
+"""AdamW and Muon in groups, the global gradient norm, and the guard that keeps a non-finite step out of the weights."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from pipeline.config.model import InitConfig
 from pipeline.config.train import OptimizerConfig
-from pipeline.train.init import lr_scale
+from pipeline.train.adamw import Bf16AdamW
+from pipeline.train.init import is_layer_matrix, lr_scale
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.muon import Muon
 from pipeline.train.parallel.compat import guard_optimizer_step, scale_tensors
 from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.owners import group_of
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.pipeline import TiedEmbedding
 
 
 class Optimizers:
-    """One AdamW for each part of the model that this process has, as if they were one."""
+    """Those of each part of the model that this process has, as if they were one.
+
+    AdamW has all parameters, or with `type: muon` all but the matrices of layers.
+    """
 
     def __init__(self, model: ParallelModel, init: InitConfig, config: OptimizerConfig) -> None:
-        self.by_stage = {index: _adamw(part, model.spec, init, config) for index, part in model.parts.items()}
+        group = None
+        if config.type == "muon":
+            _, parameter = next(model.named_parameters())
+            assert isinstance(parameter, DTensor)
+            group = group_of(parameter.device_mesh)
+        self.by_stage = {index: _build(part, model.spec, init, config, group) for index, part in model.parts.items()}
+        """Each parameter of a part belongs to one of the optimizers of its stage."""
 
     def step(self, lr: float, finite: Tensor) -> None:
         """Update the weights and drop the gradients.
@@ -34,20 +47,28 @@ class Optimizers:
             finite: bool scalar on the device; if it is false, weights and states stay bit for bit.
         """
         found_inf = (~finite).float()
-        for optimizer in self.by_stage.values():
+        for optimizer in self.all():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             guard_optimizer_step(optimizer, found_inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+    def all(self) -> Iterator[torch.optim.Optimizer]:
+        """Of all stages."""
+        for optimizers in self.by_stage.values():
+            yield from optimizers
 
-def _adamw(part: Decoder, spec: DecoderSpec, init: InitConfig, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW. Matrices decay, vectors do not; each group keeps its `lr_scale` (1 but for muP)."""
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
+
+def _build(
+    part: Decoder, spec: DecoderSpec, init: InitConfig, config: OptimizerConfig, group: dist.ProcessGroup | None
+) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of a part. Matrices decay, vectors do not; a group keeps its `lr_scale` (1 but for muP)."""
+    groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in part.named_parameters():
-        groups[parameter.ndim >= 2, lr_scale(name, spec, init)].append(parameter)
-    return torch.optim.AdamW(
+        muon = config.type == "muon" and is_layer_matrix(name)
+        groups[muon, parameter.ndim >= 2, lr_scale(name, spec, init)].append(parameter)
+    of_muon, of_adamw = (
         [
             {
                 "params": params,
@@ -55,12 +76,23 @@ def _adamw(part: Decoder, spec: DecoderSpec, init: InitConfig, config: Optimizer
                 "lr_scale": scale,
                 "weight_decay": config.weight_decay if decays else 0.0,
             }
-            for (decays, scale), params in groups.items()
-        ],
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
+            for (muon, decays, scale), params in groups.items()
+            if muon == wanted
+        ]
+        for wanted in (True, False)
     )
+    names = {parameter: name for name, parameter in part.named_parameters()}
+    optimizers: list[torch.optim.Optimizer] = []
+    if of_muon:  # a stage may be without layers
+        assert group is not None
+        dtype = torch.bfloat16 if config.states == "bf16" else torch.float32
+        optimizers.append(Muon(of_muon, names, config.muon, dtype, group))
+    if of_adamw:
+        if config.states == "bf16":
+            optimizers.append(Bf16AdamW(of_adamw, names, config.betas, config.eps))
+        else:
+            optimizers.append(torch.optim.AdamW(of_adamw, betas=config.betas, eps=config.eps, fused=True))
+    return tuple(optimizers)
 
 
 class Gradients:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pipeline.config.train import RecomputeConfig
 from pipeline.errors import UserError
 from pipeline.train.model.config import LayerSpec
+from pipeline.train.model.kernels import packed, tiles
 
 Result = TypeVar("Result")
 
@@ -33,10 +34,11 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_fused_attention_overrideable.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        tiles.OPERATION,
     ),
     # Projections alone: where attention has no kernel of its own, it is made of batched products (bmm), whose results
     # are as large as sequence x sequence.
-    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.linear.default),
+    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default),
     # Not what is gathered, which is larger than what it is gathered from.
     "communication": (
         _collectives.reduce_scatter_tensor.default,
@@ -81,7 +83,10 @@ class Recompute:
         # In the order of the forward pass: queries, keys, values, output; and then the mlp.
         output, last = 3, 6 if spec.mlp.kind == "swiglu" else 5
         needless = {last, output} if tp > 1 and "communication" in config.keep else {last}
-        return cls(frozenset(operation for name in config.keep for operation in OPERATIONS[name]), frozenset(needless))
+        keep = {operation for name in config.keep for operation in OPERATIONS[name]}
+        if "attention" in config.keep:
+            keep.update(packed.operations())
+        return cls(frozenset(keep), frozenset(needless))
 
     def __call__(self, compute: Callable[[Tensor], Result], x: Tensor) -> Result:
         """`compute(x)`, which must do the same each time it is called and change nothing outside."""

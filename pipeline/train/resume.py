@@ -43,11 +43,15 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "train.batch_size": ("from here on", "with a phase that closes the steps that are done"),
     "train.batch_ramp": ("from here on", ""),
     "train.micro_batch_size": ("run file", "changes no result but rounding"),
-    "train.optimizer": ("run file", "learning rate, betas, weight decay, clipping; the moments are the checkpoint's"),
+    "train.optimizer": (
+        "run file",
+        "learning rate, betas, weight decay, clipping; the moments are the checkpoint's, put into the format of "
+        "`states`; with another `type` those of the layers' matrices begin at zero",
+    ),
     "train.schedule": ("run file", "computed from the place in the run, as if it had always been so"),
     "train.objective": ("checkpoint", "(resume.allow: objective)"),
     "train.loss": ("run file", ""),
-    "train.precision": ("run file", "master weights and moments are fp32 always; the loss scale is the checkpoint's"),
+    "train.precision": ("run file", "master weights are fp32 always; the loss scale is the checkpoint's"),
     "train.attention": ("run file", "changes no result but rounding"),
     "train.recompute": ("run file", "changes memory and time"),
     "train.compile": ("run file", "changes no result but rounding"),

@@ -23,10 +23,10 @@ def place(loader: Loader, data: StepData) -> dict[str, Any]:
 
 
 def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
-    """What a step computed; reads the device.
+    """What a step computed.
 
     Args:
-        result: of the step.
+        result: of the step, on the host.
         names: of the sources, in the order of its sums.
     """
     nats, targets = result.nats.tolist(), result.targets.tolist()

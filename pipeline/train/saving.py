@@ -27,9 +27,8 @@ from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
 from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.ema import Ema
-from pipeline.train.model.flops import num_parameters
 from pipeline.train.optim import Optimizers
-from pipeline.train.parallel.footprint import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES
+from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import background_group, gather, share
@@ -253,8 +252,7 @@ class Saver:
         if self._rank > 0:  # which tells nobody
             return MachineError(f"step {job.step} could not be saved: {problem}")
         free, good, prune = "an unknown number of", "What was committed before", ""
-        bytes_each = MASTER_BYTES + MOMENTS_BYTES + (AVERAGE_BYTES if self._ema else 0)
-        size = num_parameters(self._model.spec) * bytes_each
+        size = checkpoint_bytes(self._config, self._model.spec)
         with suppress(OSError):  # a file system that says no more than that it fails
             free = f"{shutil.disk_usage(self._folder.path).free / 2**20:,.1f}"
             good = self.last_good()

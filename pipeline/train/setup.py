@@ -14,6 +14,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import MachineError, UserError
+from pipeline.train.affinity import available, bind
 from pipeline.train.allocator import keep_freed_memory
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -50,6 +51,8 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
     """
     torch.set_num_threads(config.launch.threads or cores_of(ranks, os.environ))
     device = choose_device(config.launch.device, ranks)
+    if config.launch.bind == "auto" and (bound := bind(ranks, device, os.environ)):
+        tell(bound)
     if device.type == "cpu":
         memory = "freed memory kept" if keep_freed_memory() else "no way to keep freed memory"
         products = choose_products()
@@ -64,7 +67,7 @@ def cores_of(ranks: Processes, environment: Mapping[str, str]) -> int:
     In a task of srun no more than `--cpus-per-task`, since the scheduler may not bind tasks to their cores. Where it
     does, and each rank is a task, they are this rank's alone.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = len(available())
     asked = environment.get("SLURM_CPUS_PER_TASK", "")
     if not asked.isdecimal():
         return max(1, cores // ranks.local_world_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,17 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import Batch
 from pipeline.train.ema import Ema
+from pipeline.train.host_copy import HostCopy
 from pipeline.train.loss import Criterion, TokenLosses
 from pipeline.train.model.attention import Context, SequenceCut, Watch
-from pipeline.train.observe import Observer
+from pipeline.train.observe import Observed, Observer
 from pipeline.train.optim import Gradients, Optimizers
 from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.runner import build_runner
 from pipeline.train.precision import LossScale
+from pipeline.train.spans import span
 from pipeline.train.spikes import SpikeGuard
 from pipeline.train.stop import Wish
 
@@ -46,8 +48,9 @@ def make_context(
         watch: Is shown what the layers compute.
         cut: Which share of the sequences it gets.
     """
-    bounds = batch.bounds if document_attention else None
-    return Context(bounds_BS=bounds, length=batch.tokens.shape[1], criterion=criterion, watch=watch, cut=cut)
+    bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
+    length = batch.tokens.shape[1]
+    return Context(bounds_BS=bounds, starts=starts, length=length, criterion=criterion, watch=watch, cut=cut)
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,24 @@ class StepResult:
     """[2] fp64, how many ranks asked for a stop and for a save."""
     work: Tensor
     """[ranks] fp64, seconds that each rank had worked in the step before."""
-    observed: Callable[[], dict[str, Any]] | None
-    """What was seen by layer, if this step was observed; reads the device."""
+    observed: Observed | None
+    """What was seen by layer, if this step was observed."""
     loss_scale: Tensor | None
     """fp32 scalar: the factor on the loss, with fp16."""
+
+    def to_host(self) -> Callable[[], StepResult]:
+        """Begin to copy all of it to the host; called, what this gives waits for that and for nothing issued later."""
+        mine, seen = _tensors(self), self.observed
+        theirs = {} if seen is None else _tensors(seen)
+        copy = HostCopy([*mine.values(), *theirs.values()])
+
+        def wait() -> StepResult:
+            values = copy.wait()
+            of_mine = dict(zip(mine, values, strict=False))
+            of_theirs: dict[str, Any] = dict(zip(theirs, values[len(mine) :], strict=True))
+            return replace(self, **of_mine, observed=None if seen is None else replace(seen, **of_theirs))
+
+        return wait
 
     def data_hash(self) -> int:
         """The sum of the hashes of all samples of the step, mod 2**64; reads the device."""
@@ -84,6 +101,10 @@ class StepResult:
     def wish(self) -> Wish:
         """What any rank asked for; reads the device."""
         return Wish(*(count > 0 for count in self.wishes.tolist()))
+
+
+def _tensors(some: StepResult | Observed) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(some).items() if isinstance(value, Tensor)}
 
 
 class Stepper:
@@ -138,32 +159,38 @@ class Stepper:
             wish: what this rank is asked for, looked at when all is computed; all learn of it from the result.
             work: seconds that this rank worked in the step before.
         """
-        whole = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
-        batches = [share_of(batch, self._model.cut) for batch in whole]
-        self._observer.begin(step)
-        contexts = [self._context(*pair, valid_targets) for pair in zip(whole, batches, strict=True)]
-        sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
-        self.runner.train(batches, contexts, self._objective(sums))
-        self._gradients.share_tied()
-        self._observer.gradients(self._gradients)
-        # One sum over all ranks for everything that they have to agree on.
-        parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]
-        everything = torch.cat(parts)
-        dist.all_reduce(everything)
-        squares, wishes, words, works, flat = torch.split(everything, [part.numel() for part in parts])
-        nats, targets = flat.view_as(sums)
-        norm, scale = squares[0].sqrt(), self.loss_scale
-        if scale is not None:
-            norm = norm / scale.scale
-        finite = torch.isfinite(norm) & torch.isfinite(nats.sum())
-        spike, zscores = torch.zeros_like(finite), None
-        if self.spikes is not None:
-            spike, zscores = self.spikes.judge(nats.sum() / targets.sum().clamp(min=1), norm, finite)
-        updated = finite & ~spike
-        self._gradients.scale(self._clip_factor(norm))
-        self._optimizers.step(lr, updated)
-        if self.ema is not None:
-            self.ema.update(updated)
+        with span("prepare"):
+            whole = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
+            batches = [share_of(batch, self._model.cut) for batch in whole]
+            self._observer.begin(step)
+            contexts = [self._context(*pair, valid_targets) for pair in zip(whole, batches, strict=True)]
+            sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
+        with span("forward and backward"):
+            self._model.prepare_passes()
+            self.runner.train(batches, contexts, self._objective(sums))
+        with span("reduce"):
+            self._gradients.share_tied()
+            self._observer.gradients(self._gradients)
+            # One sum over all ranks for everything that they have to agree on.
+            parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]
+            everything = torch.cat(parts)
+            dist.all_reduce(everything)
+        with span("clip"):
+            squares, wishes, words, works, flat = torch.split(everything, [part.numel() for part in parts])
+            nats, targets = flat.view_as(sums)
+            norm, scale = squares[0].sqrt(), self.loss_scale
+            if scale is not None:
+                norm = norm / scale.scale
+            finite = torch.isfinite(norm) & torch.isfinite(nats.sum())
+            spike, zscores = torch.zeros_like(finite), None
+            if self.spikes is not None:
+                spike, zscores = self.spikes.judge(nats.sum() / targets.sum().clamp(min=1), norm, finite)
+            updated = finite & ~spike
+            self._gradients.scale(self._clip_factor(norm))
+        with span("optimizer"):
+            self._optimizers.step(lr, updated)
+            if self.ema is not None:
+                self.ema.update(updated)
         factor = None if scale is None else scale.scale
         observed = self._observer.finish(factor)
         result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, factor)
@@ -208,7 +235,9 @@ class Stepper:
         words = [(data_hash >> (16 * place)) & 0xFFFF if counts else 0 for place in range(_HASH_WORDS)]
         works = [0.0] * dist.get_world_size()
         works[dist.get_rank()] = work
-        facts = torch.tensor([*map(float, wish), *words, *works], dtype=torch.float64)
+        # From memory that is not page-locked, a copy may wait for what the device is given.
+        pin = self._device.type == "cuda"
+        facts = torch.tensor([*map(float, wish), *words, *works], dtype=torch.float64, pin_memory=pin)
         facts = facts.to(self._device, non_blocking=True)
         return list(torch.split(facts, [len(wish), len(words), len(works)]))
 

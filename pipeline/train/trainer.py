@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.heldout import HeldOut
 from pipeline.data.journal import Segment
 from pipeline.data.loader import Loader, open_loader
+from pipeline.data.prefetch import copied
 from pipeline.data.provenance import JOURNAL_FILE
 from pipeline.data.staging import staged
 from pipeline.errors import NumericalError, Stopped, UserError
@@ -29,6 +30,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import due
 from pipeline.train.checkpoint.resume_point import rewind_point
 from pipeline.train.faults import Faults, Rewind
+from pipeline.train.garbage import Garbage
 from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import host_of
 from pipeline.train.metrics import Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
@@ -41,12 +43,14 @@ from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.rules import check_layout, layout_warnings
 from pipeline.train.parallel.watchdog import Phase, Watchdog
 from pipeline.train.plan import RunPlan
+from pipeline.train.profile import Profile
 from pipeline.train.resume import resume_lines
 from pipeline.train.rows import numbers, place, speed
 from pipeline.train.run_folder import RunFolder
 from pipeline.train.saving import Saver
 from pipeline.train.schedule import Schedule
 from pipeline.train.setup import Setup, be_deterministic, join, out_of_memory_means, set_up
+from pipeline.train.spans import span
 from pipeline.train.spikes import kind_of
 from pipeline.train.start import open_run_everywhere, open_validation
 from pipeline.train.step import Stepper, agree
@@ -156,7 +160,7 @@ class Trainer:
         self._heldout = heldout
         tokens = plan.journal.tokens(plan.length.steps)
         flops = self._flops(0, causal=True) * tokens / ranks.world_size
-        compiled, self._compiled = settle(train, config.parallel, setup.device, flops, torch.get_num_threads())
+        settled, self._compiler_line = settle(train, config.parallel, setup.device, flops, torch.get_num_threads())
         self._model = build_model(
             config.model,
             spec,
@@ -166,7 +170,7 @@ class Trainer:
             setup.device,
             config.run.seed,
             train.sequence_length,
-            compiled,
+            settled,
         )
         self._optimizers = Optimizers(self._model, config.model.init, train.optimizer)
         self._stepper = Stepper(
@@ -198,6 +202,16 @@ class Trainer:
         self._peak = None if peak is None else peak * ranks.world_size
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"
+        self._profile = Profile(
+            train.profile,
+            setup.device,
+            ranks.rank,
+            lambda: folder.path / "profile" / f"attempt-{folder.attempt:04d}",
+            console,
+        )
+        self._garbage = Garbage()
+        self._compiled: set[tuple[int, int]] = set()
+        """Shapes of micro-batches, samples and length, that have been trained on in this process."""
         self._since = time.monotonic()  # when the last step, validation or save ended
         self._pending: Callable[[], dict[str, Any]] | None = None
         self._agreed = Wish(False, False)
@@ -249,7 +263,12 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load the whole state of a checkpoint."""
-        storage.read(checkpoint.path, self._model, self._optimizers, self._stepper.ema)
+        if storage.read(checkpoint.path, self._model, self._optimizers, self._stepper.ema):
+            say(
+                self._console,
+                f"train: moments of the layers' matrices begin at zero: {checkpoint.path.name} has those of another "
+                "train.optimizer.type",
+            )
         state = checkpoint.state()
         for name, part in self._parts().items():
             if state.get(name):
@@ -274,11 +293,19 @@ class Trainer:
         sizes = [len(split) for split in self._heldout.values()]
         for line in [
             *start_lines(self._config, self._plan, self._setup, first, self._flops(first, causal=True)),
-            f"train: {self._compiled}",
+            f"train: {self._compiler_line}",
             *nothing_held_out(self._config, sizes),
         ]:
             say(self._console, line)
-        with out_of_memory_means(self._advice), Metrics(self._sinks(first, total)) as metrics, self._saver:
+        for line in self._profile.announce(total):
+            say(self._console, f"warning: {line}")
+        with (
+            out_of_memory_means(self._advice),
+            Metrics(self._sinks(first, total)) as metrics,
+            self._saver,
+            self._profile,
+            self._garbage,
+        ):
             while True:
                 try:
                     self._steps(requests, metrics)
@@ -297,30 +324,59 @@ class Trainer:
     def _steps(self, requests: Requests, metrics: Metrics) -> None:
         """The loop."""
         first, total = self._folder.step, self._plan.length.steps
-        phase: Phase = "first_step"
-        self._watchdog.phase(phase, first + 1)
-        waiting = self._since = time.monotonic()
+        self._watchdog.phase(self._phase(first), first + 1)
+        self._since = time.monotonic()
         self._clock.take()  # building and loading were no step
         with closing(self._loader.iterate(first, total)) as steps:
-            for data in steps:
-                waited = time.monotonic() - waiting
-                for line in step_lines(self._config, self._plan, data, first):
-                    say(self._console, line)
-                # The numbers of a step are read when the next one has been issued, so that a device never idles.
-                passes_over = data.skipped or not data.valid_targets
-                row = self._pass_over(data, requests) if passes_over else self._train(data, waited, requests)
-                self._flush(metrics)
-                self._pending = row
-                if not self._runs_ahead:
-                    self._flush(metrics)
-                self._folder.step = data.step + 1
-                self._between_steps(requests, metrics)
-                if phase == "step":
-                    requests.took(time.monotonic() - waiting, self._saver.longest)
-                if not passes_over:  # until then nothing has been compiled
-                    phase = "step"
-                self._watchdog.phase(phase, data.step + 2)
-                waiting = time.monotonic()
+            on_device = copied(steps, self._setup.device)
+            for step in range(first, total):
+                with self._profile.step(step + 1):
+                    self._step(on_device, first, requests, metrics)
+                    if self._profile.ends_with(step + 1):
+                        self._flush(metrics)
+                if self._profile.ends_with(step + 1):
+                    self._watchdog.phase("save", step + 1)
+                    with self._clock.pause():
+                        self._profile.finish()
+                    self._since = time.monotonic()  # writing it was part of no step
+                self._garbage.after(step + 1)
+                self._watchdog.phase(self._phase(step + 1), step + 2)
+
+    def _phase(self, step: int) -> Phase:
+        """How long a step, counted from 0, may take: shapes that are new may have to be compiled."""
+        is_new = step < self._plan.length.steps and self._shape(step) not in self._compiled
+        return "first_step" if is_new else "step"
+
+    def _shape(self, step: int) -> tuple[int, int]:
+        """Samples of a micro-batch on this rank, and their length."""
+        return self._loader.micro_batch_size(step), self._segment(step).sequence_length
+
+    def _step(self, steps: Iterator[StepData], first: int, requests: Requests, metrics: Metrics) -> None:
+        """One step, and what comes after it.
+
+        Args:
+            steps: gives the data of this one next.
+            first: steps that were done when the loop began.
+        """
+        waiting = time.monotonic()
+        with span("fetch"):
+            data = next(steps)
+        waited = time.monotonic() - waiting
+        for line in step_lines(self._config, self._plan, data, first):
+            say(self._console, line)
+        # The numbers of a step are read when the next one has been issued, so that a device never idles.
+        passes_over = data.skipped or not data.valid_targets
+        row = self._pass_over(data, requests) if passes_over else self._train(data, waited, requests)
+        self._flush(metrics)
+        self._pending = row
+        if not self._runs_ahead:
+            self._flush(metrics)
+        self._folder.step = data.step + 1
+        self._between_steps(requests, metrics)
+        if self._phase(data.step) == "step":
+            requests.took(time.monotonic() - waiting, self._saver.longest)
+        if not passes_over:
+            self._compiled.add(self._shape(data.step))
 
     def _between_steps(self, requests: Requests, metrics: Metrics) -> None:
         """Validate and save where it is time to, and look for a stop request."""
@@ -421,7 +477,7 @@ class Trainer:
         return row
 
     def _train(self, data: StepData, waited: float, requests: Requests) -> Callable[[], dict[str, Any]]:
-        """Issue a step; its metrics come as a function that reads the device and is called a step later."""
+        """Issue a step; its metrics come as a function that waits for its end and is called when the next is issued."""
         lr = self._config.train.optimizer.lr * self._schedule.factor(self._plan.journal.tokens(data.step + 1))
         if self._stepper.spikes is not None:
             self._stepper.spikes.compare_within(kind_of(self._segment(data.step)))
@@ -434,11 +490,13 @@ class Trainer:
             wish=requests.wish,
             work=self._clock.take() + waited,
         )
+        on_host = result.to_host()
         tokens = sum(data.tokens_by_source.values())
 
         def row() -> dict[str, Any]:
             with self._clock.pause():  # it waits for the device, and that for the other ranks
-                values = numbers(result, self._loader.names)
+                result = on_host()
+            values = numbers(result, self._loader.names)
             self._agreed = result.wish()
             # The device has done the step by now: a step lasts from the end of the one before to its own.
             now = time.monotonic()
@@ -462,7 +520,10 @@ class Trainer:
         return {"step": step, "attempt": self._folder.attempt, "time": time.time()}
 
     def _flush(self, metrics: Metrics) -> None:
-        if self._pending is not None:
+        """Wait for the numbers of the last step that was issued, write them down, and act on faults."""
+        if self._pending is None:
+            return
+        with span("metrics"):
             row, self._pending = self._pending(), None
             metrics.write(row)
             if "passed_over" not in row:
@@ -471,16 +532,17 @@ class Trainer:
     def _validate(self, step: int, metrics: Metrics) -> None:
         # As many tokens at once as in a micro-batch of the step, whose windows may be shorter or longer.
         tokens = self._loader.micro_batch_size(step - 1) * self._segment(step - 1).sequence_length
-        losses = validation_losses(
-            self._config,
-            self._heldout,
-            self._model,
-            self._stepper.runner,
-            self._setup.mesh,
-            self._setup.device,
-            batch_size=max(1, tokens // self._config.train.sequence_length),
-            advance=self._watchdog.beat,
-        )
+        with span("validation"):
+            losses = validation_losses(
+                self._config,
+                self._heldout,
+                self._model,
+                self._stepper.runner,
+                self._setup.mesh,
+                self._setup.device,
+                batch_size=max(1, tokens // self._config.train.sequence_length),
+                advance=self._watchdog.beat,
+            )
         if not losses:
             return
         blended = sum(losses.values(), HeldOutLoss(0.0, 0))
@@ -507,7 +569,8 @@ class Trainer:
         more = {name: part.state() for name, part in self._parts().items()}
         # Each of the two saves that this may wait for has the whole limit.
         advance, prune = self._watchdog.beat, not self._faults.troubled
-        self._saver.save(step, self._plan.journal, more, last=last, prune=prune, advance=advance)
+        with span("save"):
+            self._saver.save(step, self._plan.journal, more, last=last, prune=prune, advance=advance)
         requests.saved()
         self._agreed = self._agreed._replace(save=False)
         self._report_saves(metrics)

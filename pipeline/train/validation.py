@@ -117,6 +117,7 @@ def heldout_loss(
 
     was_training = next(iter(model.parts.values())).training
     model.train(False)
+    model.prepare_passes()
     for batches, count in _passes(split, split.longest_first(windows), batch_size, mesh, model):
         on_device = [batch.to(device) for batch in batches]
         shares = [share_of(batch, model.cut) for batch in on_device]

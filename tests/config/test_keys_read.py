@@ -43,9 +43,16 @@ VARIANTS: list[dict[str, Any]] = [
     {
         "model.rope_scaling": {"type": "linear", "factor": 2},
         "model.document_attention": True,
+        "train.profile": {"steps": [1, 1]},
         "train.precision.compute": "fp16",
+        "train.optimizer": {"type": "muon", "states": "bf16"},
     },
-    {"model.rope_scaling": {"type": "llama3", "factor": 2}, "model.sliding_window": 8, "model.qk_norm": True},
+    {
+        "model.rope_scaling": {"type": "llama3", "factor": 2},
+        "model.sliding_window": 8,
+        "model.qk_norm": True,
+        "train.precision.fp8": {"min_size": 16, "emulate": True},
+    },
     {"model.rope_scaling": {"type": "yarn", "factor": 2}, "train.metrics.wandb": {"project": "p", "mode": "offline"}},
     {
         "data.loader": {"read": "pread"},

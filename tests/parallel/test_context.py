@@ -17,9 +17,11 @@ from torch.nn.attention.bias import CausalBias
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.data.batch import Batch
-from pipeline.train.model.attention import Attention, Context, SequenceCut
-from pipeline.train.model.config import AttentionSpec, decoder_spec
+from pipeline.train.model.attention import Context, SequenceCut
+from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sight import Documents, Sight
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, share_of
 from tests.parallel import ranks
@@ -27,6 +29,7 @@ from tests.parallel import ranks
 pytestmark = pytest.mark.parallel
 
 SAMPLES, HEAD = 2, 8
+CPU, KERNEL = torch.device("cpu"), Sdpa()
 STARTS = [[0, 5, 6, 19], [0, 8, 16, 31]]
 """Documents that begin within pieces, at their ends, and reach over several."""
 
@@ -67,11 +70,6 @@ def seen(case: Case, length: int) -> Tensor:
     return mask
 
 
-def mixer(heads: int, kv_heads: int) -> Attention:
-    """Ours, of which the attention itself is taken."""
-    return Attention(AttentionSpec(HEAD, heads, kv_heads, HEAD, False, False, None, None, HEAD**-0.5))
-
-
 def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> list[str]:
     """What this rank finds to be different."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -88,16 +86,13 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen(case, length)).transpose(1, 2)
         expected.backward(factor)
         mine = [cut.share(x.detach()).requires_grad_() for x in whole]
-        masks = cut.masks(bounds(length) if case.documents else None, case.window, length, torch.device("cpu"))
+        documents = Documents(bounds(length)) if case.documents else None
+        sights = [Sight.of(SAMPLES, piece, case.window, CPU, documents) for piece in cut.pieces(length)]
         work: list[int] = []
-        attend = mixer(case.heads, case.kv_heads)._attend
 
-        def core(
-            q: Tensor, k: Tensor, v: Tensor, piece: int, masks: Any = masks, work: Any = work, attend: Any = attend
-        ) -> Tensor:
+        def core(q: Tensor, k: Tensor, v: Tensor, piece: int, sights: Any = sights, work: Any = work) -> Tensor:
             work.append(q.shape[1] * k.shape[1] * q.shape[2])
-            out: Tensor = attend(q, k, v, masks[piece], None)
-            return out
+            return KERNEL(q, k, v, KERNEL.prepare(sights[piece]), HEAD**-0.5)
 
         out = cut.attend(mine[0], mine[1], mine[2], core)
         out.backward(cut.share(factor))
@@ -140,13 +135,11 @@ def pieces_of_one(compiled: bool) -> None:
     plain = model(tokens, Context())[..., :61]
     expected = torch.autograd.grad(plain.sin().sum(), model.layers.parameters())
 
-    class Cut(GatheredKeys):
-        def masks(self, bounds_BS: Any, window: Any, length: int, device: torch.device) -> tuple[Tensor | None, ...]:
-            return super().masks(bounds_BS, window, length, torch.device("meta"))  # no CPU
-
-    cut = Cut(group, 0, 1)
-    assert all(isinstance(mask, CausalBias) for mask in cut.masks(None, None, 16, torch.device("cpu")))
-    assert not any(isinstance(mask, CausalBias) for mask in cut.masks(None, 3, 16, torch.device("cpu")))
+    cut = GatheredKeys(group, 0, 1)
+    model.kernel = kernel = Sdpa(on_gpu=True)
+    prepared = [kernel.prepare(Sight.of(SAMPLES, piece, None, CPU)) for piece in cut.pieces(16)]
+    assert prepared[0] is None and isinstance(prepared[1], CausalBias)
+    assert not any(isinstance(kernel.prepare(Sight.of(2, piece, 3, CPU)), CausalBias) for piece in cut.pieces(16))
     if compiled:
         compile_layers(model, RecomputeConfig())
     found = model(tokens, Context(cut=cut))[..., :61]
@@ -161,9 +154,8 @@ def gather_bf16() -> None:
     for method in (GatheredKeys, ExchangedHeads):
         cut = method(group, dist.get_rank(), dist.get_world_size())
         x = [torch.randn(1, 8, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-        masks = cut.masks(None, None, 16, torch.device("cpu"))
-        attend = mixer(2, 2)._attend
-        out = cut.attend(*x, lambda q, k, v, piece, masks=masks, attend=attend: attend(q, k, v, masks[piece], None))
+        prepared = [KERNEL.prepare(Sight.of(1, piece, None, CPU)) for piece in cut.pieces(16)]
+        out = cut.attend(*x, lambda q, k, v, piece, prepared=prepared: KERNEL(q, k, v, prepared[piece], HEAD**-0.5))
         assert out.dtype == torch.bfloat16
         out.sum().backward()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS, Combination
+from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS, Combination
 from tests.parallel import layouts
 from tests.parallel.ranks import Ranks
 
@@ -26,13 +26,16 @@ QUICK = (
     *("fsdp2-reshard-tp2-full", "tp2-selective", "pp2-interleaved_1f1b-selective", "pp2-zbv-full"),
     *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-ulysses-tp2"),
     *("fsdp2-reshard-cp2-all_gather", "pp2-1f1b-keep-cp2-all_gather", "reshard-cp2-ulysses-selective"),
+    *("fsdp2-reshard-reduce_last", "hsdp2x2-reshard-reduce_last", "pp2-1f1b-fsdp2-keep-reduce_each"),
+    *("pp2-1f1b-ddp2-reduce_each", "fsdp2-reshard-forward_prefetch_2-backward_prefetch_3"),
 )
-"""Of the rows with cp, recomputation, compiled layers or replicas of a pipeline those that are not slow tests."""
+"""Of the rows with cp, recomputation, compiled layers, overlapped communication or replicas of a pipeline those that
+are not slow tests."""
 
 
 def cases() -> Iterator[Any]:
     """Every row with each family. Quick are those of two processes with one family, and each second one of four."""
-    for number, row in enumerate((*TESTED, *WITHIN_LAYERS)):
+    for number, row in enumerate((*TESTED, *WITHIN_LAYERS, *OVERLAPPED)):
         for place, family in enumerate(("llama", "gpt2")):
             world = row.layout.world_size
             quick = world <= 4 and number % (2 if world == 2 or row.name in QUICK else 4) == place

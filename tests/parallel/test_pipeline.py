@@ -23,6 +23,7 @@ from pipeline.train.init import init_weights
 from pipeline.train.model.attention import Context
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Decoder, Part
+from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.pipeline import Action, PipelineRunner, TiedEmbedding, forward_order
 from pipeline.train.parallel.stages import Stage
 from tests.parallel import ranks
@@ -156,6 +157,11 @@ def sharded(case: Case, part: Part, params: DeviceMesh, spec: DecoderSpec | None
     return model
 
 
+def reduction_of(schedule: ScheduleName) -> Reduction:
+    """The one that is the default."""
+    return "after" if schedule in ZERO_BUBBLE else "last"
+
+
 def run_case(case: Case, world: int) -> dict[str, Any]:
     """What this rank has: errors of its gradients, sums of its losses."""
     pp = world // case.data_ranks
@@ -172,6 +178,7 @@ def run_case(case: Case, world: int) -> dict[str, Any]:
         list(parts.values()),
         mesh["pp"],
         PipelineConfig(schedule=case.schedule),
+        reduction=reduction_of(case.schedule),
         device=CPU,
         dtype=case.dtype,
         sequence_shards=1,
@@ -312,7 +319,16 @@ def run_and_fail() -> None:
     spec = replace(spec_of(tied=False), learned_positions=8)
     parts = [sharded(case, stage.part, mesh["shard"], spec) for stage in stages]
     config = PipelineConfig(schedule=case.schedule)
-    runner = PipelineRunner(stages, parts, mesh["pp"], config, device=CPU, dtype=case.dtype, sequence_shards=1)
+    runner = PipelineRunner(
+        stages,
+        parts,
+        mesh["pp"],
+        config,
+        reduction=reduction_of(case.schedule),
+        device=CPU,
+        dtype=case.dtype,
+        sequence_shards=1,
+    )
     batches = train_batches(0, 0, 4, 0)
     runner.train(batches, contexts_of(batches), objective)
 
@@ -339,7 +355,16 @@ def run_and_count() -> dict[str, int]:
         stages = [stage for stage in stages_of(case, 2) if stage.rank == mesh["pp"].get_local_rank()]
         parts = [sharded(case, stage.part, mesh["shard"]) for stage in stages]
         config = PipelineConfig(schedule=case.schedule)
-        runner = PipelineRunner(stages, parts, mesh["pp"], config, device=CPU, dtype=case.dtype, sequence_shards=1)
+        runner = PipelineRunner(
+            stages,
+            parts,
+            mesh["pp"],
+            config,
+            reduction=reduction_of(case.schedule),
+            device=CPU,
+            dtype=case.dtype,
+            sequence_shards=1,
+        )
         batches = train_batches(0, 0, 8, 0)
         width = batches[0].tokens.shape[0], batches[0].tokens.shape[1], 16
         runner.train(batches, contexts_of(batches), objective)

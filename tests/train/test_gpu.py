@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from pipeline.train import trainer
+from pipeline.train.host_copy import HostCopy
 from pipeline.train.run_folder import read_metrics
 from tests.train.averages import averages_differ
 from tests.train.runs import column, exact, train, weights_hash
@@ -56,3 +63,63 @@ def test_layers_that_are_recomputed_moved_or_compiled_on_a_gpu(root: Path) -> No
         assert weights_hash(run) == weights_hash(plain)
     compiled = train(root, "layers-compiled", FP32, "launch.device=cuda", "train.compile=true")
     assert column(compiled, "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)
+
+
+STRICT: dict[str, list[str]] = {
+    "plain": ["train.compile=false"],
+    "compiled": ["train.compile=true"],
+    "documents": ["model.document_attention=true"],
+    "fp16": ["train.precision.compute=fp16"],
+    "more": ["train.faults.on_spike=skip", "train.ema.decay=0.9", "train.metrics.layers_every_steps=1"],
+}
+
+
+@pytest.mark.parametrize("case", STRICT)
+def test_nothing_waits_for_the_device_between_steps(root: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """torch raises where an operation would; an event that is waited for is none. The first steps may compile."""
+    step = trainer.Trainer._step
+    strict = []
+
+    def strictly(self: trainer.Trainer, *arguments: Any) -> None:
+        done = self._folder.step
+        if 3 <= done < 7:
+            torch.cuda.set_sync_debug_mode("error")
+            strict.append(done)
+        try:
+            step(self, *arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(trainer.Trainer, "_step", strictly)
+    rare = ("launch.device=cuda", "train.validation.samples=0", "train.checkpoint.every_steps=99")
+    run = train(root, f"strict-{case}", *rare, *STRICT[case])
+    assert strict == [3, 4, 5, 6]
+    assert len(read_metrics(run)) == 8
+
+
+def test_numbers_are_read_while_the_device_goes_on() -> None:
+    device = torch.device("cuda")
+    values = [torch.tensor(0.1, dtype=torch.float64, device=device), torch.tensor([True, False], device=device)]
+    torch.cuda.synchronize()
+    copy = HostCopy(values)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    after = torch.cuda.Event()
+    after.record()
+    number, flags = copy.wait()
+    assert not after.query(), "it waited for what came later"
+    assert number.item() == 0.1 and flags.tolist() == [True, False] and flags.dtype == torch.bool
+    after.synchronize()
+
+
+def test_a_profile_of_a_gpu(root: Path) -> None:
+    values = ("launch.device=cuda", "train.deterministic=true")
+    plain = train(root, "unprofiled", *values)
+    run = train(root, "profiled", *values, "train.profile={steps: [3, 4], memory: true}")
+    assert exact(run) == exact(plain)
+    (trace,) = run.rglob("trace-*")
+    with gzip.open(trace) as opened:
+        kinds = {event.get("cat") for event in json.load(opened)["traceEvents"]}
+    assert "kernel" in kinds and "user_annotation" in kinds
+    (memory,) = run.rglob("memory-*")
+    assert memory.name == "memory-step-00000004.rank-0000.pickle"
+    assert any(pickle.loads(memory.read_bytes())["device_traces"])

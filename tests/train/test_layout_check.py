@@ -18,6 +18,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.train import OptimizerConfig
 from pipeline.data.preprocess import preprocess
 from pipeline.errors import UserError
 from pipeline.train.model.config import decoder_spec
@@ -153,9 +154,12 @@ def test_footprint_by_hand() -> None:
     layer, ends = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 64, 2 * 3200 + 32
     everything = 4 * layer + ends
 
-    def of(layout: Layout, parts: list[Part], *, averages: bool = False, **keys: Any) -> tuple[int, int, int, int]:
+    def of(
+        layout: Layout, parts: list[Part], *, averages: bool = False, optimizer: Any = None, **keys: Any
+    ) -> tuple[int, int, int, int]:
         parallel = ParallelConfig.model_validate({**layout.degrees, **keys})
-        row = footprint(spec, parts, parallel, layout, "bf16", averages=averages)
+        how = OptimizerConfig.model_validate(optimizer or {})
+        row = footprint(spec, parts, parallel, layout, "bf16", averages=averages, optimizer=how)
         return row.parameters, row.states, row.compute, row.accumulated
 
     whole = [Part.whole(spec)]
@@ -165,6 +169,11 @@ def test_footprint_by_hand() -> None:
     assert of(Layout(dp_shard=4), whole) == (everything, 4 * everything, 2 * (2 * layer + ends), 0)
     kept = of(Layout(dp_shard=4), whole, reshard_after_forward=False)
     assert kept == (everything, 4 * everything, 2 * everything, 0)
+    # Moments in bf16; and of the matrices of layers one rather than two.
+    assert of(Layout(), whole, optimizer={"states": "bf16"})[1] == 12 * everything
+    muon = {"type": "muon"}
+    assert of(Layout(), whole, optimizer=muon)[1] == 16 * everything - 4 * 4 * (layer - 64)
+    assert of(Layout(), whole, optimizer={**muon, "states": "bf16"})[1] == 12 * everything - 2 * 4 * (layer - 64)
     # With a pipeline whole gradients are added up before they are sharded.
     middle = [Part(range(1, 3), False, False)]
     assert of(Layout(pp=4, dp_shard=4), middle) == (2 * layer, 8 * layer, 4 * layer, 8 * layer)

@@ -147,6 +147,26 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
         "interleaved_1f1b$",
     ),
     (
+        4,
+        ("parallel.pp=2", "parallel.pipeline.schedule=zbv", "parallel.overlap.reduce=each"),
+        "overlap.reduce=each with schedule=zbv: .* set parallel.overlap.reduce=last$",
+    ),
+    (
+        2,
+        ("parallel.tp=2", "parallel.overlap.async_tp=true", "parallel.sequence_parallel=false"),
+        "async_tp=true with parallel.sequence_parallel=false: .* set parallel.sequence_parallel=true, or ",
+    ),
+    (
+        2,
+        ("parallel.tp=2", "parallel.overlap.async_tp=true", "launch.device=cpu"),
+        "async_tp=true with launch.device=cpu .* set launch.device=auto, or parallel.overlap.async_tp=false$",
+    ),
+    (
+        2,
+        ("parallel.tp=2", "parallel.overlap.async_tp=true", "train.compile=false"),
+        "async_tp=true with train.compile=false: .* set train.compile=true, or parallel.overlap.async_tp=false$",
+    ),
+    (
         3,
         ("parallel.cp=3",),
         "train.sequence_length=64 cannot be cut over parallel.cp=3 in two pieces each: set train.sequence_length=60 or "
@@ -302,6 +322,18 @@ WARNED: list[tuple[int, tuple[str, ...], str]] = [
     (2, ("parallel.pipeline.schedule=zbv",), "parallel.pipeline has no effect"),
     (1, ("parallel.reshard_after_forward=true",), "reshard_after_forward=true has no effect"),
     (2, ("parallel.sequence_parallel=false",), "sequence_parallel=false has no effect"),
+    (1, ("parallel.overlap.forward_prefetch=2",), "overlap.forward_prefetch=2 has no effect: weights are not sharded"),
+    (
+        2,
+        ("parallel.overlap.backward_prefetch=2", "parallel.reshard_after_forward=false"),
+        "overlap.backward_prefetch=2 has no effect without reshard_after_forward",
+    ),
+    (
+        2,
+        ("parallel.overlap.reduce=last", "train.micro_batch_size=16"),
+        "overlap.reduce=last has no effect: every step is one micro-batch",
+    ),
+    (2, ("parallel.overlap.async_tp=true",), "async_tp=true has no effect with parallel.tp=1"),
     (16, ("parallel.tp=16", "model.heads=16", "model.ffn_dim=256"), "parallel.tp=16: .* over the network"),
 ]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import UserError
-from pipeline.train.model.attention import attention_mask
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.kernels.sight import attention_mask
 from tests.train.hf_mapping import randomize
 from tests.train.models import FAMILIES, VOCAB
 

@@ -13,9 +13,10 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import Batch
-from pipeline.train.model.attention import attention_mask
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sight import attention_mask
 from pipeline.train.observe import largest_logits
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.layout import Layout
@@ -102,6 +103,7 @@ def test_a_step_shows_what_hooks_on_plain_pytorch_see(
     config = MODELS[name]
     model, ours = stepper(config, 1)
     reference, data = plain_copy(model), batches(3, padding=padding)
+    reference.kernel = Sdpa(on_gpu=True)  # a mask in memory, to look at
     row = observed(ours, data)
 
     # All real samples one at a time, through hooks and a look at the arguments of torch's attention.

@@ -55,7 +55,8 @@ def stepper(train: TrainConfig) -> tuple[Decoder, torch.optim.Optimizer, Stepper
     model = build_model(MODEL, SPEC, mesh, parallel, train.precision, CPU, seed=3, sequence_length=16)
     optimizers = Optimizers(model, MODEL.init, train.optimizer)
     made = Stepper(model, optimizers, mesh, CPU, train=train, parallel=parallel, sources=2, document_attention=False)
-    return model.whole, optimizers.by_stage[0], made
+    (optimizer,) = optimizers.all()
+    return model.whole, optimizer, made
 
 
 def plain_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Whole runs: killed, stopped, damaged, changed, resumed; compared bit for bit with one that was left alone."""
 
+import json
 import os
 import random
 import shutil
@@ -390,6 +391,28 @@ def test_the_limits_of_the_watchdog(root: Path, monkeypatch: pytest.MonkeyPatch)
         *("first_step 1", "first_step 2", "first_step 3"),
         *("save 3", "wait", "beat", "step 4"),
         *("save 4", "wait", "beat", "step 5", "wait"),
+    ]
+
+
+def test_new_shapes_have_the_limit_of_the_first_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are compiled for the shape of a micro-batch: another phase of the data may have them compiled anew."""
+    seen: list[str] = []
+    original = trainer.Watchdog.phase
+
+    def phase(dog: trainer.Watchdog, phase: Any, step: int | None = None) -> None:
+        seen.append(f"{phase} {step}")
+        original(dog, phase, step)
+
+    monkeypatch.setattr(trainer.Watchdog, "phase", phase)
+    longer = {"sequence_length": 64, "batch_size": 2}
+    phases = [{"until": "2 steps"}, {"until": "4 steps", **longer}, {"until": "6 steps"}, longer | {"batch_size": 1}]
+    changes = ("train.validation.samples=0", "train.checkpoint.every_steps=99", "train.micro_batch_size=null")
+    train(root, "phases", f"blend.phases={json.dumps(phases)}", *changes)
+    steps = [each for each in seen if each.partition(" ")[0] in ("first_step", "step")]
+    # Four windows of 32, two of 64, the first again, and one of 64.
+    assert steps == [
+        *("first_step 1", "step 2", "first_step 3", "step 4"),
+        *("step 5", "step 6", "first_step 7", "step 8", "step 9"),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from pipeline.train.ema import Ema
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.optim import Optimizers
-from pipeline.train.parallel.compat import HashingWriter
+from pipeline.train.parallel.compat import HashingWriter, plain
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import cpu_group
 
@@ -41,6 +41,8 @@ State = dict[str, dict[str, Any]]
 
 # One key a parameter and state ("state.layers.0.mixer.wq.weight.exp_avg"), whatever groups and ranks there are.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_STATE = "state."
+"""What the keys of moments begin with; those of hyper-parameters begin with something else."""
 
 
 def tensors(model: ParallelModel, optimizers: Optimizers | None, ema: Ema | None = None) -> State:
@@ -82,7 +84,7 @@ def read(
     ema: Ema | None = None,
     *,
     weights: Section = "model",
-) -> None:
+) -> set[str]:
     """Load what `write` wrote into a model of any layout, and its optimizers and average if given.
 
     Every rank calls this.
@@ -93,6 +95,9 @@ def read(
         optimizers: get the moments.
         ema: gets the average; if the checkpoint has none, it starts from the weights.
         weights: which ones the model gets, those that were trained or their average.
+
+    Returns:
+        Parameters of this rank whose moments begin at zero: the checkpoint has those of another type of optimizer.
 
     Raises:
         UserError: the checkpoint is not of this model, or has no average though that is asked for.
@@ -120,6 +125,9 @@ def read(
         state["ema"] = state.pop("model")
     elif ema is not None and has_average:
         state["ema"] = dict(ema.averages)
+    anew: set[str] = set()
+    if optimizers is not None:
+        anew = _begin_anew(state["optimizer"], entries)
     try:
         load(state, storage_reader=FileSystemReader(folder), process_group=cpu_group())
     except CheckpointException as failure:
@@ -129,19 +137,41 @@ def read(
         names = get_model_state_dict(part)
         set_model_state_dict(part, {name: state[weights][name] for name in names})
         if optimizers is not None:
-            optimizer = optimizers.by_stage[index]
+            stage = optimizers.by_stage[index]
+            keys = get_optimizer_state_dict(part, stage, options=_FLAT)
             # The checkpoint knows the moments; the hyper-parameters are the config's.
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            keys = get_optimizer_state_dict(part, optimizer, options=_FLAT)
-            moments = {key: state["optimizer"][key] for key in keys}
+            moments = keys | {key: value for key, value in state["optimizer"].items() if key in keys}
             # The optimizer keeps these very tensors: the copies of a tied embedding must not update the same ones.
-            moments |= {key: moments[key].clone() for key in given & keys.keys() if key.startswith("state.")}
+            moments |= {key: moments[key].clone() for key in given & keys.keys() if key.startswith(_STATE)}
             given |= keys.keys()
-            set_optimizer_state_dict(part, optimizer, moments, options=_FLAT)
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update(values)
+            set_optimizer_state_dict(part, stage, moments, options=_FLAT)
     if ema is not None and not has_average:
         ema.reset()
+    return anew
+
+
+def _begin_anew(moments: dict[str, Any], entries: Mapping[str, Any]) -> set[str]:
+    """Zero the moments that a checkpoint does not have because its optimizer was of another type.
+
+    Args:
+        moments: What `_state` has of optimizers; what is not to be loaded is taken out of it.
+        entries: What is in the checkpoint.
+
+    Returns:
+        Parameters that they belong to. One of which there is nothing at all is none of them: that is an error.
+    """
+    of_parameters = {key.rpartition(".")[0] for key in entries if key.startswith(f"optimizer.{_STATE}")}
+    anew: set[str] = set()
+    for key in moments:
+        parameter = key.rpartition(".")[0]
+        if key.startswith(_STATE) and f"optimizer.{key}" not in entries and f"optimizer.{parameter}" in of_parameters:
+            anew.add(parameter)
+    for key in list(moments):
+        if not key.startswith(_STATE):
+            del moments[key]
+        elif key.rpartition(".")[0] in anew:
+            moments.pop(key).zero_()
+    return {parameter.removeprefix(_STATE) for parameter in anew}
 
 
 def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
@@ -182,16 +212,17 @@ def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
     if optimizers is not None:
         state["optimizer"] = {}
     for index, part in model.parts.items():
-        state["model"].update(get_model_state_dict(part))
+        state["model"].update(
+            {name: plain(cast(Tensor, weight)) for name, weight in get_model_state_dict(part).items()}
+        )
         if optimizers is not None:
-            optimizer = optimizers.by_stage[index]
-            is_new = not optimizer.state
-            state["optimizer"].update(get_optimizer_state_dict(part, optimizer, options=_FLAT))
-            if is_new:
-                # torch has made the states in a step of its own, which must not count as one of the run's: the first
-                # steps may have been passed over.
-                for values in optimizer.state.values():
-                    values["step"].zero_()
+            stage = optimizers.by_stage[index]
+            new = [optimizer for optimizer in stage if not optimizer.state]
+            state["optimizer"].update(get_optimizer_state_dict(part, stage, options=_FLAT))
+            # torch has made the states in a step of its own, which must not count as one of the run's: the first steps
+            # may have been passed over.
+            for values in (values for optimizer in new for values in optimizer.state.values()):
+                values["step"].zero_()
     return state
 
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from pipeline.train.model.attention import Attention, Context
 from pipeline.train.model.config import LayerSpec
+from pipeline.train.model.kernels.sight import Sight
 from pipeline.train.model.mlp import Mlp
 from pipeline.train.model.norm import build_norm
 from pipeline.train.recompute import Recompute
 
-Attended = tuple[Tensor, Tensor, Tensor | None]
-"""Queries, keys and mask of an attention, as `Watch` is shown them, without gradients."""
+Attended = tuple[Tensor, Tensor, Sight]
+"""Queries and keys of an attention and what is seen, as `Watch` is shown them, without gradients."""
 
 
 class Block(nn.Module):
@@ -47,8 +48,8 @@ class Block(nn.Module):
         out_BSD, attended = compute(x_BSD, context)
         if context.watch is not None:
             # Here and not within, where backward may come by again and a compiler would follow.
-            for queries, keys, mask in attended:
-                context.watch.attention(self.mixer, queries, keys, mask)
+            for queries, keys, sight in attended:
+                context.watch.attention(self.mixer, queries, keys, sight)
             context.watch.output(self, out_BSD)
         return out_BSD
 
@@ -74,8 +75,8 @@ class _Recorder:
     def __init__(self, attended: list[Attended]) -> None:
         self._attended = attended
 
-    def attention(self, _: Attention, q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None) -> None:
-        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), mask))
+    def attention(self, _: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
+        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), sight))
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
         raise AssertionError("the block shows its output itself")

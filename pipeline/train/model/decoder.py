@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.train.loss import TokenLosses
-from pipeline.train.model.attention import Context, Masks, attention_mask, mask_by_row
+from pipeline.train.model.attention import Context
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.head import Head
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sight import Documents, Kernel, Prepared, Sight, attention_mask, mask_by_row
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import rope_tables
-from pipeline.train.model.states import States
+from pipeline.train.model.states import Places, States
 
 __all__ = ["Context", "Decoder", "Part"]
 
@@ -48,13 +50,17 @@ class Decoder(nn.Module):
     memory; what depends on positions is computed in every forward pass.
 
     With tied embeddings the last part of several has a table `embedding.weight` of its own, equal to the first one's.
+
+    Attributes:
+        kernel: What computes attention, where there are no states.
     """
 
     def __init__(self, spec: DecoderSpec, part: Part | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.part = part = part or Part.whole(spec)
-        self._masks = Masks()
+        self.kernel: Kernel = Sdpa()
+        self._prepared = Prepared()
         if part.first or (part.last and spec.tie_embeddings):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
@@ -104,7 +110,7 @@ class Decoder(nn.Module):
         return States(rows, [mixer.new_state(max_length) for mixer in mixers])
 
     def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, Context]:
-        """The context with rotary tables and masks, and positions: [1, S], or [B, S] when they differ by row."""
+        """The context with rotary tables and what is seen, and positions: [1, S], or [B, S] when they differ by row."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document a row"
         queries = x.shape[1] if context.length is None else context.length
@@ -123,19 +129,34 @@ class Decoder(nn.Module):
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
         windows = {layer.mixer.window for layer in spec.layers}
-        if context.cut is not None:
-            assert places is None, "states hold whole texts"
-            positions = context.cut.share(positions)
-            masks = {window: context.cut.masks(context.bounds_BS, window, keys, device) for window in windows}
-        elif places is None:
-            masks = {window: (self._masks(context.bounds_BS, window, queries, keys, device),) for window in windows}
-        elif places.past is not None:
-            masks = {window: (attention_mask(None, window, queries, keys, device),) for window in windows}
+        context = replace(context, places=places, kernel=self.kernel)
+        if places is not None:
+            assert context.cut is None, "states hold whole texts"
+            context.masks = {window: _mask_of_states(places, window, queries, device) for window in windows}
         else:
-            masks = {window: (mask_by_row(places.positions_BS, window, keys),) for window in windows}
-        return positions, replace(
-            context,
-            rope=None if spec.rope is None else rope_tables(spec.rope, positions),
-            masks=masks,
-            places=places,
-        )
+            self._look(context, windows, x.shape[0], keys, device)
+        if context.cut is not None:
+            positions = context.cut.share(positions)
+        context.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
+        return positions, context
+
+    def _look(
+        self, context: Context, windows: set[int | None], samples: int, length: int, device: torch.device
+    ) -> None:
+        """Put into a context what the queries see, and what the kernel prepares for it."""
+        documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
+        pieces = ((0, length),) if context.cut is None else context.cut.pieces(length)
+        context.sights = {
+            window: tuple(Sight.of(samples, piece, window, device, documents) for piece in pieces) for window in windows
+        }
+        context.prepared = {
+            window: tuple(self._prepared(self.kernel, sight) for sight in sights)
+            for window, sights in context.sights.items()
+        }
+
+
+def _mask_of_states(places: Places, window: int | None, queries: int, device: torch.device) -> Tensor | None:
+    """Which keys are seen by queries that follow what states hold."""
+    if places.past is not None:
+        return attention_mask(None, window, queries, places.keys, device)
+    return mask_by_row(places.positions_BS, window, places.keys)

@@ -56,11 +56,8 @@ def num_parameters(spec: DecoderSpec) -> int:
 def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
     """Parameters of a layer on one rank of the tp axis; norms and the biases of outputs are whole on each."""
     mixer, mlp = layer.mixer, layer.mlp
-    heads = mixer.heads // tp
-    # Fewer heads than ranks: each rank has all of them, and uses one.
-    kv_heads = mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
-    total = 2 * mixer.dim * mixer.head_dim * (heads + kv_heads)
-    total += (3 if mlp.kind == "swiglu" else 2) * mlp.dim * mlp.ffn_dim // tp
+    heads, kv_heads = _heads(mixer, tp)
+    total = layer_matrices(layer, tp)
     total += norm_parameters(layer.norm, mixer.dim) + norm_parameters(layer.norm, mlp.dim)
     if mixer.qkv_bias:
         total += mixer.head_dim * (heads + 2 * kv_heads)
@@ -71,6 +68,26 @@ def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
     if mlp.bias:
         total += mlp.dim + (2 if mlp.kind == "swiglu" else 1) * mlp.ffn_dim // tp
     return total
+
+
+def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
+    """Those of `layer_parameters` that are in matrices."""
+    mixer, mlp = layer.mixer, layer.mlp
+    of_mlp = (3 if mlp.kind == "swiglu" else 2) * mlp.dim * mlp.ffn_dim // tp
+    return 2 * mixer.dim * mixer.head_dim * sum(_heads(mixer, tp)) + of_mlp
+
+
+def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
+    """FLOPs of so many Newton-Schulz iterations, for each matrix of a layer: three products in each."""
+    mixer, mlp = layer.mixer, layer.mlp
+    queries, keys = ((mixer.head_dim * heads, mixer.dim) for heads in (mixer.heads, mixer.kv_heads))
+    shapes = [queries, keys, keys, queries, *[(mlp.ffn_dim, mlp.dim)] * (3 if mlp.kind == "swiglu" else 2)]
+    return [steps * 2.0 * min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
+
+
+def _heads(mixer: AttentionSpec, tp: int) -> tuple[int, int]:
+    """Query heads and key heads whose weights a rank has. Fewer key heads than ranks: all of them, and it uses one."""
+    return mixer.heads // tp, mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
 
 
 def norm_parameters(spec: NormSpec, dim: int) -> int:

@@ -13,6 +13,7 @@ from pipeline.data.progress import counted
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.errors import UserError
+from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import layer_parameters, num_parameters
 from pipeline.train.parallel.course import StepShape, step_shapes
@@ -43,6 +44,7 @@ def check(config: Config, console: Console | None = None, environment: Mapping[s
     for line in (
         *_layout_lines(config, layout),
         *_model_lines(config, spec, source),
+        *_fp8_lines(config, layout, spec),
         *_step_lines(config, layout),
         *(_pipeline_lines(config, layout, spec, stages) if layout.pp > 1 else ()),
         *_memory_lines(config, layout, spec, stages),
@@ -120,6 +122,11 @@ def _model_lines(config: Config, spec: DecoderSpec, source: str) -> Iterable[str
     )
 
 
+def _fp8_lines(config: Config, layout: Layout, spec: DecoderSpec) -> Iterable[str]:
+    fp8 = config.train.precision.fp8
+    return () if fp8 is None else fp8_lines(fp8, spec, layout, config.train.sequence_length)
+
+
 def _step_lines(config: Config, layout: Layout) -> Iterable[str]:
     shapes = step_shapes(config, layout.dp)
     for shape in shapes if len(shapes) <= 8 else [*shapes[:4], None, *shapes[-3:]]:
@@ -177,7 +184,17 @@ def _memory_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: Seq
     rows: dict[Footprint, list[int]] = {}
     for rank in range(layout.pp):
         parts = [stage.part for stage in stages if stage.rank == rank]
-        rows.setdefault(footprint(spec, parts, parallel, layout, compute, averages=averages), []).append(rank)
+        row = footprint(
+            spec,
+            parts,
+            parallel,
+            layout,
+            compute,
+            averages=averages,
+            optimizer=config.train.optimizer,
+            fp8=config.train.precision.fp8,
+        )
+        rows.setdefault(row, []).append(rank)
     yield (
         "memory of a process, in GiB, without activations:"
         if layout.world_size > 1

@@ -6,6 +6,8 @@ import ctypes
 import io
 import os
 import pickle
+import sys
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,9 +24,13 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from pipeline.train.spans import span
 
 _collectives = torch.ops._c10d_functional
 
@@ -146,6 +152,18 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return local
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; or of a weight that is sent in fp8 a plain one that shares its memory, without a gradient.
+
+    Such weights are of a class of torchao's (`WeightWithDynamicFloat8CastTensor`, in 0.10 and 0.18 alike), which would
+    go into files with the weights, and be wanted again by whoever reads them.
+    """
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not hasattr(local, "fsdp_pre_all_gather"):
+        return tensor
+    return with_local(tensor.detach(), local._tensor.detach())
 
 
 def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
@@ -278,6 +296,7 @@ class MicroBatchStage(PipelineStage):
         *,
         example_input: torch.Tensor,
         example_output: torch.Tensor,
+        reduction: str,
         tokens: Callable[[int], torch.Tensor],
         compute: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> None:
@@ -291,12 +310,14 @@ class MicroBatchStage(PipelineStage):
             group: Of the pipeline's ranks.
             example_input: Shape and dtype, on the meta device, of what comes in.
             example_output: The same of what goes out.
+            reduction: When gradients are added up over shards: `each`, `last`, or `after` as torch does; see `overlap`.
             tokens: Micro-batch -> input of the first stage.
             compute: Micro-batch and input -> output; the loss in the last stage.
         """
         super().__init__(
             module, index, stages, device, input_args=(example_input,), output_args=(example_output,), group=group
         )
+        self._reduction = reduction
         self._tokens = tokens
         self._compute = compute
         self._micro_batch = -1
@@ -309,7 +330,8 @@ class MicroBatchStage(PipelineStage):
         if not self.is_first:
             self._inputs(fwd_chunk_id).buffer.requires_grad_(True)  # 2.11 did so with the buffer that it allocated
         try:
-            return cast(torch.Tensor, super().forward_one_chunk(fwd_chunk_id, inputs, {}, False))
+            with span("forward"):
+                return cast(torch.Tensor, super().forward_one_chunk(fwd_chunk_id, inputs, {}, False))
         except RuntimeError as error:
             # Wrapped by torch in an error that lists tensors; what went wrong may be a user's to read.
             raise error.__cause__ or error from None
@@ -320,10 +342,30 @@ class MicroBatchStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._compute(self._micro_batch, *args)
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        module = self.submod
+        adds_up = self._reduction == "each" or (self._reduction == "last" and last_backward)
+        if not adds_up or not isinstance(module, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert backward_type == "full", "a schedule whose backward passes have two halves"
+        module.set_is_last_backward(False)  # what is under way is waited for when the stage's step is over
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(last_backward)
+        keys = ("stage_output", "output_grads", "input_values")
+        return stage_backward(*(bwd_kwargs[key] for key in keys)), None
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with span("backward"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             self._release(self._gradients(bwd_chunk_id))
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with span("backward of weights"):
+            super().backward_weight_one_chunk(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -390,6 +432,65 @@ def prepare_compiler(budget: float) -> None:
     # limits the run would end.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**20
     torch._functorch.config.activation_memory_budget = budget
+
+
+def prepare_async_tp(group: dist.ProcessGroup) -> None:
+    """Let code that is compiled from now on send pieces over a group while it computes others.
+
+    The pass of inductor and its setting are private in 2.11 and 2.13. `enable_symm_mem_for_group` says in 2.13 that it
+    is not needed any more, but the pass still leaves alone what it was not called for.
+    """
+    import torch._inductor.config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    class _FlattenGathers(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            flatten_gathers(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+    torch._inductor.config._micro_pipeline_tp = True
+    torch._inductor.config.post_grad_custom_pre_pass = _FlattenGathers()
+
+
+def flatten_gathers(graph: torch.fx.Graph) -> None:
+    """Gather [1, S, D] as [S, D], in place.
+
+    With one sample torch's gather along the sequence is a view, and not the pieces put together again that inductor's
+    pass knows. Of two dimensions it knows it. The same in 2.11 and 2.13.
+    """
+    reshape = torch.ops.aten.reshape.default
+    for gather in graph.find_nodes(op="call_function", target=_collectives.all_gather_into_tensor.default):
+        (wait,), shard = tuple(gather.users), gather.args[0]
+        size = shard.meta["val"].shape
+        if len(size) != 3 or size[0] != 1 or any(user.target != reshape for user in wait.users):
+            continue
+        with graph.inserting_before(gather):
+            flat = graph.call_function(reshape, (shard, list(size[1:])))
+        flat.meta["val"] = shard.meta["val"].reshape(size[1:])
+        gather.replace_input_with(shard, flat)
+        for node in (gather, wait):
+            node.meta["val"] = node.meta["val"].reshape(-1, size[2])
+        for user in list(wait.users):
+            for view in (user, *user.users):
+                if view.target == reshape and view.meta["val"].shape == wait.meta["val"].shape:
+                    view.replace_all_uses_with(wait)
+    graph.eliminate_dead_code()
+
+
+def vary_length(x: torch.Tensor) -> None:
+    """Let compiled code take a tensor, which it is given from outside, with any length from 2 on.
+
+    `mark_dynamic` is in torch's documentation, if not under a public name; the same in 2.11 and 2.13. Where nothing is
+    compiled it is not imported, which would take a second or two.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.mark_dynamic(x, 0)
 
 
 def strided_shard(placement: Placement) -> tuple[int, int] | None:
@@ -486,3 +587,26 @@ class WatchedAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+
+_ALLOCATIONS = 100_000
+"""Allocations that are remembered, some KB each in a snapshot."""
+
+
+def record_allocations() -> None:
+    """Remember what is allocated on a GPU from now on, and by which lines of Python.
+
+    The functions beneath this and the next two are those that torch's page about GPU memory names; read in 2.13 and
+    not run on a GPU yet.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS, stacks="python")
+
+
+def write_allocations(path: Path) -> None:
+    """What is allocated and what has been, as a pickle that torch's viewer opens."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def end_allocations() -> None:
+    """The reverse of `record_allocations`."""
+    torch.cuda.memory._record_memory_history(enabled=None)

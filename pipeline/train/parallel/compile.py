@@ -35,7 +35,9 @@ def compiles(train: TrainConfig, parallel: ParallelConfig, device: torch.device)
 
 
 def _ruled_out(train: TrainConfig, parallel: ParallelConfig) -> bool:
-    return train.recompute.offload or (parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE)
+    fp8 = train.precision.fp8
+    zero_bubble = parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE
+    return train.recompute.offload or zero_bubble or (fp8 is not None and fp8.backend == "te")
 
 
 def settle(

@@ -15,17 +15,16 @@ size, P pieces that the queries are cut into, C = L / P positions of one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.data.batch import Batch
-from pipeline.train.model.attention import Core, Masks, SequenceCut
+from pipeline.train.model.attention import Core, SequenceCut
 from pipeline.train.parallel.compat import all_gather, all_to_all, reduce_scatter
 from pipeline.train.parallel.mesh import Mesh
 
@@ -56,7 +55,6 @@ class GatheredKeys:
     group: dist.ProcessGroup
     rank: int
     size: int
-    made: Masks = field(default_factory=Masks, compare=False, repr=False)
 
     def share(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: pieces r and 2 cp - 1 - r of 2 cp."""
@@ -64,21 +62,10 @@ class GatheredKeys:
         assert len(pieces) == 2 * self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"
         return torch.cat([pieces[place] for place in self._places(self.rank)], dim)
 
-    def masks(
-        self, bounds_BS: Tensor | None, window: int | None, length: int, device: torch.device
-    ) -> tuple[Tensor | None, ...]:
-        """See `SequenceCut`: of each piece, over the keys up to its end."""
+    def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
+        """See `SequenceCut`."""
         size = length // (2 * self.size)
-        masks: list[Tensor | None] = []
-        for place in self._places(self.rank):
-            end = (place + 1) * size
-            bounds = None if bounds_BS is None else bounds_BS[:, place * size : end]
-            if bounds is None and (window is None or window >= end) and device.type != "cpu":
-                # Causality of the last queries: what flash kernels of GPUs do without a mask in memory.
-                masks.append(causal_lower_right(size, end))
-            else:
-                masks.append(self.made(bounds, window, size, end, device))
-        return tuple(masks)
+        return tuple((place * size, (place + 1) * size) for place in self._places(self.rank))
 
     def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
         """See `SequenceCut`."""
@@ -133,7 +120,6 @@ class ExchangedHeads:
     group: dist.ProcessGroup
     rank: int
     size: int
-    made: Masks = field(default_factory=Masks, compare=False, repr=False)
 
     def share(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: piece r of cp."""
@@ -141,11 +127,9 @@ class ExchangedHeads:
         assert len(pieces) == self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"
         return pieces[self.rank].contiguous()
 
-    def masks(
-        self, bounds_BS: Tensor | None, window: int | None, length: int, device: torch.device
-    ) -> tuple[Tensor | None, ...]:
+    def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """See `SequenceCut`: one, as without cp."""
-        return (self.made(bounds_BS, window, length, length, device),)
+        return ((0, length),)
 
     def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
         """See `SequenceCut`. Consecutive query heads share a key head, so that those of a rank stay with theirs."""

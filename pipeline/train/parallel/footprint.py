@@ -6,15 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.train import Fp8Config, OptimizerConfig
+from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Part
-from pipeline.train.model.flops import layer_parameters, norm_parameters
+from pipeline.train.model.flops import layer_matrices, layer_parameters, norm_parameters, num_parameters
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.overlap import layers_ahead, reduction
 from pipeline.train.parallel.tested import Kind
 
-MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 8, 4, 4
-"""Of a parameter: the fp32 weight, two fp32 moments, the fp32 gradient, the fp32 moving average if there is one."""
+MASTER_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 4, 4
+"""Of a parameter: the fp32 weight, the fp32 gradient, the fp32 moving average if there is one."""
+MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+"""Of a moment of a parameter, by `train.optimizer.states`."""
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of a parameter in the format of forward and backward."""
 
@@ -30,7 +36,7 @@ class Footprint:
     compute: int
     """Bytes of the copies for forward and backward."""
     accumulated: int
-    """Bytes of whole gradients: with a pipeline they are added up over the micro-batches before they are sharded."""
+    """Bytes of whole gradients, where those of several micro-batches are added up before they are sharded."""
 
     @property
     def total(self) -> int:
@@ -46,11 +52,13 @@ def footprint(
     compute: Literal["fp32", "bf16", "fp16"],
     *,
     averages: bool,
+    optimizer: OptimizerConfig,
+    fp8: Fp8Config | None = None,
 ) -> Footprint:
     """What the parameters of one rank take: weights, gradients, optimizer states. Activations come on top.
 
-    Whole weights in the compute format are all there until the step ends, or with `reshard_after_forward` those of two
-    layers, the one at work and the next, and of embedding, norm and head. Shards are counted even, without padding.
+    Whole weights in the compute format are all there until the step ends, or with `reshard_after_forward` those of the
+    layer at work and the next ones, and of embedding, norm and head. Shards are counted even, without padding.
 
     Args:
         spec: The model.
@@ -59,17 +67,44 @@ def footprint(
         layout: The degrees.
         compute: `train.precision.compute`.
         averages: Whether there is a `train.ema`.
+        optimizer: The `train.optimizer:` section.
+        fp8: `train.precision.fp8`.
     """
-    layers = [layer_parameters(spec.layers[index], layout.tp) for part in parts for index in part.layers]
+    indices = [index for part in parts for index in part.layers]
+    layers = [layer_parameters(spec.layers[index], layout.tp) for index in indices]
     ends = sum(end_parameters(spec, part, layout.tp) for part in parts)
     parameters = ends + sum(layers)
-    state = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES + (AVERAGE_BYTES if averages else 0)
+    matrices = sum(layer_matrices(spec.layers[index], layout.tp) for index in indices)
+    state = MASTER_BYTES + GRADIENT_BYTES + (AVERAGE_BYTES if averages else 0)
     states = state * -(-parameters // layout.shards)
-    whole = ends + sum(sorted(layers)[-2:]) if Kind.of(parallel, layout).reshard else parameters
-    accumulates = layout.pp > 1 and layout.shards > 1
-    return Footprint(
-        parameters, states, COMPUTE_BYTES[compute] * whole, GRADIENT_BYTES * parameters if accumulates else 0
+    states += MOMENT_BYTES[optimizer.states] * -(-moments(optimizer, parameters, matrices) // layout.shards)
+    rounded = gathered_in_fp8(fp8, spec, layout)
+    copies = sorted(
+        COMPUTE_BYTES[compute] * size - rounded.get(index, 0) for index, size in zip(indices, layers, strict=True)
     )
+    together = 1 + layers_ahead(parallel.overlap) if Kind.of(parallel, layout).reshard else len(copies)
+    whole = COMPUTE_BYTES[compute] * ends + sum(copies[::-1][:together])
+    accumulates = reduction(parallel, layout) != "each" and layout.shards > 1
+    return Footprint(parameters, states, whole, GRADIENT_BYTES * parameters if accumulates else 0)
+
+
+def moments(optimizer: OptimizerConfig, parameters: int, matrices: int) -> int:
+    """Numbers that an optimizer keeps for some parameters: AdamW two of each, Muon one of each that it has.
+
+    Args:
+        optimizer: The `train.optimizer:` section.
+        parameters: All of them.
+        matrices: Those in matrices of layers.
+    """
+    return 2 * parameters - (matrices if optimizer.type == "muon" else 0)
+
+
+def checkpoint_bytes(config: Config, spec: DecoderSpec) -> int:
+    """Bytes of the tensors in a checkpoint: fp32 weights, the moments, the moving average if there is one."""
+    optimizer, parameters = config.train.optimizer, num_parameters(spec)
+    kept = moments(optimizer, parameters, sum(map(layer_matrices, spec.layers)))
+    weights = MASTER_BYTES + (AVERAGE_BYTES if config.train.ema else 0)
+    return weights * parameters + MOMENT_BYTES[optimizer.states] * kept
 
 
 def end_parameters(spec: DecoderSpec, part: Part, tp: int) -> int:

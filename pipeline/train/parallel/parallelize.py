@@ -9,21 +9,27 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import PrecisionConfig, TrainConfig
+from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
+from pipeline.train.fp8.matrices import gathers_fp8
 from pipeline.train.init import init_weights
 from pipeline.train.loss import VocabShard
 from pipeline.train.model.attention import SequenceCut
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.kernels.choice import Choice, Machine, Need, choose
+from pipeline.train.parallel.compat import prepare_async_tp
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut
 from pipeline.train.parallel.layout import sequence_multiple
 from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import Kind
@@ -50,6 +56,8 @@ class ParallelModel:
     """How this process's share of every sequence is cut; None: it has all of it."""
     sequence_multiple: int
     """What the length of every sequence is a multiple of."""
+    fp8_weights: bool = False
+    """Whether weights are sent in fp8."""
 
     @property
     def whole(self) -> Decoder:
@@ -71,6 +79,12 @@ class ParallelModel:
         """Those of all parts. A tied embedding comes twice where a process has the first stage and the last."""
         for part in self.parts.values():
             yield from part.named_parameters()
+
+    def prepare_passes(self) -> None:
+        """Comes before passes over weights that may have changed; every process calls this."""
+        if self.fp8_weights:
+            for part in self.parts.values():
+                refresh_scales(part)
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of every part."""
@@ -105,28 +119,43 @@ def parallelize(
         if stage.rank == mesh.rank("pp"):
             with torch.device("meta"):
                 part = Decoder(spec, stage.part)
+            if train is not None and precision.fp8 is not None:
+                use_fp8(part, precision.fp8, mesh.layout)
             if tp > 1:
                 apply_tensor_parallel(part, mesh.role("tp"), sequence_parallel=parallel.sequence_parallel)
             if train is not None:
-                _prepare_training(part, train, parallel, tp, device)
+                _prepare_training(part, train, parallel, mesh.role("tp") if tp > 1 else None, device)
             _shard(part, mesh, precision, reshard=Kind.of(parallel, mesh.layout).reshard or False)
+            set_prefetch(part, parallel.overlap)
             parts[stage.index] = part.to_empty(device=device)
     shard = None
     if tp > 1:
         shard = VocabShard(mesh.role("tp").get_group(), mesh.rank("tp") * (spec.vocab_padded // tp))
     multiple = sequence_multiple(parallel, mesh.layout)
-    return ParallelModel(spec, stages, parts, shard, build_cut(mesh, parallel), multiple)
+    fp8 = precision.fp8 if train is not None else None
+    return ParallelModel(
+        spec,
+        stages,
+        parts,
+        shard,
+        build_cut(mesh, parallel),
+        multiple,
+        fp8_weights=fp8 is not None and gathers_fp8(fp8, spec, mesh.layout),
+    )
 
 
 def _prepare_training(
-    part: Decoder, train: TrainConfig, parallel: ParallelConfig, tp: int, device: torch.device
+    part: Decoder, train: TrainConfig, parallel: ParallelConfig, tp: DeviceMesh | None, device: torch.device
 ) -> None:
-    """How the layers of a part are computed in training passes."""
+    """How the layers of a part are computed in training passes, alone or over a mesh of tp."""
+    degree = 1 if tp is None else tp.size()
     for block in part.layers.values():
         layer = cast(Block, block)
-        layer.recompute = Recompute.of_layer(train.recompute, layer.index, part.spec.layers[layer.index], tp)
+        layer.recompute = Recompute.of_layer(train.recompute, layer.index, part.spec.layers[layer.index], degree)
     if compiles(train, parallel, device):
         compile_layers(part, train.recompute)
+        if tp is not None and parallel.overlap.async_tp:
+            prepare_async_tp(tp.get_group())
 
 
 def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bool) -> None:
@@ -147,6 +176,14 @@ def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bo
             module.set_force_sum_reduction_for_comms(True)
 
 
+def attention_choice(
+    config: ModelConfig, spec: DecoderSpec, train: TrainConfig, parallel: ParallelConfig, device: torch.device
+) -> Choice:
+    """What computes attention in a training, see `choose`."""
+    need = Need.of(config, spec, train, compiles(train, parallel, device))
+    return choose(train.attention, need, Machine.of(device))
+
+
 def build_model(
     config: ModelConfig,
     spec: DecoderSpec,
@@ -165,9 +202,15 @@ def build_model(
     """
     if train is not None:
         check_offload(train.recompute, device)
+        if precision.fp8 is not None:
+            check_fp8(precision.fp8, device)
         if compiles(train, parallel, device):
             check_compiler(device)
+        check_async_tp(parallel, train, device, mesh.role("tp") if mesh.size("tp") > 1 else None)
+        kernel = attention_choice(config, spec, train, parallel, device).build(train.deterministic)
     model = parallelize(spec, mesh, parallel, precision, device, sequence_length, train)
     for part in model.parts.values():
+        if train is not None:
+            part.kernel = kernel
         init_weights(part, spec, config.init, seed)
     return model

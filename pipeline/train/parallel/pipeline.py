@@ -26,6 +26,7 @@ from pipeline.data.batch import Batch
 from pipeline.train.model.attention import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.compat import MicroBatchStage
+from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.stages import Stage
 
 # On an error torch prints its whole table of actions; the exception says what is wrong.
@@ -53,6 +54,7 @@ class PipelineRunner:
         mesh: DeviceMesh,
         pipeline: PipelineConfig,
         *,
+        reduction: Reduction,
         device: torch.device,
         dtype: torch.dtype,
         sequence_shards: int,
@@ -65,6 +67,7 @@ class PipelineRunner:
                 forward.
             mesh: The axis of the pipeline.
             pipeline: Schedule and number of stages.
+            reduction: When gradients are added up over shards; `after` with a zero-bubble schedule.
             device: Of this process.
             dtype: Of the residual stream between stages.
             sequence_shards: Of the residual stream a stage gets and gives one of so many parts along the sequence.
@@ -77,6 +80,7 @@ class PipelineRunner:
         self._group = mesh.get_group()
         self._parts = {stage.index: part for stage, part in zip(stages, parts, strict=True)}
         self._schedule = pipeline.schedule
+        self._reduction = reduction
         self._device = device
         self._dtype = dtype
         self._sequence_shards = sequence_shards
@@ -171,6 +175,7 @@ class PipelineRunner:
             self._group,
             example_input=tokens if index == 0 else stream,
             example_output=torch.empty((), dtype=torch.float32, **meta) if index == count - 1 else stream,
+            reduction=self._reduction,
             tokens=self._tokens,
             compute=lambda number, x: self._compute(part, number, x),
         )

@@ -11,9 +11,14 @@ from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
 from pipeline.data.progress import counted
 from pipeline.errors import UserError
+from pipeline.train.fp8.rules import FP8_RULES, slow_without_compiler
 from pipeline.train.model.config import default_ffn_dim
+from pipeline.train.parallel.attention_rules import ATTENTION_RULES
 from pipeline.train.parallel.course import StepShape, step_shapes
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
+from pipeline.train.parallel.optimizer_rules import OPTIMIZER_RULES, optimizer_without_effect
+from pipeline.train.parallel.overlap_rules import OVERLAP_RULES, overlap_without_effect
+from pipeline.train.parallel.profile_rules import PROFILE_RULES
 from pipeline.train.parallel.recompute_rules import RECOMPUTE_RULES, many_shapes, recompute_without_effect
 from pipeline.train.parallel.rule import Rule
 from pipeline.train.parallel.schedules import SCHEDULES
@@ -352,6 +357,11 @@ RULES: Sequence[Rule] = (
         _exchanged_heads,
     ),
     *RECOMPUTE_RULES,
+    *ATTENTION_RULES,
+    *FP8_RULES,
+    *PROFILE_RULES,
+    *OVERLAP_RULES,
+    *OPTIMIZER_RULES,
     Rule(
         ("parallel",),
         "The combination of axes, schedule, `sequence_parallel` and resharding is one of the tested kinds (table "
@@ -411,6 +421,8 @@ def _without_effect(config: Config, layout: Layout) -> Iterator[str]:
     if layout.shards == 1 and parallel.reshard_after_forward:
         yield "parallel.reshard_after_forward=true has no effect: weights are not sharded (dp_shard and cp are 1)"
     yield from recompute_without_effect(config)
+    yield from optimizer_without_effect(config)
+    yield from overlap_without_effect(config, layout)
     if layout.cp == 1 and parallel.cp_method != ParallelConfig().cp_method:
         yield f"parallel.cp_method={parallel.cp_method} has no effect with parallel.cp=1"
     if layout.tp == 1 and not parallel.sequence_parallel:
@@ -433,11 +445,20 @@ WARNINGS: Sequence[Rule] = (
         _padding,
     ),
     Rule(("train.micro_batch_size", "parallel.pp"), "A step has fewer micro-batches than `pp`.", _short_pipeline),
-    Rule(("parallel", "train.recompute"), "A key is set that has no effect in the layout.", _without_effect),
+    Rule(
+        ("parallel", "train.recompute", "train.optimizer.muon"),
+        "A key is set that has no effect in the layout.",
+        _without_effect,
+    ),
     Rule(
         ("train.compile", "train.batch_ramp", "train.micro_batch_size"),
         "Layers are compiled for more than 4 shapes of micro-batches: a ramp without `micro_batch_size` has many.",
         many_shapes,
+    ),
+    Rule(
+        ("train.precision.fp8", "train.compile"),
+        "`fp8` of torchao without compiled layers, which rounds in passes of its own.",
+        slow_without_compiler,
     ),
     Rule(("parallel.tp",), "`tp` is more than 8, which few machines have in one node.", _wide_tp),
 )

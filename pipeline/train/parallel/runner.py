@@ -14,8 +14,10 @@ from pipeline.data.batch import Batch
 from pipeline.train.model.attention import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.pipeline import PipelineRunner
+from pipeline.train.spans import span
 
 
 class Runner(Protocol):
@@ -40,19 +42,31 @@ class Runner(Protocol):
 
 
 class WholeRunner:
-    """Without a pipeline: one micro-batch after the other."""
+    """Without a pipeline: one micro-batch after the other.
 
-    def __init__(self, model: Decoder) -> None:
+    Args:
+        model: Sharded by `fully_shard`.
+        reduction: When gradients are added up over shards. Replicas add theirs up once a step.
+    """
+
+    def __init__(self, model: Decoder, reduction: Reduction) -> None:
         self._model = model
+        self._reduction = reduction
 
     def train(
         self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Any, Batch], Tensor]
     ) -> None:
         """See `Runner`."""
+        model = cast(FSDPModule, self._model)
         for number, (batch, context) in enumerate(zip(batches, contexts, strict=True)):
-            # Replicas add their gradients up once a step; shards do so for each micro-batch, to keep gradients sharded.
-            cast(FSDPModule, self._model).set_requires_all_reduce(number == len(batches) - 1)
-            objective(self._model(batch.tokens, context), batch).backward()  # type: ignore[no-untyped-call]
+            is_last = number == len(batches) - 1
+            model.set_requires_gradient_sync(is_last or self._reduction == "each")
+            model.set_requires_all_reduce(is_last)  # after the other, which sets both
+            with span("forward"):
+                total = objective(self._model(batch.tokens, context), batch)
+            with span("backward"):
+                total.backward()  # type: ignore[no-untyped-call]
+                del total
 
     @torch.no_grad()
     def evaluate(
@@ -72,12 +86,13 @@ def build_runner(
         dtype: Of the residual stream between stages.
     """
     if mesh.size("pp") == 1:
-        return WholeRunner(model.whole)
+        return WholeRunner(model.whole, reduction(parallel, mesh.layout))
     return PipelineRunner(
         [model.stages[index] for index in model.parts],
         list(model.parts.values()),
         mesh.role("pp"),
         parallel.pipeline,
+        reduction=reduction(parallel, mesh.layout),
         device=device,
         dtype=dtype,
         sequence_shards=mesh.size("tp") if parallel.sequence_parallel else 1,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, get_args
 
-from pipeline.config.parallel import ZERO_BUBBLE, CpMethod, ParallelConfig, ScheduleName
+from pipeline.config.parallel import ZERO_BUBBLE, CpMethod, OverlapConfig, ParallelConfig, ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.schedules import SCHEDULES
@@ -80,6 +80,9 @@ class Combination:
     cp_method: CpMethod = "all_gather"
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     compile: bool = False
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    depth: int | None = None
+    """Layers of the model that it is tried with, if they are many."""
 
     @property
     def name(self) -> str:
@@ -106,6 +109,7 @@ class Combination:
             words += self.recompute.keep if "keep" in self.recompute.model_fields_set else []
         if self.compile:
             words.append("compiled")
+        words += [f"{key}_{value}" for key, value in self.overlap.model_dump(exclude_unset=True).items()]
         return "-".join(words) or "one"
 
     @property
@@ -126,12 +130,15 @@ class Combination:
                 "reshard_after_forward": self.reshard_after_forward,
                 "cp_method": self.cp_method,
                 "pipeline": pipeline if self.layout.pp > 1 else {},
+                "overlap": self.overlap.model_dump(exclude_unset=True),
             }
         )
 
     @property
     def layers(self) -> int:
         """Layers of a model that can be cut so: those that are given, or one a stage and two at least."""
+        if self.depth is not None:
+            return self.depth
         if self.layers_per_stage is not None:
             return sum(self.layers_per_stage)
         return max(2, self.layout.pp * self.parallel.pipeline.stages_per_rank)
@@ -256,6 +263,35 @@ They are not part of a kind: both stay within a layer, and meet the rest of a la
 within a layer (tp), in weights that come and go around one (dp_shard) and in the order of backward passes (pp). What
 does not go together there is refused by rules of its own.
 """
+
+
+def _overlapped() -> Iterator[Combination]:
+    each, last = {"reduce": "each"}, {"reduce": "last"}
+    ahead = {"forward_prefetch": 2, "backward_prefetch": 3}
+
+    def row(overlap: dict[str, Any], schedule: ScheduleName = "1f1b", **degrees: int) -> Combination:
+        return Combination(Layout(**degrees), schedule, overlap=OverlapConfig.model_validate(overlap))
+
+    yield row(last, dp_shard=2)
+    yield replace(row(last, dp_shard=2), reshard_after_forward=False)
+    yield row(last, dp_replicate=2, dp_shard=2)
+    yield row(last, dp_shard=2, tp=2)
+    yield row(last, cp=2)
+    for schedule in _WITHOUT_ZERO_BUBBLE:
+        yield row(each, schedule, pp=2, dp_shard=2)
+    yield row(each, pp=2, dp_replicate=2)
+    yield row(each, "interleaved_1f1b", pp=2, dp_replicate=2, dp_shard=2)
+    yield row(each, pp=2, dp_shard=2, tp=2)
+    yield row(each, pp=2, cp=2)
+    yield replace(row(each, pp=2, dp_shard=2), reshard_after_forward=True)
+    yield replace(row(ahead, dp_shard=2), depth=5)
+    yield replace(row(ahead, dp_shard=2), depth=5, recompute=RecomputeConfig(mode="full"))
+    yield replace(row({**ahead, **last}, dp_shard=2), depth=5, reshard_after_forward=False)
+    yield replace(row(ahead, "interleaved_1f1b", pp=2, dp_shard=2), depth=8, reshard_after_forward=True)
+
+
+OVERLAPPED: tuple[Combination, ...] = tuple(_overlapped())
+"""Rows with the keys of `parallel.overlap`, a test each. No part of a kind: they change when something is sent."""
 
 
 @lru_cache(maxsize=1)

@@ -23,8 +23,10 @@ from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import Batch
 from pipeline.train.loss import TokenLosses
-from pipeline.train.model.attention import Attention, Core, SequenceCut
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sight import Kernel, Sight
+from pipeline.train.model.kernels.tiles import Tiles
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
 from pipeline.train.parallel.layout import Layout
@@ -144,7 +146,9 @@ def _measure(
     model = parallelize(small, mesh, parallel, train.precision, torch.device("meta"), shape.length, train)
     ledger = Ledger()
     if device_type == "cuda":
-        model = _use_gpu_kernels(model)
+        _use_gpu_kernels(model)
+    for part in model.parts.values():
+        part.kernel = _kernel(config, device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.whole.to_empty(device=_CPU)
         optimizers = Optimizers(model, config.model.init, train.optimizer)
@@ -165,7 +169,9 @@ def _measure(
 def _plain(train: TrainConfig) -> TrainConfig:
     """Without what is not known before, as what a compiler makes of a layer, or is done now and then."""
     metrics = train.metrics.model_copy(update={"layers_every_steps": None})
-    return train.model_copy(update={"compile": False, "metrics": metrics})
+    # Products in fp8 keep what those in bf16 keep; the packages that compute them need not be here.
+    precision = train.precision.model_copy(update={"fp8": None})
+    return train.model_copy(update={"compile": False, "precision": precision, "metrics": metrics})
 
 
 def _batches(shape: Shape, count: int) -> Callable[[], list[Batch]]:
@@ -251,7 +257,7 @@ class _Recording:
     def _states(self) -> list[Tensor]:
         states = [
             value
-            for optimizer in self._optimizers.by_stage.values()
+            for optimizer in self._optimizers.all()
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
@@ -337,37 +343,41 @@ def _whole_numel(parameter: Tensor) -> int:
     return parameter.numel() // cut
 
 
-def _use_gpu_kernels(model: ParallelModel) -> ParallelModel:
+def _use_gpu_kernels(model: ParallelModel) -> None:
     """Where a GPU has one operation for what a CPU has several, which keep more for backward: that one.
 
-    That is RMSNorm. Attention is one operation on both, which keeps queries, keys, values, its output, an fp32 number
-    of each query and head, and a mask in the type of the queries.
+    That is RMSNorm. Attention is one operation on both, see `_kernel`.
     """
     for module in model.whole.modules():
         if isinstance(module, nn.RMSNorm):
             module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
-        elif isinstance(module, Attention):
-            module.as_on_gpu = True
-    return model if model.cut is None else replace(model, cut=_CutOnGpu(model.cut))
 
 
-@dataclass(frozen=True)
-class _CutOnGpu:
-    """A cut whose pieces have no mask where a GPU's kernels need none."""
+def _kernel(config: Config, device_type: DeviceType) -> Kernel:
+    """What computes attention, as far as memory goes; on a GPU one of torch's own where none is named.
 
-    cut: SequenceCut
+    A kernel keeps queries, keys, values, its output and an fp32 number of each query and head; where it needs a mask,
+    that too, in the type of the queries.
+    """
+    train = config.train
+    masks = train.attention.backend == "sdpa" or train.precision.compute == "fp32"
+    return _Masked(on_gpu=True) if device_type == "cuda" and masks else _Fused()
 
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
-        return self.cut.share(x, dim)
 
-    def masks(
-        self, bounds_BS: Tensor | None, window: int | None, length: int, device: torch.device
-    ) -> tuple[Tensor | None, ...]:
-        masks = self.cut.masks(bounds_BS, window, length, device)
-        return masks if bounds_BS is not None or (window or length) < length else (None,) * len(masks)
+class _Masked(Sdpa):
+    """`Sdpa` on a GPU, whose pieces without documents need no mask."""
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
-        return self.cut.attend(q_BLHE, k_BLKE, v_BLKE, core)
+    def prepare(self, sight: Sight) -> Tensor | Tiles | None:
+        return None if sight.causal else sight.mask()
+
+
+class _Fused(Sdpa):
+    """A kernel that needs no mask for what is not seen, on fake tensors, which say nothing of documents."""
+
+    def prepare(self, sight: Sight) -> Tensor | Tiles | None:
+        if sight.causal:
+            return None
+        return Tiles(torch.empty(1, sight.queries, dtype=torch.int64), torch.empty(2, 6, dtype=torch.int64))
 
 
 def _fused_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:

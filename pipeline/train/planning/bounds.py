@@ -8,15 +8,16 @@ from functools import lru_cache
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.train.model.config import DecoderSpec, LayerSpec
-from pipeline.train.model.flops import layer_parameters
+from pipeline.train.model.flops import layer_matrices, layer_parameters
 from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.footprint import (
     AVERAGE_BYTES,
     COMPUTE_BYTES,
     GRADIENT_BYTES,
     MASTER_BYTES,
-    MOMENTS_BYTES,
+    MOMENT_BYTES,
     end_parameters,
+    moments,
 )
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.stages import split_stages
@@ -44,7 +45,7 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
     """
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     element, averages = COMPUTE_BYTES[config.train.precision.compute], config.train.ema is not None
-    held = MASTER_BYTES + MOMENTS_BYTES + (AVERAGE_BYTES if averages else 0)
+    weights, optimizer = MASTER_BYTES + (AVERAGE_BYTES if averages else 0), config.train.optimizer
     reshards = Kind.of(config.parallel, layout).reshard
     most = 0
     for rank in range(layout.pp):
@@ -53,9 +54,12 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         layers = [layer_parameters(spec.layers[index], layout.tp) for index in indices]
         parameters = sum(layers) + sum(end_parameters(spec, part, layout.tp) for part in parts)
         shard = parameters / layout.shards
+        matrices = sum(layer_matrices(spec.layers[index], layout.tp) for index in indices)
+        states = MOMENT_BYTES[optimizer.states] * moments(optimizer, parameters, matrices)
+        held = weights * shard + states / layout.shards
         whole = 0 if element == MASTER_BYTES else max(layers, default=0) if reshards else parameters
         tokens = shape.micro_batch_size * shape.sequence_length / layout.cp
-        begin = held * shard + element * whole
+        begin = held + element * whole
         # In a later micro-batch gradients are there, in a pipeline whole ones.
         if layout.pp > 1 and shape.micro_batches >= 2 * layout.pp:
             begin += GRADIENT_BYTES * parameters
@@ -68,7 +72,7 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         if any(part.last for part in parts):
             chunk = min(tokens, config.train.loss.tokens_at_once(spec.vocab_padded // layout.tp))
             begin += element * chunk * spec.vocab_padded / layout.tp
-        most = max(most, int(begin), int((held + GRADIENT_BYTES) * shard))
+        most = max(most, int(begin), int(held + GRADIENT_BYTES * shard))
     return most
 
 

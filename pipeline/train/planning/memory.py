@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import num_parameters
 from pipeline.train.parallel.compat import schedule_actions
 from pipeline.train.parallel.course import StepShape
-from pipeline.train.parallel.footprint import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.overlap import layers_ahead
 from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.parallel.tested import Kind
@@ -77,12 +76,6 @@ def memory(
     return ranks
 
 
-def checkpoint_bytes(config: Config, spec: DecoderSpec) -> int:
-    """Bytes of the tensors in a checkpoint: fp32 weights, two moments, the moving average if there is one."""
-    average = AVERAGE_BYTES if config.train.ema else 0
-    return num_parameters(spec) * (MASTER_BYTES + MOMENTS_BYTES + average)
-
-
 def _ends(stage: Stage) -> Ends:
     part = stage.part
     return {(True, True): "whole", (True, False): "first", (False, False): "middle", (False, True): "last"}[
@@ -95,7 +88,8 @@ def _measure_stages(
 ) -> Mapping[tuple[Ends, int], Measured]:
     """By ends and number of layers, all different stages there are."""
     recompute = config.train.recompute
-    few, more = _runs(recompute.every, Kind.of(config.parallel, layout).reshard or False)
+    ahead = layers_ahead(config.parallel.overlap) if Kind.of(config.parallel, layout).reshard else 0
+    few, more = _runs(recompute.every, ahead)
     sizes: dict[Ends, set[int]] = defaultdict(set)
     for stage in stages:
         sizes[_ends(stage)].add(len(stage.part.layers))
@@ -116,12 +110,12 @@ def _measure_stages(
     return {(ends, count): one for ends, counts in runs.items() for count, one in counts.items()}
 
 
-def _runs(every: int, reshard: bool) -> tuple[int, int]:
+def _runs(every: int, ahead: int) -> tuple[int, int]:
     """Two numbers of layers that are run in place of many, the second one a period larger.
 
-    They have a first layer and a last one, and where FSDP gathers a layer while another one is at work one between.
+    They have a first layer and a last one, and where FSDP gathers layers ahead of the one at work so many between.
     """
-    few = 3 if reshard else 2
+    few = 2 + ahead
     return few, few + every
 
 

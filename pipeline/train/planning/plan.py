@@ -12,10 +12,11 @@ from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.parallel.check import vocabulary
 from pipeline.train.parallel.course import StepShape, step_counts, step_shapes
+from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules import check_layout, layout_warnings
 from pipeline.train.planning.devices import Device
-from pipeline.train.planning.memory import RankMemory, checkpoint_bytes, memory
+from pipeline.train.planning.memory import RankMemory, memory
 from pipeline.train.planning.timing import StepSeconds, assumptions, recompute_flops_per_token, step_time
 from pipeline.train.planning.traffic import Axis, bytes_by_axis
 
@@ -154,9 +155,14 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
         job_seconds: What a job on a cluster has for steps.
 
     Raises:
-        UserError: The layout is refused, or the size of the vocabulary is not known.
+        UserError: The layout is refused, the size of the vocabulary is not known, or the device has no fp8.
     """
     layout = check_layout(config, world_size)
+    fp8 = config.train.precision.fp8
+    if fp8 is not None and "fp8" not in device.flops:
+        raise UserError(
+            f"train.precision.fp8: {device.name} does not multiply in fp8; leave it out, or take another device"
+        )
     spec = planned_spec(config)
     counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 0}
     largest, needed = _most_memory(config, layout, spec, counts)
@@ -176,7 +182,7 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
         checkpoint_bytes=checkpoint_bytes(config, spec),
         phases=[_phase(config, layout, spec, shape, steps, device, parameters) for shape, steps in counts.items()],
         job_seconds=job_seconds,
-        assumptions=assumptions(device),
+        assumptions=assumptions(device, fp8),
         warnings=list(layout_warnings(config, layout)),
     )
 

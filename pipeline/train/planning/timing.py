@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from pipeline.config import Config
-from pipeline.config.train import RecomputeConfig
+from pipeline.config.train import Fp8Config, RecomputeConfig
+from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec, LayerSpec
-from pipeline.train.model.flops import attention_flops, head_flops, layer_flops
+from pipeline.train.model.flops import attention_flops, head_flops, layer_flops, orthogonal_flops
 from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.footprint import COMPUTE_BYTES
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.schedules import play
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.planning.devices import Device
@@ -30,27 +32,36 @@ _CALL_S, _HOP_S = 15e-6, 2e-6
 """Of a collective's start, and of each rank that its ring goes through; an all-reduce takes a tree."""
 _ATTENTION_BACKWARD = 2.5
 """Relative to forward: a flash kernel computes the scores again (Dao 2023), five products for two."""
-_UPDATE_BYTES, _AVERAGE_BYTES = 40, 12
-"""That a step moves for a parameter: gradient for norm and clipping; weight, gradient and moments for the update."""
+_UPDATE_BYTES, _AVERAGE_BYTES = {"fp32": 40, "bf16": 112}, 12
+"""That a step moves for a parameter: gradient for norm and clipping; weight, gradient and moments for the update, which
+with moments in bf16 is no single kernel."""
 _LOGIT_BYTES = 32
 """That the loss and its gradient move for a logit."""
+_ROUND_BYTES = 5
+"""That rounding a number to fp8 moves: twice the bf16 one, for the scale and for the rounding, and the fp8 one."""
 _NOT_COMPILED = 2.5
 """Passes over memory where norms and activations are not fused, relative to where they are."""
 
 
-def assumptions(device: Device) -> list[str]:
+def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
     """What is assumed, in words."""
     share = device.products_share
+    in_fp8 = (
+        f"products in fp8 reach the same {share:.0%} of their own peak, and rounding moves {_ROUND_BYTES} bytes for "
+        "each number of their inputs and of the gradients of their outputs; memory is that of bf16"
+    )
     return [
+        *([] if fp8 is None else [in_fp8]),
         f"large matrix products reach {share:.0%} of the stated peak, attention {share * ATTENTION_SHARE:.0%}, passes "
         f"over memory {MEMORY_SHARE:.0%} of its bandwidth, collectives {LINK_SHARE:.0%} of that stated for links and "
         "network",
         f"a collective takes {_CALL_S * 1e6:.0f} us, and {_HOP_S * 1e6:.0f} us for each rank that its ring goes "
         "through",
         "computing waits for all that tp, cp and pp send; what dp_shard and dp_replicate send goes on beside it, where "
-        "there is something to compute, and does not slow it down",
+        "there is something to compute, and does not slow it down; parallel.overlap.async_tp changes nothing here",
         f"attention's backward takes {_ATTENTION_BACKWARD} times its forward, and with bounds of documents or windows "
-        f"kernels compute the whole square; an update moves {_UPDATE_BYTES} bytes a parameter",
+        f"kernels compute the whole square; an update moves {_UPDATE_BYTES['fp32']} bytes a parameter, with "
+        f"moments in bf16 {_UPDATE_BYTES['bf16']}; what Muon sends for its matrices takes no time",
         "train.compile unset is compiled, as on a GPU; memory is that of layers that are not compiled",
         "the host always has the next operation ready, which small models are too fast for; loader, saves, validation, "
         "restarts, slow and failed nodes take no time",
@@ -126,7 +137,7 @@ def step_time(
         by_rank[stage.rank] += transfers
     for rank, transfers in enumerate(by_rank):
         mine = [work for work, stage in zip(works, stages, strict=True) if stage.rank == rank]
-        exposed.append(_exposed(transfers, mine, layout, device, micro))
+        exposed.append(_exposed(transfers, mine, layout, device, micro, reduction(config.parallel, layout)))
     communication = {
         axis: share * sum(work.waiting.get(axis, 0.0) for work in works)
         for axis in AXES
@@ -134,7 +145,7 @@ def step_time(
     }
     for axis, seconds in max(exposed, key=lambda each: sum(each.values())).items():
         communication[axis] = communication.get(axis, 0.0) + seconds
-    update = _UPDATE_BYTES + (_AVERAGE_BYTES if config.train.ema else 0)
+    update = _UPDATE_BYTES[config.train.optimizer.states] + (_AVERAGE_BYTES if config.train.ema else 0)
     own = -(-max(parameters) // layout.shards)
     return StepTime(
         StepSeconds(
@@ -144,7 +155,8 @@ def step_time(
             elementwise=share * sum(work.elementwise for work in works),
             communication=communication,
             bubble=busy * bubble / (1 - bubble),
-            optimizer=update * own / (device.memory_bandwidth * MEMORY_SHARE),
+            optimizer=update * own / (device.memory_bandwidth * MEMORY_SHARE)
+            + _muon_seconds(config, layout, spec, device, stages),
         ),
         bubble,
         by_rank,
@@ -189,17 +201,26 @@ def _stage_work(
     rates, recompute, length = _Rates(config, layout, device), config.train.recompute, shape.sequence_length
     tokens = shape.micro_batch_size * length / layout.cp
     products = attention = passes = again = 0.0
+    fp8 = config.train.precision.fp8
+    matrices = {} if fp8 is None else fp8_matrices(fp8, spec, layout.tp)
     for index in stage.part.layers:
         layer = spec.layers[index]
         # A mask is a table for the kernel, which then computes all of it.
         causal = not config.model.document_attention and (layer.mixer.window or length) >= length
         scores = attention_flops(layer.mixer, length, causal=causal)
-        products += rates.products(layer_flops(layer, length, causal=causal) - scores)
+        multiplied = layer_flops(layer, length, causal=causal) - scores
+        rounded = matrices.get(index, [])
+        share = 2 * sum(matrix.elements for matrix in rounded) / multiplied
+        products += rates.products(multiplied, share)
         attention += rates.attention(scores)
-        passes += rates.passes(layer)
+        # A third of them is in the forward pass: inputs are rounded there and again for gradients of weights.
+        passed = rates.passes(layer) + rates.memory(
+            _ROUND_BYTES * sum(2 * matrix.columns + matrix.rows for matrix in rounded) / 3
+        )
+        passes += passed
         if is_recomputed(recompute, index):
             twice, scores_twice = _again(recompute, layer, length, causal=causal)
-            again += rates.products(twice) + rates.attention(scores_twice) + rates.passes(layer)
+            again += rates.products(twice, share) + rates.attention(scores_twice) + passed
     logits = 0.0
     if stage.part.last:
         products += rates.products(head_flops(spec) * spec.vocab_padded / spec.vocab_size)
@@ -221,19 +242,37 @@ def _stage_work(
     )
 
 
+def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Device, stages: Sequence[Stage]) -> float:
+    """What the pp rank with the most layers takes to orthogonalize their matrices, each on one process of the stage."""
+    optimizer = config.train.optimizer
+    if optimizer.type != "muon":
+        return 0.0
+    processes = layout.world_size // layout.pp
+    most = 0.0
+    for rank in range(layout.pp):
+        layers = [spec.layers[index] for stage in stages if stage.rank == rank for index in stage.part.layers]
+        flops = [each for layer in layers for each in orthogonal_flops(layer, optimizer.muon.steps)]
+        # As many at once as there are processes, of which the slowest counts.
+        most = max(most, sum(sorted(flops, reverse=True)[::processes]))
+    return most / (device.flops["bf16"] * device.products_share)
+
+
 class _Rates:
     """Seconds of a rank for what the whole tp group computes on one token."""
 
     def __init__(self, config: Config, layout: Layout, device: Device) -> None:
         self._reached = device.flops[config.train.precision.compute] * device.products_share * layout.tp
+        self._gain = device.flops.get("fp8", 0.0) / device.flops["bf16"]
         self._bandwidth = device.memory_bandwidth * MEMORY_SHARE
         self._element = COMPUTE_BYTES[config.train.precision.compute]
         self._tp = layout.tp
         self._cut = layout.tp if config.parallel.sequence_parallel else 1
         self._factor = _NOT_COMPILED if config.train.compile is False else 1.0
 
-    def products(self, flops: float) -> float:
-        return flops / self._reached
+    def products(self, flops: float, fp8: float = 0.0) -> float:
+        """Of which a share is in fp8."""
+        quicker = fp8 / self._gain if fp8 else 0.0
+        return flops * (1 - fp8 + quicker) / self._reached
 
     def attention(self, flops: float) -> float:
         return flops / (self._reached * ATTENTION_SHARE)
@@ -263,21 +302,21 @@ def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal:
 
 
 def _exposed(
-    transfers: Sequence[Transfer], works: Sequence[_Work], layout: Layout, device: Device, micro: int
+    transfers: Sequence[Transfer], works: Sequence[_Work], layout: Layout, device: Device, micro: int, when: Reduction
 ) -> dict[Axis, float]:
     """Seconds of a step in which a rank waits for weights and gradients.
 
-    They go beside the computation of other layers; at least one layer's have nothing beside them. In a pipeline,
-    gradients go when the step is over.
+    They go beside the computation of other layers; at least one layer's have nothing beside them. Gradients that are
+    sent once a step go beside the last backward pass, or after it.
     """
     forward = micro * sum(work.forward for work in works)
     backward = micro * sum(work.total for work in works) - forward
-    last = 0.0 if layout.pp > 1 else backward / micro
+    last = 0.0 if when == "after" else backward / micro
     found: dict[Axis, float] = {}
     for axis, phase, hidden in (
         ("dp_shard", "forward", forward),
         ("dp_shard", "backward", backward),
-        ("dp_shard", "update", 0.0),
+        ("dp_shard", "update", last),
         ("dp_replicate", "update", last),
         ("pp", "update", 0.0),
     ):

@@ -16,11 +16,13 @@ from typing import Literal
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
+from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import AttentionSpec, DecoderSpec, LayerSpec
 from pipeline.train.model.flops import layer_parameters, norm_parameters
 from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.schedules import actions_of
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.parallel.tested import Kind
@@ -29,7 +31,7 @@ Axis = Literal["tp", "cp", "pp", "dp_shard", "dp_replicate"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 Phase = Literal["forward", "backward", "again", "update"]
-"""`again`: forward passes that backward repeats. `update`: once a step, after all backward passes."""
+"""`again`: forward passes that backward repeats. `update`: once a step, in the last backward pass or after it."""
 
 ACTIVE_STAGES = 3
 """A rank with several stages keeps the weights of those whole that its next actions need, at most so many."""
@@ -131,11 +133,13 @@ class _Counter:
         self._stages = stages
         self._layers = [(index, spec.layers[index]) for index in stage.part.layers]
         self._element = COMPUTE_BYTES[config.train.precision.compute]
+        self._fp8 = gathered_in_fp8(config.train.precision.fp8, spec, layout)
         self._micro = shape.micro_batches
         self._tokens = shape.micro_batch_size * shape.sequence_length // layout.cp
         self._cut = config.parallel.sequence_parallel
         self._shards = layout.shards
-        self._reductions = self._micro if layout.pp == 1 else 1
+        self._reduction = reduction(config.parallel, layout)
+        self._reductions = self._micro if self._reduction == "each" else 1
 
     def all(self) -> Iterator[Transfer]:
         """Every kind, some of them without calls or bytes."""
@@ -204,7 +208,8 @@ class _Counter:
         if self._cut and part.first and spec.learned_positions is not None:
             calls, size = calls + 1, size + spec.learned_positions * spec.dim
         # Gradients are in the compute format until they are added up over micro-batches, or over ranks.
-        element = self._element if self._layout.pp == 1 else GRADIENT_BYTES
+        at_once = self._reduction == "each" or (self._reduction == "last" and self._micro == 1)
+        element = self._element if at_once else GRADIENT_BYTES
         times = self._reductions
         return Transfer(
             "tp", "all_reduce", "gradients of whole parameters", "backward", times * calls, times * size * element, tp
@@ -253,14 +258,15 @@ class _Counter:
         ends = end_parameters(self._spec, self._stage.part, self._layout.tp)
         layers = sum(layer_parameters(layer, self._layout.tp) for _, layer in self._layers)
         (forward, backward), rest = self._gathers()
-        for what, parameters, units, calls, phase in (
-            ("weights of layers", layers, len(self._layers), forward, "forward"),
-            ("weights of layers", layers, len(self._layers), backward, "backward"),
-            ("weights of embedding and head", ends, 1, rest, "forward"),
+        # One byte each instead of two.
+        gathered = layers * self._element - sum(self._fp8.get(index, 0) for index, _ in self._layers)
+        for what, size, units, calls, phase in (
+            ("weights of layers", forward * gathered, len(self._layers), forward, "forward"),
+            ("weights of layers", backward * gathered, len(self._layers), backward, "backward"),
+            ("weights of embedding and head", rest * ends * self._element, 1, rest, "forward"),
         ):
-            size = calls * parameters * self._element
             yield Transfer("dp_shard", "all_gather", what, phase, calls * units, size, self._shards)  # type: ignore[arg-type]
-        times, last = self._reductions, "backward" if self._layout.pp == 1 else "update"
+        times, last = self._reductions, "backward" if self._reduction == "each" else "update"
         yield Transfer(
             "dp_shard",
             "reduce_scatter",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,11 +12,12 @@ import torch.distributed as dist
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.model.flops import layer_parameters, num_parameters
+from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
 from pipeline.train.parallel.course import StepShape
+from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.planning.fake import fake_mesh
-from pipeline.train.planning.memory import RankMemory, checkpoint_bytes, memory
+from pipeline.train.planning.memory import RankMemory, memory
 from tests import tiny
 from tests.parallel import ranks
 from tests.train.planning.steps import CASES, case_config, measured_peak, of_case
@@ -142,6 +145,22 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
     spec = decoder_spec(config.model, 300, config.max_positions)
     assert checkpoint_bytes(config, spec) == 16 * num_parameters(spec)
     assert size == pytest.approx(checkpoint_bytes(config, spec), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"states": "bf16"}, lambda count, _: 4 * count),
+        ({"type": "muon"}, lambda count, matrices: 8 * count - 4 * matrices),
+        ({"type": "muon", "states": "bf16"}, lambda count, matrices: 4 * count - 2 * matrices),
+    ],
+)
+def test_moments_of_other_optimizers(keys: dict[str, Any], expected: Callable[[int, int], int]) -> None:
+    config = case_config("one process", train__optimizer=keys)
+    _, spec, _ = of_case(config)
+    (each,) = _estimate(config)
+    matrices = sum(map(layer_matrices, spec.layers))
+    assert each.moments == pytest.approx(expected(num_parameters(spec), matrices), rel=0.002)
 
 
 def test_parts_of_the_estimate() -> None:

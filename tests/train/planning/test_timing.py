@@ -89,6 +89,18 @@ def test_one_process_by_hand(tmp_path: Path) -> None:
     scores = 3.5 * 32 * 2 * 4096 * 8192 * tokens
     assert seconds.attention == pytest.approx(scores / (0.6 * ATTENTION_SHARE * 989e12))
     assert seconds.optimizer == pytest.approx(40 * num_parameters(case.spec) / (MEMORY_SHARE * 3.35e12))
+    bf16 = Case(tmp_path, 1, LLAMA_8B, train(8192, 4, 2, ", optimizer: {states: bf16}")).time(H100).seconds
+    assert bf16.optimizer == pytest.approx(112 / 40 * seconds.optimizer)
+    # Five times X X', its square, and that times X, of query and output, keys and values, and three of the mlp.
+    square, key = 3 * 4096**3, 2 * 1024**2 * 4096 + 1024**3
+    flops = 32 * 5 * 2 * (2 * square + 2 * key + 3 * (2 * 4096**2 * 14336 + 4096**3))
+    for processes, share in ((1, 1), (8, 1 / 8)):
+        muon, plain = (
+            Case(tmp_path, processes, LLAMA_8B, train(8192, 16, 2, f", optimizer: {{type: {kind}}}")).time(H100).seconds
+            for kind in ("muon", "adamw")
+        )
+        extra = muon.optimizer - plain.optimizer
+        assert extra == pytest.approx(share * flops / (0.6 * 989e12), rel=0.02)
     assert seconds.bubble == seconds.recompute == 0 and not seconds.communication
     parts = (seconds.products, seconds.attention, seconds.elementwise, seconds.optimizer)
     assert seconds.total == pytest.approx(sum(parts))

@@ -66,6 +66,10 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("llama", 2, {"cp": 2, "cp_method": "ulysses"}, {"recompute.mode": "selective"}),
     ("qwen3", 4, {"cp": 4, "cp_method": "ulysses"}, {"recompute": {"mode": "selective", "keep": ["attention"]}}),
     ("llama", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "selective"}),
+    ("llama", 2, {"dp_shard": 2, "overlap": {"reduce": "last", "forward_prefetch": 2}}, {}),
+    ("llama", 4, {"dp_shard": 2, "tp": 2, "overlap": {"reduce": "last"}}, {}),
+    ("llama", 4, {"pp": 2, "dp_shard": 2, "overlap": {"reduce": "each"}}, {}),
+    ("qwen3", 4, {"pp": 2, "tp": 2, "overlap": {"reduce": "each"}}, {}),
     # More stages on a rank than torch keeps whole at a time.
     (
         "llama",
@@ -78,8 +82,9 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 
 def cases() -> Iterator[Any]:
     for number, (family, world, parallel, train) in enumerate(CASES):
-        words = [family, *(f"{key}_{value}" for key, value in parallel.items() if key != "pipeline"), *train]
-        words += [str(value) for value in parallel.get("pipeline", {}).values()]
+        words = [family, *(f"{key}_{value}" for key, value in parallel.items() if isinstance(value, int | str)), *train]
+        for section in ("pipeline", "overlap"):
+            words += [str(value) for value in parallel.get(section, {}).values()]
         yield pytest.param(
             family, world, parallel, train, id="-".join(words), marks=[pytest.mark.slow] if number >= 2 else []
         )

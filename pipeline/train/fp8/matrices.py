@@ -1,0 +1,146 @@
+"""Which matrix products of a model are in fp8: the same answer for rules, conversion, plans and what a run says."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.config.train import Fp8Config
+from pipeline.train.model.config import DecoderSpec, LayerSpec
+from pipeline.train.model.flops import flops_per_token
+from pipeline.train.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight of a layer's matrix products as one process has it, after the cut by tp and before that by dp_shard."""
+
+    name: str
+    """Of the module within the layer, like `mlp.w1`."""
+    rows: int
+    columns: int
+    elements: int
+    """Of the whole matrix."""
+    shared: bool = False
+    """Heads that several processes of tp share: each has the whole weight, and uses some rows of it."""
+
+
+def matrices_of(layer: LayerSpec, tp: int) -> list[Matrix]:
+    """All matrices of a layer, in the order of the forward pass."""
+    mixer, mlp = layer.mixer, layer.mlp
+    queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+    shared = mixer.kv_heads % tp > 0
+
+    def cut_rows(name: str, rows: int, columns: int) -> Matrix:
+        return Matrix(name, rows // tp, columns, rows * columns)
+
+    def cut_columns(name: str, rows: int, columns: int) -> Matrix:
+        return Matrix(name, rows, columns // tp, rows * columns)
+
+    def heads(name: str) -> Matrix:
+        if shared:
+            return Matrix(name, mixer.head_dim, mixer.dim, keys * mixer.dim, shared=True)
+        return cut_rows(name, keys, mixer.dim)
+
+    hidden = [
+        cut_rows(name, mlp.ffn_dim, mlp.dim) for name in (("mlp.w1", "mlp.w3") if mlp.kind == "swiglu" else ("mlp.w1",))
+    ]
+    return [
+        cut_rows("mixer.wq", queries, mixer.dim),
+        heads("mixer.wk"),
+        heads("mixer.wv"),
+        cut_columns("mixer.wo", mixer.dim, queries),
+        *hidden,
+        cut_columns("mlp.w2", mlp.dim, mlp.ffn_dim),
+    ]
+
+
+def fp8_matrices(config: Fp8Config, spec: DecoderSpec, tp: int) -> dict[int, list[Matrix]]:
+    """Those in fp8 by index of the layer; layers without any are missing."""
+    found = {}
+    for index, layer in enumerate(spec.layers):
+        if config.first_layers <= index < len(spec.layers) - config.last_layers:
+            chosen = [matrix for matrix in matrices_of(layer, tp) if _fits(config, matrix)]
+            if chosen:
+                found[index] = chosen
+    return found
+
+
+def _fits(config: Fp8Config, matrix: Matrix) -> bool:
+    sides = matrix.rows, matrix.columns
+    return not matrix.shared and min(sides) >= config.min_size and not any(side % config.multiple for side in sides)
+
+
+def gathers_fp8(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> bool:
+    """Whether weights are sent in fp8 by those who have a shard of them.
+
+    By default where weights are sharded, in equal pieces: torchao sends what a process has as it is.
+    """
+    if config.all_gather is not None:
+        return config.all_gather
+    if config.scaling != "tensorwise" or layout.shards == 1:
+        return False
+    return not uneven_shards(config, spec, layout)
+
+
+def gathered_in_fp8(config: Fp8Config | None, spec: DecoderSpec, layout: Layout) -> dict[int, int]:
+    """Numbers that a process collects in fp8, by index of the layer; empty without fp8, or if all are sent in bf16."""
+    if config is None or not gathers_fp8(config, spec, layout):
+        return {}
+    chosen = fp8_matrices(config, spec, layout.tp)
+    return {index: sum(each.rows * each.columns for each in matrices) for index, matrices in chosen.items()}
+
+
+def uneven_shards(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> list[Matrix]:
+    """Matrices in fp8 whose rows cannot be dealt evenly to the processes that share them, each once."""
+    chosen = fp8_matrices(config, spec, layout.tp).values()
+    return list(dict.fromkeys(matrix for layer in chosen for matrix in layer if matrix.rows % layout.shards))
+
+
+def fp8_share(config: Fp8Config, spec: DecoderSpec, tp: int, sequence_length: int) -> float:
+    """Share of a token's FLOPs in training that are in fp8, causal attention counted half."""
+    elements = sum(matrix.elements for layer in fp8_matrices(config, spec, tp).values() for matrix in layer)
+    return 6.0 * elements / flops_per_token(spec, sequence_length, causal=True)
+
+
+def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_length: int) -> Iterator[str]:
+    """What of a model is in fp8 and what is not, in words.
+
+    Args:
+        config: The `train.precision.fp8:` section.
+        spec: The model.
+        layout: The degrees.
+        sequence_length: Of the FLOPs.
+    """
+    chosen = fp8_matrices(config, spec, layout.tp)
+    every = {index: matrices_of(layer, layout.tp) for index, layer in enumerate(spec.layers)}
+    count, total = (sum(map(len, matrices.values())) for matrices in (chosen, every))
+    share = fp8_share(config, spec, layout.tp, sequence_length)
+    sent = ", weights sent in fp8" if gathers_fp8(config, spec, layout) else ""
+    emulated = ", emulated" if config.emulate else ""
+    yield (
+        f"fp8 ({config.backend}, {config.scaling}{sent}{emulated}): {count:,} of {total:,} matrices of layers, "
+        f"{share:.0%} of the FLOPs of a token"
+    )
+    left: dict[str, list[int]] = defaultdict(list)
+    for index, matrices in every.items():
+        for matrix in matrices:
+            if matrix not in chosen.get(index, ()):
+                left[matrix.name].append(index)
+    whole = [index for index in every if index not in chosen]
+    names = [name for name, layers in left.items() if set(layers) - set(whole)]
+    parts = [f"{', '.join(names)} of layers"] if names else []
+    parts += [f"all of layers {_spans(whole)}"] if whole else []
+    yield f"not in fp8: {', '.join([*parts, 'embedding', 'norms', 'attention', 'head'])}"
+
+
+def _spans(numbers: list[int]) -> str:
+    """`0-1, 31` of ascending numbers."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

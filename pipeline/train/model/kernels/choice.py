@@ -1,0 +1,194 @@
+"""Which kernel computes attention: a function of the device, of what is installed, and of what the model needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import AttentionConfig, TrainConfig
+from pipeline.errors import UserError
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sight import Kernel
+from pipeline.train.model.kernels.te import TransformerEngine
+
+Backend = Literal["sdpa", "flex", "varlen", "flash", "te"]
+
+FUSED = ("varlen", "flash", "te")
+"""Backends that compute in 16 bits alone."""
+MOST = 256
+"""Head size that they take at most; they take multiples of `MULTIPLE`."""
+MULTIPLE = 8
+
+_CARDS = {2: range(8, 13), 3: range(9, 10), 4: range(9, 12)}
+"""By version of flash-attn, the major compute capabilities that it is for."""
+_FLASH4_HEAD = 128
+"""Head size that version 4 takes at most, on all of its cards."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and what there is for it."""
+
+    device: str
+    """cpu or cuda."""
+    capability: tuple[int, int] = (0, 0)
+    """Of a GPU, its compute capability."""
+    flash: frozenset[int] = frozenset()
+    """Versions of flash-attn that are installed."""
+    te: bool = False
+    """Whether Transformer Engine is."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        """This one."""
+        if device.type != "cuda":
+            return cls(device.type)
+        flash = frozenset(version for version, module in FLASH_MODULES.items() if _installed(module))
+        return cls("cuda", torch.cuda.get_device_capability(device), flash, _installed("transformer_engine.pytorch"))
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model asks of a kernel."""
+
+    documents: bool
+    """Tokens attend to those of their document alone."""
+    windows: bool
+    head_size: int
+    compute: str
+    """fp32, bf16 or fp16."""
+    deterministic: bool = False
+    compiled: bool = False
+    """Within compiled layers."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool) -> Need:
+        """That of a training."""
+        return cls(
+            model.document_attention,
+            any(layer.mixer.window is not None for layer in spec.layers),
+            max(layer.mixer.head_dim for layer in spec.layers),
+            train.precision.compute,
+            train.deterministic,
+            compiled,
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend, and why it is taken."""
+
+    backend: Backend
+    reason: str
+    version: int | None = None
+    """Of flash-attn."""
+
+    def build(self, deterministic: bool) -> Kernel:
+        """The kernel itself."""
+        if self.backend == "flash":
+            assert self.version is not None
+            return Flash(self.version, deterministic)
+        if self.backend == "flex":
+            # It imports the compiler, which takes a second or two.
+            from pipeline.train.model.kernels.flex import Flex
+
+            return Flex()
+        kernels = {"sdpa": Sdpa, "varlen": Varlen, "te": TransformerEngine}
+        kernel: Kernel = kernels[self.backend]()
+        return kernel
+
+    def __str__(self) -> str:
+        version = "" if self.version is None else f" {self.version}"
+        return f"{self.backend}{version} ({self.reason})"
+
+
+def choose(config: AttentionConfig, need: Need, machine: Machine) -> Choice:
+    """The kernel of a training.
+
+    Raises:
+        UserError: The backend that is named is not installed, or not for this device or model.
+    """
+    if config.backend == "auto":
+        return _best(need, machine)
+    if config.backend != "sdpa" and (obstacle := _obstacle(config.backend, need, machine)):
+        raise UserError(f"train.attention.backend={config.backend} {obstacle}, or train.attention.backend=auto")
+    version = _flash_version(need, machine) if config.backend == "flash" else None
+    return Choice(config.backend, "as the run file says", version)
+
+
+def _best(need: Need, machine: Machine) -> Choice:
+    if machine.device == "cpu":
+        return Choice("sdpa", "the device is a CPU")
+    if need.compute == "fp32":
+        return Choice("sdpa", "fp32 is computed by torch's own kernels alone")
+    if not need.documents and not need.windows:
+        return Choice("sdpa", "tokens see all that come before, for which torch's own flash kernels need no mask")
+    what = " and ".join(["documents"] * need.documents + ["windows"] * need.windows)
+    order: tuple[Backend, ...] = ("flash", "varlen", "flex")
+    for backend in order:
+        if not _obstacle(backend, need, machine):
+            version = _flash_version(need, machine) if backend == "flash" else None
+            return Choice(backend, f"{what} without a mask in memory", version)
+    return Choice(
+        "sdpa",
+        f"warning: {what} as masks of sequence x sequence in memory, since no other backend takes a GPU of compute "
+        f"capability {_dotted(machine)} and heads of {need.head_size}",
+    )
+
+
+def _obstacle(backend: Backend, need: Need, machine: Machine) -> str | None:
+    """Why a backend is not possible and what to set instead; None: it is."""
+    if machine.device != "cuda":
+        return f"needs a CUDA device, but this run is on a {machine.device.upper()}: set train.attention.backend=sdpa"
+    if backend in FUSED and need.compute == "fp32":
+        return "computes in 16 bits alone, but train.precision.compute=fp32: set train.precision.compute=bf16"
+    if backend in FUSED and (need.head_size % MULTIPLE or need.head_size > MOST):
+        return (
+            f"takes head sizes that are multiples of {MULTIPLE} up to {MOST}, but this model's is {need.head_size}: "
+            "set train.attention.backend=flex"
+        )
+    if machine.capability < (8, 0):
+        return f"needs compute capability 8.0, but this GPU has {_dotted(machine)}: set train.attention.backend=sdpa"
+    if backend == "te" and need.compiled:
+        return "cannot be followed by torch.compile: set train.compile=false"
+    if backend == "te" and not machine.te:
+        return "needs the package transformer-engine: install the extra te (pip install 'pipeline[te]')"
+    if backend == "flash" and _flash_version(need, machine) is None:
+        if machine.flash:
+            have = ", ".join(map(str, sorted(machine.flash)))
+            return (
+                f"finds no version of flash-attn for this GPU (compute capability {_dotted(machine)}), heads of "
+                f"{need.head_size} and these settings, only {have}: install version 2 with the extra flash"
+            )
+        return "needs the package flash-attn: install the extra flash (pip install 'pipeline[flash]')"
+    return None
+
+
+def _flash_version(need: Need, machine: Machine) -> int | None:
+    """The newest version made for the card alone first; None: there is none."""
+    for version in (3, 4, 2):
+        if version not in machine.flash or machine.capability[0] not in _CARDS[version]:
+            continue
+        # Version 4 makes its kernels when it is called, which torch.compile cannot follow.
+        if version == 4 and (need.compiled or need.deterministic or need.head_size > _FLASH4_HEAD):
+            continue
+        return version
+    return None
+
+
+def _dotted(machine: Machine) -> str:
+    return ".".join(map(str, machine.capability))
+
+
+def _installed(module: str) -> bool:
+    """Whether there is a module, without importing more than the packages around it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False

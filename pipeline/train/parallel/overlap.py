@@ -1,0 +1,84 @@
+"""What communication runs beside computation: weights that are gathered ahead, gradients that are added up early."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from pipeline.config.parallel import ZERO_BUBBLE, OverlapConfig, ParallelConfig
+from pipeline.config.train import TrainConfig
+from pipeline.errors import UserError
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.parallel.compile import compiles
+from pipeline.train.parallel.layout import Layout
+
+Reduction = Literal["each", "last", "after"]
+"""When gradients are added up over shards: in the backward pass of each micro-batch, in that of the last one, or after
+all of them."""
+
+
+def reduction(parallel: ParallelConfig, layout: Layout) -> Reduction:
+    """When the gradients of a layout are added up."""
+    if layout.pp == 1:
+        return parallel.overlap.reduce or "each"
+    # Where a backward pass has two halves, `fully_shard` would add up after the first, before there are gradients.
+    return "after" if parallel.pipeline.schedule in ZERO_BUBBLE else parallel.overlap.reduce or "last"
+
+
+def layers_ahead(overlap: OverlapConfig) -> int:
+    """Layers that have whole weights at most besides the one at work."""
+    return max(1, overlap.forward_prefetch, overlap.backward_prefetch)
+
+
+def set_prefetch(part: Decoder, overlap: OverlapConfig) -> None:
+    """Let the layers of a part, sharded by `fully_shard`, gather the weights of those that come after them.
+
+    In 2.11 and 2.13 torch gathers one layer ahead in backward, in the reverse of the order that forward went; in
+    forward it only leaves each gather to streams of its own.
+    """
+    layers = [cast(FSDPModule, layer) for layer in part.layers.values()]
+    whole = cast(FSDPModule, part)
+    if overlap.forward_prefetch > 0:
+        for module, after in _ahead(whole, layers, overlap.forward_prefetch):
+            module.set_modules_to_forward_prefetch(after)
+    if overlap.backward_prefetch > 1:
+        for module, after in _ahead(whole, layers[::-1], overlap.backward_prefetch):
+            module.set_modules_to_backward_prefetch(after)
+
+
+def _ahead(first: FSDPModule, then: Sequence[FSDPModule], count: int) -> list[tuple[FSDPModule, list[FSDPModule]]]:
+    """Each module with the next ones."""
+    return [(module, list(then[place : place + count])) for place, module in enumerate([first, *then])]
+
+
+def check_async_tp(parallel: ParallelConfig, train: TrainConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
+    """Look for what `parallel.overlap.async_tp` needs, before anything is built. Every process calls this.
+
+    Args:
+        mesh: The tp axis; None without one.
+
+    Raises:
+        UserError: It is not there.
+    """
+    if not parallel.overlap.async_tp or mesh is None:
+        return
+    if device.type != "cuda":
+        raise UserError(
+            "parallel.overlap.async_tp=true sends from GPU to GPU, but this run is on a CPU: set "
+            "parallel.overlap.async_tp=false"
+        )
+    assert compiles(train, parallel, device), "a rule"
+    hosts: list[str | None] = [None] * mesh.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=mesh.get_group())
+    if len(set(hosts)) > 1:
+        raise UserError(
+            f"parallel.overlap.async_tp=true with parallel.tp={mesh.size()} over the machines "
+            f"{', '.join(sorted(map(str, set(hosts))))}: the processes of tp must be in one; lower parallel.tp, or set "
+            "parallel.overlap.async_tp=false"
+        )
