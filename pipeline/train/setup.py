@@ -11,6 +11,7 @@ import torch
 
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.train import AttentionConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import MachineError, UserError
@@ -21,6 +22,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.fingerprint import compare, model_fingerprint
 from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.kernels.choice import Machine, Need, choose
 from pipeline.train.parallel import processes
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.mesh import Mesh, build_mesh
@@ -139,6 +141,11 @@ def load_for_inference(
     )
     setup = set_up(config, Tokenizer.open(checkpoint.path), device, resolve(parallel, ranks.world_size))
     model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
+    # The training's own choice may not be installed here.
+    need = Need.of(config.model, setup.spec, config.train, compiled=False)
+    kernel = choose(AttentionConfig(), need, Machine.of(device)).build(config.train.deterministic)
+    for part in model.parts.values():
+        part.kernel = kernel
     storage.read(checkpoint.path, model, weights=config.eval.weights)
     model.train(False)
     runner = build_runner(model, setup.mesh, parallel, setup.device, COMPUTE_DTYPE[precision.compute])
