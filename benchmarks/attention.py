@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.config.train import AttentionConfig
 from pipeline.errors import UserError
-from pipeline.train.model.kernels.choice import Machine, Need, choose
+from pipeline.train.model.kernels.choice import Need, choose_on
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Documents, Kernel, Sight
 
@@ -78,10 +78,11 @@ def kernels(need: Need, device: torch.device) -> Iterator[tuple[str, Kernel]]:
     yield "mask", Sdpa(on_gpu=True)
     for backend in ("sdpa",) if device.type == "cpu" else ("flex", "varlen", "flash", "te"):
         try:
-            choice = choose(AttentionConfig.model_validate({"backend": backend}), need, Machine.of(device))
+            choice = choose_on(AttentionConfig.model_validate({"backend": backend}), need, device)
+            kernel = choice.build(deterministic=False)
         except UserError:
             continue
-        yield backend if choice.version is None else f"{backend} {choice.version}", choice.build(deterministic=False)
+        yield backend if choice.version is None else f"{backend} {choice.version}", kernel
 
 
 def main() -> None:

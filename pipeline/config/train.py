@@ -135,9 +135,10 @@ _FP8_RECIPES: dict[str, tuple[Fp8Recipe, ...]] = {
 
 
 class Fp8Config(Section):
-    """Matrix products of layers in 8-bit floating point, in training alone.
+    """Matrix products of layers in 8-bit floating point, in training and its validations.
 
-    Weights and all else keep their formats: checkpoints, exports and evaluations do not know of it.
+    Weights and all else keep their formats: checkpoints and exports do not know of it, and the eval stage computes in
+    the compute format.
     """
 
     backend: Literal["torchao", "te"] = "torchao"
@@ -213,7 +214,8 @@ class AttentionConfig(Section):
     `sdpa` on a CPU, in fp32, and where there are neither documents nor windows; else `flash`, `varlen`, `flex`, the
     first that is possible. `sdpa`: torch's, anywhere; on a GPU with documents or windows it needs a mask of sequence x
     sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0. `flash`: the package
-    flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with train.compile: false.
+    flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with train.compile: false and
+    without recompute.mode: selective.
     `varlen`, `flash` and `te` compute in bf16 or fp16, with head sizes that are multiples of 8 up to 256. `flex`,
     `varlen`, `flash` and `te` have not been run on a GPU yet."""
 
@@ -336,8 +338,9 @@ class ProfileConfig(Section):
     trace: bool = True
     """Torch profiler traces (`trace-*`), for https://ui.perfetto.dev."""
     memory: bool = False
-    """On a GPU, a snapshot of all allocations after the last step, or when memory runs out before it (`memory-*`), for
-    https://docs.pytorch.org/memory_viz."""
+    """On a GPU, a snapshot of all allocations after the last step, or when a step before it runs out of memory
+    (`memory-*`), for https://docs.pytorch.org/memory_viz. Recording begins before the model is built and takes Python's
+    stack at every allocation, in all steps up to the last one: choose early steps."""
     spans: bool = True
     """What every process did when (`spans.*`), for https://ui.perfetto.dev: fetch, forward, backward, reduce, clip,
     optimizer, metrics, validation, save. On a GPU these are the times at which the host issues the work."""

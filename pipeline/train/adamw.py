@@ -39,7 +39,7 @@ class StatesOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {})
         self._names, self._states, self._dtype = names, states, dtype
-        mine = {names[parameter]: parameter for group in self.param_groups for parameter in group["params"]}
+        mine = {names[parameter]: parameter for parameter in self._parameters()}
         self._rounding = Rounding(mine, len(states)) if dtype == torch.bfloat16 else None
         for parameter in mine.values():
             device = local(parameter).device
@@ -48,17 +48,31 @@ class StatesOptimizer(torch.optim.Optimizer):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        # torch has made them what the parameters are.
-        for values in self.state.values():
-            values |= {state: values[state].to(self._dtype) for state in self._states}
+        # Kept from torch, which would make all of them what the parameters are: fp32, beside those that there are.
+        given = state_dict["state"]
+        rest = {
+            place: {name: value for name, value in values.items() if name not in self._states}
+            for place, values in given.items()
+        }
+        super().load_state_dict(state_dict | {"state": rest})
+        places = (place for group in state_dict["param_groups"] for place in group["params"])
+        for place, parameter in zip(places, self._parameters(), strict=True):
+            self.state[parameter] |= {
+                state: given[place][state].to(parameter.device, self._dtype) for state in self._states
+            }
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """In the order of their groups, which that of `state` need not be."""
+        for group in self.param_groups:
+            yield from group["params"]
 
     def _begin(self) -> Tensor:
         """1 in a step that is withheld, else 0; the dice are thrown."""
-        first = next(iter(self.state.values()))["step"]
+        steps = [self.state[parameter]["step"] for parameter in self._parameters()]
         if self._rounding is not None:
-            self._rounding.draw(first)
-        return torch.zeros_like(first) if self.found_inf is None else self.found_inf
+            # Not one for all: where some began anew, layouts would differ in whose step that is.
+            self._rounding.draw(torch.stack(steps))
+        return torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
 
 
 class Bf16AdamW(StatesOptimizer):

@@ -50,8 +50,13 @@ def bind(ranks: Processes, device: torch.device, environment: Mapping[str, str],
         return None
     os.sched_setaffinity(0, own)
     _given.append(mask)
-    near = "" if nodes is None else f", near its GPU (NUMA node {nodes[ranks.local_rank]})"
-    return f"rank {ranks.rank} runs on {len(own)} of {len(mask)} CPUs: {spans(own)}{near}"
+    line = f"rank {ranks.rank} runs on {len(own)} of {len(mask)} CPUs: {spans(own)}"
+    if nodes is None:
+        return line
+    node, place = nodes[ranks.local_rank], _nodes(system)
+    near = sum(place.get(cpu) == node for cpu in own)
+    count = "" if near == len(own) else f"{near} of them "
+    return f"{line}, {count}near its GPU (NUMA node {node})"
 
 
 def share(
@@ -64,7 +69,8 @@ def share(
         rank: Which one.
         ranks: How many.
         system: Where sysfs is.
-        nodes: By rank, the NUMA node that it should be on; None: side by side over all of them.
+        nodes: By rank, the NUMA node that it should be on; None: side by side over all of them. Cores of nodes that
+            are not named are dealt to all ranks.
 
     Returns:
         None if there are fewer CPUs than ranks.
@@ -79,7 +85,10 @@ def share(
         # Every rank decides alike: if one finds too little, all go side by side.
         counts = {node: sum(place.get(core[0]) == node for core in cores) for node in nodes}
         if all(counts[node] >= nodes.count(node) for node in nodes):
-            return _part(near, peers.index(rank), len(peers))
+            rest = [core for core in cores if place.get(core[0]) not in counts]
+            # Nodes whose numbers are close mostly share a socket.
+            order = sorted(range(ranks), key=lambda peer: (nodes[peer], peer))
+            return _part(near, peers.index(rank), len(peers)) | _part(rest, order.index(rank), ranks)
     if len(cores) < ranks:  # then threads of a core are divided
         cores = [(cpu,) for core in cores for cpu in core]
     return _part(cores, rank, ranks)
@@ -93,11 +102,14 @@ def _part(cores: Sequence[tuple[int, ...]], index: int, parts: int) -> frozenset
 def _is_shared(mask: frozenset[int], environment: Mapping[str, str], system: Path) -> bool:
     """Whether the other ranks of the machine may use the same cores: their launcher has bound none of them.
 
-    Processes that torchrun or our own launcher starts have its mask. Otherwise, whoever was given less than all CPUs
-    of the job on this machine was bound.
+    Processes that torchrun or our own launcher starts have its mask, unless they are bound one by one. Otherwise,
+    whoever was given less than all CPUs of the job on this machine was bound.
     """
     if LAUNCHER in environment or "TORCHELASTIC_RUN_ID" in environment:
-        return True
+        try:
+            return mask >= os.sched_getaffinity(os.getppid())
+        except OSError:  # it has ended, or is not to be seen from here
+            return True
     job = environment.get("SLURM_CPUS_ON_NODE", "")
     return len(mask) >= (int(job) if job.isdecimal() else len(_listed(system / "devices/system/cpu/online")))
 

@@ -58,11 +58,15 @@ class Profile:
         self._spans: Spans | None = None
         self._first = self._last = 0
 
-    def __enter__(self) -> Profile:
+    def watch_memory(self) -> None:
+        """Record allocations from now on, if that is asked for, up to the last step of the profile.
+
+        It comes before the model, so that the snapshot knows who allocated the weights.
+        """
         if self._watches_memory:
-            # From the beginning, so that what lives in the chosen steps is known too, and a device that is full before.
-            record_allocations()
-            self._records_memory = True
+            self._records_memory = self._attempted(record_allocations)
+
+    def __enter__(self) -> Profile:
         return self
 
     def __exit__(
@@ -109,8 +113,7 @@ class Profile:
             with recorded_by(self._spans), span(f"step {step}"):
                 yield
         except _AGREED:
-            self.finish()
-            raise
+            raise  # what was recorded is kept; `finish` may take longer than a step
         except BaseException:
             self._drop()
             raise
@@ -141,27 +144,33 @@ class Profile:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
         first, last = self._config.steps
         steps = schedule(wait=0, warmup=1, active=last - first + 2, repeat=1) if warm_up else None
-        trace = profile(activities=activities, schedule=steps, record_shapes=True)
-        if self._attempted(trace.start):
+
+        def start() -> None:
+            trace = profile(activities=activities, schedule=steps, record_shapes=True)
+            trace.start()
             self._trace = trace
 
+        self._traces = self._attempted(start)
+
     def _next_step(self) -> None:
-        if self._trace is not None:
-            self._trace.step()
+        trace = self._trace
+        if trace is not None and not self._attempted(trace.step):
+            self._traces, self._trace = False, None
+            self._attempted(trace.stop)
 
     def finish(self) -> None:
         """Write what has been recorded, if anything is; the device does what it has been given first."""
         spans, self._spans = self._spans, None
         trace, self._trace = self._trace, None
-        if trace is not None:
-            trace.stop()
+        if trace is not None and not self._attempted(trace.stop):
+            trace = None
         if spans is None:
             return
         self._attempted(spans.close)
         if trace is not None:
-            steps = f"{self._first:08d}-{self._last:08d}"
+            steps, export = f"{self._first:08d}-{self._last:08d}", trace.export_chrome_trace
             final = self._folder() / f"trace-step-{steps}.{self._whose()}.json.gz"
-            self._attempted(lambda: self._put(final, lambda tmp: trace.export_chrome_trace(str(tmp))))
+            self._attempted(lambda: self._put(final, lambda tmp: export(str(tmp))))
         viewers = "open trace-* and spans.* in https://ui.perfetto.dev"
         if self._records_memory:
             self._write_memory(f"step-{self._last:08d}")
@@ -178,7 +187,7 @@ class Profile:
         if spans is not None:
             self._attempted(spans.close)
         if trace is not None and self._device.type == "cpu":
-            trace.stop()
+            self._attempted(trace.stop)
 
     def _write_memory(self, when: str) -> None:
         if self._records_memory:
@@ -188,7 +197,7 @@ class Profile:
 
     def _end_memory(self) -> None:
         if self._records_memory:
-            end_allocations()
+            self._attempted(end_allocations)
             self._records_memory = False
 
     def _put(self, final: Path, write: Callable[[Path], object]) -> None:
@@ -203,14 +212,15 @@ class Profile:
             tmp.unlink(missing_ok=True)
 
     def _attempted(self, action: Callable[[], object]) -> bool:
-        """What fails is told, on the rank that it happens to, and the run goes on."""
+        """What fails is told, on the rank that it happens to. The run goes on, or ends by an error of its own."""
         try:
             action()
             return True
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
+            reason = str(error) or type(error).__name__
             with suppress(OSError):
                 Console(stderr=True, soft_wrap=True).print(
-                    f"warning: rank {self._rank}: a file of train.profile could not be written: {error}", markup=False
+                    f"warning: rank {self._rank}: train.profile could not do all it was set to: {reason}", markup=False
                 )
             return False
 

@@ -7,6 +7,7 @@ the same inputs, and nothing in a layer is random.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_fused_attention_overrideable.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._efficient_attention_forward.default,  # of queries that are the last of the keys
         tiles.OPERATION,
     ),
     # Projections alone: where attention has no kernel of its own, it is made of batched products (bmm), whose results
@@ -86,6 +88,10 @@ class Recompute:
         keep = {operation for name in config.keep for operation in OPERATIONS[name]}
         if "attention" in config.keep:
             keep.update(packed.operations())
+            if "pipeline.train.model.kernels.flex" in sys.modules:  # which takes long to import
+                from pipeline.train.model.kernels.flex import OPERATION
+
+                keep.add(OPERATION)
         return cls(frozenset(keep), frozenset(needless))
 
     def __call__(self, compute: Callable[[Tensor], Result], x: Tensor) -> Result:

@@ -3,7 +3,7 @@
 bf16 keeps 8 bits. A moment with decay beta changes by a share of about 1 - beta a step; where that is below half of
 the last bit, rounding to the nearest loses every change. Chance loses none on average (Gupta et al. 2015).
 
-The chance is a function of the parameter's name, the step, and row and column in the whole: a rank draws what belongs
+The chance is a function of the parameter's name, its step, and row and column in the whole: a rank draws what belongs
 to its own shard, and a run that is resumed draws what it would have drawn. Every row and every column has a random
 word; an element has the exclusive or of the two, scattered by a product: without that, what is rounded up would be a
 matrix of low rank.
@@ -50,15 +50,18 @@ class Rounding:
             for place, indices in enumerate(ranges[name])
         ]
         self._seeds = _mix(torch.cat(seeds) & _WORD)
+        counts = torch.tensor([sum(map(len, ranges[name])) for name in ranges], device=device)
+        self._whose = torch.arange(len(ranges), device=device).repeat_interleave(counts, output_size=sum(self._sizes))
+        """Of each seed, the place of its parameter."""
         self._words: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def draw(self, step: Tensor) -> None:
+    def draw(self, steps: Tensor) -> None:
         """Throw the dice of a step.
 
         Args:
-            step: Its number, a scalar on the device of the parameters.
+            steps: [parameters], how many each has had, on their device.
         """
-        turn = _mix((step.long() * _STRIDE) & _WORD)
+        turn = _mix((steps.long() * _STRIDE) & _WORD)[self._whose]
         words = torch.split(_mix(self._seeds ^ turn).int(), self._sizes)
         self._words = dict(zip(self._names, zip(words[::2], words[1::2], strict=True), strict=True))
 

@@ -22,7 +22,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.fingerprint import compare, model_fingerprint
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.kernels.choice import Machine, Need, choose
+from pipeline.train.model.kernels.choice import Need, choose_on
 from pipeline.train.parallel import processes
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.mesh import Mesh, build_mesh
@@ -51,10 +51,12 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
         ranks: the place of this process.
         tell: gets what was chosen for the machine, a line.
     """
-    torch.set_num_threads(config.launch.threads or cores_of(ranks, os.environ))
     device = choose_device(config.launch.device, ranks)
     if config.launch.bind == "auto" and (bound := bind(ranks, device, os.environ)):
         tell(bound)
+    # Ranks need not have got equal parts.
+    cores = min(cores_of(ranks, os.environ), len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.launch.threads or cores)
     if device.type == "cpu":
         memory = "freed memory kept" if keep_freed_memory() else "no way to keep freed memory"
         products = choose_products()
@@ -143,7 +145,7 @@ def load_for_inference(
     model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
     # The training's own choice may not be installed here.
     need = Need.of(config.model, setup.spec, config.train, compiled=False)
-    kernel = choose(AttentionConfig(), need, Machine.of(device)).build(config.train.deterministic)
+    kernel = choose_on(AttentionConfig(), need, device).build(config.train.deterministic)
     for part in model.parts.values():
         part.kernel = kernel
     storage.read(checkpoint.path, model, weights=config.eval.weights)

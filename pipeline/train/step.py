@@ -156,7 +156,7 @@ class Stepper:
             lr: learning rate of this step.
             step: its number, from 1; decides whether it is observed.
             data_hash: of this rank's samples.
-            wish: what this rank is asked for, looked at when all is computed; all learn of it from the result.
+            wish: what this rank is asked for, looked at when all has been issued; all learn of it from the result.
             work: seconds that this rank worked in the step before.
         """
         with span("prepare"):

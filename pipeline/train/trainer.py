@@ -59,6 +59,9 @@ from pipeline.train.straggler import Stragglers, WorkClock
 from pipeline.train.validation import HeldOutLoss, validation_losses
 from pipeline.train.warm_start import Origin, warm_start
 
+_COMPILED = "compiled"
+"""In state.json: by type of device, whether layers are compiled there."""
+
 
 def train(config: Config, console: Console | None = None) -> int:
     """Train to the end of the run, from the latest checkpoint if there is one; returns the steps trained in all.
@@ -113,7 +116,7 @@ def train(config: Config, console: Console | None = None) -> int:
             save_minutes=config.train.checkpoint.every_minutes,
         ) as requests:
             with out_of_memory_means(lambda: _advice_on_weights(ranks)):
-                trainer = Trainer(config, plan, setup, datasets, heldout, folder, ranks, watchdog, console)
+                trainer = Trainer(config, plan, setup, datasets, heldout, folder, ranks, watchdog, console, checkpoint)
                 trainer.begin(checkpoint)
             trainer.run(requests)
             if ranks.rank == 0 and (spent := goodput(folder.path)):
@@ -145,6 +148,7 @@ class Trainer:
         ranks: Processes,
         watchdog: Watchdog,
         console: Console,
+        checkpoint: Checkpoint | None,
     ) -> None:
         self._config = config
         self._plan = plan
@@ -160,7 +164,19 @@ class Trainer:
         self._heldout = heldout
         tokens = plan.journal.tokens(plan.length.steps)
         flops = self._flops(0, causal=True) * tokens / ranks.world_size
-        settled, self._compiler_line = settle(train, config.parallel, setup.device, flops, torch.get_num_threads())
+        before = checkpoint.state().get(_COMPILED, {}).get(setup.device.type) if checkpoint else None
+        threads = torch.get_num_threads()
+        self._compiles, self._compiler_line = share(
+            lambda: settle(train, config.parallel, setup.device, flops, threads, before)
+        )
+        self._profile = Profile(
+            train.profile,
+            setup.device,
+            ranks.rank,
+            lambda: folder.path / "profile" / f"attempt-{folder.attempt:04d}",
+            console,
+        )
+        self._profile.watch_memory()
         self._model = build_model(
             config.model,
             spec,
@@ -170,7 +186,7 @@ class Trainer:
             setup.device,
             config.run.seed,
             train.sequence_length,
-            settled,
+            train.model_copy(update={"compile": self._compiles}),
         )
         self._optimizers = Optimizers(self._model, config.model.init, train.optimizer)
         self._stepper = Stepper(
@@ -202,13 +218,6 @@ class Trainer:
         self._peak = None if peak is None else peak * ranks.world_size
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"
-        self._profile = Profile(
-            train.profile,
-            setup.device,
-            ranks.rank,
-            lambda: folder.path / "profile" / f"attempt-{folder.attempt:04d}",
-            console,
-        )
         self._garbage = Garbage()
         self._compiled: set[tuple[int, int]] = set()
         """Shapes of micro-batches, samples and length, that have been trained on in this process."""
@@ -338,6 +347,7 @@ class Trainer:
                     self._watchdog.phase("save", step + 1)
                     with self._clock.pause():
                         self._profile.finish()
+                        processes.wait_for_all()  # those that write nothing would be in the next step, with its limit
                     self._since = time.monotonic()  # writing it was part of no step
                 self._garbage.after(step + 1)
                 self._watchdog.phase(self._phase(step + 1), step + 2)
@@ -407,6 +417,7 @@ class Trainer:
         """Go back to a checkpoint, and pass over the steps around a fault when the run comes to them again."""
         self._pending, self._agreed = None, Wish(False, False)
         self._last_save()
+        self._profile.finish()
         self._report_saves(metrics)
         checkpoint = rewind_point(
             self._checkpoints, self._config.resume, rewind.before, lambda line: say(self._console, f"warning: {line}")
@@ -567,6 +578,7 @@ class Trainer:
         start = time.monotonic()
         self._watchdog.phase("save", step)
         more = {name: part.state() for name, part in self._parts().items()}
+        more[_COMPILED] = {self._setup.device.type: self._compiles}
         # Each of the two saves that this may wait for has the whole limit.
         advance, prune = self._watchdog.beat, not self._faults.troubled
         with span("save"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -168,6 +169,27 @@ def _refused() -> None:
     parallel = ParallelConfig(tp=2, overlap=OverlapConfig(async_tp=True))
     mesh = build_mesh(resolve(parallel, 2), "cpu")
     check_async_tp(parallel, TrainConfig.model_validate({"duration": "1 steps", "compile": True}), CPU, mesh.role("tp"))
+
+
+def _apart() -> str:
+    """What the check says where ranks 2 and 3, a group of tp, are on two machines."""
+    parallel = ParallelConfig(dp_shard=2, tp=2, overlap=OverlapConfig(async_tp=True))
+    mesh = build_mesh(resolve(parallel, 4), "cpu")
+    train = TrainConfig.model_validate({"duration": "1 steps", "compile": True})
+    name, socket.gethostname = socket.gethostname, lambda: "two" if dist.get_rank() == 3 else "one"
+    try:
+        check_async_tp(parallel, train, torch.device("cuda"), mesh.role("tp"))
+    except UserError as error:
+        return str(error)
+    finally:
+        socket.gethostname = name
+    return ""
+
+
+def test_machines_of_one_group_end_all_processes() -> None:
+    said = ranks.run(4, _apart)
+    assert len(set(said)) == 1
+    assert "parallel.tp=2 over the machines one, two: the processes of tp must be in one" in said[0]
 
 
 def test_a_cpu_sends_nothing_to_gpus() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pipeline.config.load import load
 from pipeline.data.preprocess import preprocess
 from pipeline.train import trainer
+from pipeline.train.garbage import Garbage
+from pipeline.train.profile import Profile
 from tests import tiny
 from tests.parallel.ranks import Ranks
 from tests.train.runs import exact, weights_hash
@@ -37,6 +41,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(file: Path, values: list[str]) -> None:
     trainer.train(load(file, values))
+
+
+def _times(file: Path, values: list[str]) -> float:
+    """When this rank went on behind the profile; rank 0 when it had written, which takes a while."""
+    times = []
+    finish, after = Profile.finish, Garbage.after
+
+    def slowly(profile: Profile) -> None:
+        finish(profile)
+        if dist.get_rank() == 0 and not times:
+            time.sleep(1.5)
+            times.append(time.monotonic())
+
+    def passing(garbage: Garbage, step: int) -> None:
+        if dist.get_rank() == 1 and step == LAST:
+            times.append(time.monotonic())
+        after(garbage, step)
+
+    Profile.finish, Garbage.after = slowly, passing  # type: ignore[method-assign]
+    try:
+        _train(file, values)
+    finally:
+        Profile.finish, Garbage.after = finish, after  # type: ignore[method-assign]
+    return times[0]
+
+
+def test_the_others_wait_for_the_rank_that_writes(root: Path, processes: Callable[[int], Ranks]) -> None:
+    """In the next step they would wait with its limit."""
+    values = ["parallel.tp=2", f"run.dir={root / 'slow'}", f"train.profile={{steps: [{FIRST}, {LAST}], trace: false}}"]
+    written, went_on = processes(2).call(_times, root / "run.yaml", values)
+    assert went_on >= written
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

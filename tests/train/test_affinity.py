@@ -41,9 +41,9 @@ def machine(folder: Path, nodes: int, cores: int, gpus: dict[int, int] | None = 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A process whose cores are a variable."""
-    state = SimpleNamespace(mask=frozenset(range(32)))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(state.mask))
+    """A process whose cores are a variable; those of its parent are the same, if they are not set."""
+    state = SimpleNamespace(mask=frozenset(range(32)), parent=None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set((process and state.parent) or state.mask))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, mask: setattr(state, "mask", frozenset(mask)))
     monkeypatch.setattr(affinity, "_given", [])
     yield state
@@ -83,6 +83,13 @@ def test_ranks_are_near_their_gpus(tmp_path: Path) -> None:
     assert [share(first, rank, 4, system, nodes) for rank in range(4)] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
 
 
+def test_cores_of_nodes_without_a_gpu_are_dealt_to_all(tmp_path: Path) -> None:
+    system = machine(tmp_path, nodes=4, cores=4)  # 16 cores; node 0 is 0-3, node 3 is 12-15
+    every = frozenset(range(32))
+    parts = [spans(share(every, rank, 4, system, [3, 3, 1, 1]) or frozenset()) for rank in range(4)]
+    assert parts == ["8-9,12-13,24-25,28-29", "10-11,14-15,26-27,30-31", "0-1,4-5,16-17,20-21", "2-3,6-7,18-19,22-23"]
+
+
 def test_a_gpu_is_found_by_its_address(
     tmp_path: Path, process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +103,11 @@ def test_a_gpu_is_found_by_its_address(
     line = bind(rank_of(0, 2), CUDA, LAUNCHED, system)
     assert line == "rank 0 runs on 16 of 32 CPUs: 8-15,24-31, near its GPU (NUMA node 1)"
     assert spans(process.mask) == "8-15,24-31"
+    # What it got elsewhere is told.
+    affinity._given.clear()
+    process.mask = frozenset(range(8))
+    line = bind(rank_of(0, 2), CUDA, LAUNCHED, system)
+    assert line == "rank 0 runs on 4 of 8 CPUs: 0-3, 0 of them near its GPU (NUMA node 1)"
     # A machine with one node says -1.
     affinity._given.clear()
     process.mask = frozenset(range(32))
@@ -135,6 +147,17 @@ def test_what_others_have_bound_stays(
     line = bind(rank_of(0, count), CPU, environment, system)
     assert (line is not None) == bound == (process.mask != before)
     assert process.mask <= before
+
+
+@pytest.mark.parametrize("launcher", [LAUNCHED, {"TORCHELASTIC_RUN_ID": "x"}])
+def test_what_a_wrapper_of_each_rank_has_bound_stays(
+    tmp_path: Path, process: SimpleNamespace, launcher: dict[str, str]
+) -> None:
+    system = machine(tmp_path, nodes=2, cores=8)
+    process.mask, process.parent = frozenset(range(8)), frozenset(range(32))
+    assert bind(rank_of(0, 2), CPU, launcher, system) is None
+    process.parent = frozenset(range(8))
+    assert bind(rank_of(0, 2), CPU, launcher, system) == "rank 0 runs on 4 of 8 CPUs: 0-3"
 
 
 def _bound() -> tuple[str | None, list[int], int]:

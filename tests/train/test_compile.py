@@ -141,6 +141,20 @@ def test_long_runs_on_a_cpu_are_compiled(
 ) -> None:
     monkeypatch.setattr(compile, "_missing_program", lambda *_: None if compiler else "a C++ compiler")
     train = TrainConfig.model_validate({"duration": "1 steps", **keys})
-    settled, said = settle(train, ParallelConfig(), torch.device("cpu"), flops, threads=2)
-    assert settled.compile is compiled and words in said
-    assert settle(settled, ParallelConfig(), torch.device("cpu"), 0.0, threads=2)[0] == settled
+    found, said = settle(train, ParallelConfig(), torch.device("cpu"), flops, threads=2)
+    assert found is compiled and words in said
+    # Layers that are compiled round otherwise: what a run began with stays, unless the run file says something.
+    for before in (True, False):
+        later, _ = settle(train, ParallelConfig(), torch.device("cpu"), flops, threads=2, before=before)
+        assert later is (before if train.compile is None else compiled)
+
+
+def test_a_longer_run_is_compiled_as_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train(root, "short", "train.duration=2 steps")
+    monkeypatch.setattr(compile, "_LONG_HOURS", 0.0)
+    monkeypatch.setattr(compile, "BACKEND", TRACED)
+    train(root, "short", "train.duration=4 steps")
+    assert not counters["stats"]["unique_graphs"]
+    fresh = train(root, "fresh", "train.duration=4 steps")
+    assert counters["stats"]["unique_graphs"]
+    assert column(run, "loss") == pytest.approx(column(fresh, "loss"), rel=1e-4)

@@ -27,12 +27,15 @@ from pipeline.train.model.flops import num_parameters
 from pipeline.train.parallel.compile import compiles
 from pipeline.train.parallel.footprint import footprint
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.rules import check_layout, layout_warnings
 from pipeline.train.planning.devices import DEVICES
+from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.plan import plan
 from pipeline.train.planning.traffic import bytes_by_axis
 from pipeline.train.recompute import Recompute
 from pipeline.train.setup import load_for_inference
+from tests.groups import leave_group
 from tests.train.averages import averages_differ
 from tests.train.planning.test_timing import H100, Case
 from tests.train.planning.test_timing import LLAMA_8B as MODEL_8B
@@ -324,13 +327,13 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     ),
     (
         1,
-        (SMALL, "train.sequence_length=20", "train.micro_batch_size=1"),
-        "multiple of 16 tokens.*micro_batch_size=4, or",
+        (SMALL, "train.sequence_length=20", "train.micro_batch_size=4"),
+        "multiple of 16 tokens.*: set train.sequence_length=16 or 32",
     ),
     (
         2,
-        (SMALL, "parallel.cp=2", "train.sequence_length=16", "train.micro_batch_size=3"),
-        "micro_batch_size=2 or 4, or",
+        (SMALL, "parallel.cp=2", "train.sequence_length=16", "train.micro_batch_size=2"),
+        "sequence_length=16 over parallel.cp=2 is no multiple of 16 tokens.*: set train.sequence_length=32$",
     ),
     (2, (SMALL, "parallel.pp=2", "parallel.pipeline.schedule=zbv", "model.layers=4"), "take one of gpipe, 1f1b"),
     (2, (*TE, "parallel.tp=2"), "backend=te with parallel.tp=2 is not tested.*backend=torchao, or parallel.tp=1"),
@@ -358,6 +361,19 @@ def test_what_goes_together_is_not_refused(root: Path) -> None:
     ):
         config = load(root / "run.yaml", [*SIZES, "train.micro_batch_size=1", *values])
         assert not [line for line in layout_warnings(config, check_layout(config, 2)) if "fp8" in line]
+
+
+def test_lengths_of_validation_are_multiples_on_every_process() -> None:
+    """A batch may be shorter than a window: of one window of 64 tokens a process would have 8."""
+    leave_group()  # tests of a whole run may have come before
+    config = ModelConfig(layers=2, dim=64, heads=4, ffn_dim=128)
+    spec, parallel = decoder_spec(config, 61, 512), ParallelConfig(cp=8)
+    for keys, multiple in (({}, 16), ({"fp8": {"min_size": 16, "emulate": True}}, 128)):
+        train_config = TrainConfig.model_validate({"duration": "1 steps", "precision": keys})
+        with fake_mesh(Layout(cp=8), 0) as mesh:
+            device = torch.device("meta")
+            model = parallelize(spec, mesh, parallel, train_config.precision, device, 512, train_config)
+        assert model.sequence_multiple == multiple
 
 
 def test_the_device_is_looked_at_before_anything_is_built(root: Path) -> None:

@@ -75,6 +75,21 @@ def states(optimizers: Optimizers) -> list[Tensor]:
     return [value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone() for value in found]
 
 
+@pytest.mark.parametrize("keys", [{"states": "bf16"}, {"type": "muon"}, {"type": "muon", "states": "bf16"}], ids=str)
+def test_moments_are_loaded_without_a_copy_in_another_format(keys: dict[str, Any]) -> None:
+    model = build()
+    ours = Optimizers(model, MODEL.init, config(**keys))
+    give(model, 0)
+    ours.step(LR, YES)
+    for optimizer in ours.all():
+        given = optimizer.state_dict()
+        values = [dict(value) for value in given["state"].values()]
+        optimizer.load_state_dict(given)
+        for before, after in zip(values, optimizer.state.values(), strict=True):
+            assert before.keys() == after.keys()
+            assert all(before[name] is after[name] for name in before)
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_muon_is_that_of_torch(nesterov: bool, adjust: str) -> None:
@@ -164,7 +179,7 @@ def test_rounding_is_right_on_average_and_leaves_what_bf16_can_hold() -> None:
     into = torch.empty(rows, columns, dtype=torch.bfloat16)
     below = torch.tensor([value.bfloat16()[0, 0].item()])
     for step in range(steps):
-        rounding.draw(torch.tensor(float(step)))
+        rounding.draw(torch.tensor([float(step)]))
         for kind in range(2):
             rounding.store("w", kind, value.clone(), into)
             total[kind] += into.float()
@@ -179,7 +194,7 @@ def test_rounding_is_right_on_average_and_leaves_what_bf16_can_hold() -> None:
     assert torch.equal(into, value.bfloat16())
     special = torch.tensor([[0.0, -0.0, float("inf"), -float("inf"), 1e-45]] * 2)
     rounding = Rounding({"w": special}, 1)
-    rounding.draw(torch.tensor(1.0))
+    rounding.draw(torch.tensor([1.0]))
     rounding.store("w", 0, special.clone(), target := torch.empty(2, 5, dtype=torch.bfloat16))
     assert torch.equal(target[:, :4].float(), special[:, :4])
 
@@ -189,7 +204,7 @@ def test_rounding_of_elements_and_steps_is_independent() -> None:
     rounding = Rounding({"w": value, "v": value}, 2)
     draws = []
     for step in range(3):
-        rounding.draw(torch.tensor(float(step)))
+        rounding.draw(torch.tensor([float(step)] * 2))
         for name, kind in (("w", 0), ("w", 1), ("v", 0)):
             into = torch.empty(128, 128, dtype=torch.bfloat16)
             rounding.store(name, kind, value.clone(), into)
@@ -249,6 +264,24 @@ def test_runs_go_on_with_another_format_or_type(root: Path) -> None:
         assert f"train.optimizer.type: {before} -> {after}" in out
         assert "moments of the layers' matrices begin at zero: step-00000004 has those of another" in out
         assert max(column(run, "loss")) < column(halves[before], "loss")[0]
+
+
+def test_dice_are_those_of_a_parameters_own_step() -> None:
+    """Of some parameters that began anew later than others: who else is on a process does not count."""
+    values = {name: torch.full((8, 16), 1 + 2**-8) for name in ("a", "b")}
+
+    def rounded(names: str, steps: list[float]) -> dict[str, Tensor]:
+        rounding = Rounding({name: values[name] for name in names}, 1)
+        rounding.draw(torch.tensor(steps))
+        into = {name: torch.empty(8, 16, dtype=torch.bfloat16) for name in names}
+        for name in names:
+            rounding.store(name, 0, values[name].clone(), into[name])
+        return into
+
+    together = rounded("ab", [7.0, 3.0])
+    for name, step in (("a", 7.0), ("b", 3.0)):
+        assert torch.equal(together[name], rounded(name, [step])[name])
+    assert not torch.equal(together["b"], rounded("b", [7.0])["b"])
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.config.load import load
 from pipeline.errors import UserError
@@ -151,7 +152,26 @@ def test_a_folder_that_cannot_be_written_ends_no_run(root: Path, capfd: pytest.C
     code, out = start(root, "no-room", "train.profile={steps: [2, 3]}")
     assert code == 0, out
     assert exact(run) == exact(root / "profiled")
-    assert "a file of train.profile could not be written" in capfd.readouterr().err
+    assert "train.profile could not do all it was set to" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["start", "step", "stop", "export_chrome_trace"])
+def test_a_profiler_that_fails_ends_no_run(
+    broken: str, root: Path, profiled: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    works = getattr(torch.profiler.profile, broken)
+
+    def fail(trace: Any, *arguments: Any) -> None:
+        if broken == "stop":  # or it would go on in later tests
+            works(trace)
+        raise AssertionError
+
+    monkeypatch.setattr(torch.profiler.profile, broken, fail)
+    code, out = start(root, f"broken-{broken}", "train.profile={steps: [3, 5]}")
+    assert code == 0, out
+    assert exact(root / f"broken-{broken}") == exact(profiled)
+    assert [file.name for file in (root / f"broken-{broken}").rglob("profile/*/*")] == ["spans.rank-0000.json"]
+    assert capfd.readouterr().err.count("rank 0: train.profile could not do all it was set to: AssertionError") == 1
 
 
 def test_ranks_that_do_not_exist_are_refused(root: Path) -> None:

@@ -1,11 +1,16 @@
 """What a rank takes of its machine before the first weight."""
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
+from pipeline.config.load import load
+from pipeline.train import setup
 from pipeline.train.parallel.processes import Processes
-from pipeline.train.setup import cores_of
+from pipeline.train.setup import cores_of, join
+from tests import tiny
 
 
 def test_ranks_share_the_cores_and_keep_to_those_that_srun_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +25,17 @@ def test_ranks_share_the_cores_and_keep_to_those_that_srun_was_asked_for(monkeyp
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     assert cores_of(rank, task) == 6  # bound
     assert cores_of(rank, {}) == 1
+
+
+def test_a_rank_has_no_more_threads_than_the_cores_that_it_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = set(range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(mask))
+    monkeypatch.setattr(setup, "available", lambda: frozenset(range(8)))
+    monkeypatch.setattr(setup, "bind", lambda *_: mask.intersection_update({0, 1, 2}))
+    monkeypatch.setattr(setup.processes, "join", lambda *_: None)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    rank = Processes(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    changes = {"launch.device": "cpu", "launch.bind": "auto", "launch.threads": None}
+    join(load(tiny.write_run(tmp_path, changes)), rank)
+    assert threads == [3]

@@ -55,10 +55,10 @@ def check_fp8(config: Fp8Config, device: torch.device) -> None:
     module, package, extra = _PACKAGES[config.backend]
     try:
         importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # Transformer Engine's own checks raise errors of other kinds
         raise UserError(
-            f"{key}.backend={config.backend} needs {package}, which cannot be imported ({error}): install the extra "
-            f"`{extra}`, or leave the section out"
+            f"{key}.backend={config.backend} needs {package}, which cannot be imported ({type(error).__name__}: "
+            f"{error}): install the extra `{extra}`, or leave the section out"
         ) from error
 
 

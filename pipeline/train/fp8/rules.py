@@ -9,7 +9,7 @@ from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import Fp8Config
 from pipeline.train.fp8.matrices import fp8_matrices, matrices_of, uneven_shards
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.parallel.course import StepShape, step_shapes
+from pipeline.train.parallel.course import step_shapes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rule import Rule
 from pipeline.train.parallel.schedules import SCHEDULES
@@ -75,22 +75,18 @@ def _tokens(config: Config, layout: Layout) -> Iterator[str]:
     fp8 = config.train.precision.fp8
     if fp8 is None:
         return
-    for shape in step_shapes(config, layout.dp):
-        tokens = shape.micro_batch_size * shape.sequence_length
-        if tokens % (fp8.multiple * layout.cp):
+    multiple = fp8.multiple * layout.cp
+    # Validation has batches of any number of windows, so that each window has to be one.
+    lengths = dict.fromkeys((shape.length_key, shape.sequence_length) for shape in step_shapes(config, layout.dp))
+    for key, length in lengths:
+        if length % multiple:
             cut = f" over parallel.cp={layout.cp}" if layout.cp > 1 else ""
+            below = length // multiple * multiple
+            near = f"{below} or {below + multiple}" if below else f"{multiple}"
             yield (
-                f"{shape.micro_key}={shape.micro_batch_size} windows of {shape.sequence_length} tokens{cut} are no "
-                f"multiple of {fp8.multiple} tokens, over which gradients of weights are summed in fp8: "
-                f"set {_whole(shape, fp8.multiple * layout.cp)}"
+                f"{key}={length}{cut} is no multiple of {fp8.multiple} tokens, over which gradients of weights are "
+                f"summed in fp8: set {key}={near}"
             )
-
-
-def _whole(shape: StepShape, multiple: int) -> str:
-    size = next(n for n in range(1, multiple + 1) if n * shape.sequence_length % multiple == 0)
-    above = -(-shape.micro_batch_size // size) * size
-    near = above if shape.micro_batch_size < size else f"{above - size} or {above}"
-    return f"{shape.micro_key}={near}, or {shape.length_key} to a multiple of {multiple}"
 
 
 def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
@@ -169,8 +165,9 @@ FP8_RULES: Sequence[Rule] = (
         of_training=True,
     ),
     Rule(
-        ("train.micro_batch_size", "train.sequence_length", _KEY, "parallel.cp"),
-        "With `fp8`, the tokens of a micro-batch on a process are a multiple of 16 (32 for `mxfp8`), in each phase.",
+        ("train.sequence_length", _KEY, "parallel.cp"),
+        "With `fp8`, the tokens of a window on a process (`sequence_length` / `cp`) are a multiple of 16 (32 for "
+        "`mxfp8`), in each phase.",
         _tokens,
         of_training=True,
     ),

@@ -153,6 +153,8 @@ class Decoder(nn.Module):
             window: tuple(self._prepared(self.kernel, sight) for sight in sights)
             for window, sights in context.sights.items()
         }
+        # Layers do not need them, and would be compiled for every number of documents.
+        context.starts = None
 
 
 def _mask_of_states(places: Places, window: int | None, queries: int, device: torch.device) -> Tensor | None:

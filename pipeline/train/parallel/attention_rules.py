@@ -49,6 +49,26 @@ def _compiled(config: Config, _: Layout) -> Iterator[str]:
         )
 
 
+def _kept(config: Config, _: Layout) -> Iterator[str]:
+    mode = config.train.recompute.mode
+    if config.train.attention.backend == "te" and mode in ("selective", "budget"):
+        yield (
+            f"train.attention.backend=te with train.recompute.mode={mode}: results within Transformer Engine cannot be "
+            "kept one by one: set train.recompute.mode=full or none, or train.attention.backend=auto"
+        )
+
+
+def attention_again(config: Config, _: Layout) -> Iterator[str]:
+    """What `keep` names and cannot be kept."""
+    train, recompute = config.train, config.train.recompute
+    keeps = recompute.mode == "selective" and "attention" in recompute.keep
+    if keeps and train.attention.backend == "flex" and train.compile is False:
+        yield (
+            "train.recompute.keep names attention, but with train.attention.backend=flex and train.compile=false it is "
+            "computed again: leave train.compile out, or set train.attention.backend=auto"
+        )
+
+
 ATTENTION_RULES: Sequence[Rule] = (
     Rule(
         ("train.attention.backend", "launch.device"),
@@ -72,6 +92,12 @@ ATTENTION_RULES: Sequence[Rule] = (
         ("train.attention.backend", "train.compile"),
         "`te` needs `compile: false`.",
         _compiled,
+        of_training=True,
+    ),
+    Rule(
+        ("train.attention.backend", "train.recompute.mode"),
+        "`te` goes with recomputation of `mode: full`.",
+        _kept,
         of_training=True,
     ),
 )

@@ -425,13 +425,21 @@ def prepare_compiler(budget: float) -> None:
     Args:
         budget: Share of the memory of activations that compiled code may keep for backward, 1 for all of it.
     """
-    import torch._dynamo.config
     import torch._functorch.config
 
-    # One code for each kind of layer and shape of a micro-batch is meant, however many a batch ramp has; beyond the
-    # limits the run would end.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**20
+    lift_recompile_limits()
     torch._functorch.config.activation_memory_budget = budget
+
+
+def lift_recompile_limits() -> None:
+    """Let torch.compile make code for any number of shapes.
+
+    One code for each kind of layer and shape of a micro-batch is meant, however many a batch ramp has. Beyond the
+    limits a run would end, or go on without the compiler where that is allowed. The same in 2.11 and 2.13.
+    """
+    import torch._dynamo.config
+
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**20
 
 
 def prepare_async_tp(group: dist.ProcessGroup) -> None:

@@ -41,9 +41,14 @@ def _ruled_out(train: TrainConfig, parallel: ParallelConfig) -> bool:
 
 
 def settle(
-    train: TrainConfig, parallel: ParallelConfig, device: torch.device, flops: float, threads: int
-) -> tuple[TrainConfig, str]:
-    """`train` with `compile` decided, and a line for the log.
+    train: TrainConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+    flops: float,
+    threads: int,
+    before: bool | None = None,
+) -> tuple[bool, str]:
+    """Whether layers are compiled, and a line for the log. One rank decides for all.
 
     On a CPU compiling takes half a minute at each start and saves about a tenth of every step: that is for long runs.
 
@@ -51,12 +56,15 @@ def settle(
         train: The section of the run file.
         parallel: The layout.
         device: Where the run is.
-        flops: Of a process in the whole run, so that the choice does not depend on where it goes on.
+        flops: Of a process in the whole run.
         threads: Of a process.
+        before: What was decided on a CPU when the run was there last, which stays, as compiled layers round otherwise.
     """
     compiled = compiles(train, parallel, device)
     why = "as train.compile says" if train.compile is not None else ""
-    if train.compile is None and device.type == "cpu":
+    if train.compile is None and device.type == "cpu" and before is not None:
+        compiled, why = before, "as before"
+    elif train.compile is None and device.type == "cpu":
         hours = flops / (_FLOPS_OF_A_THREAD * threads) / 3600
         missing = _missing_program("CXX", ("g++",), "C++")
         long = hours >= _LONG_HOURS
@@ -66,8 +74,7 @@ def settle(
         why = f"the run is {'long' if long else 'short'}, {hours:,.2g} hours of arithmetic"
         if long and not compiled:
             why += f", but there is no {'C++ compiler' if missing else 'compiling with what else it has'}"
-    said = f"layers are {'' if compiled else 'not '}compiled" + (f": {why}" if why else "")
-    return train.model_copy(update={"compile": compiled}), said
+    return compiled, f"layers are {'' if compiled else 'not '}compiled" + (f": {why}" if why else "")
 
 
 def check_compiler(device: torch.device) -> None:

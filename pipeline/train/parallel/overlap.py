@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.compile import compiles
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.processes import cpu_group
 
 Reduction = Literal["each", "last", "after"]
 """When gradients are added up over shards: in the backward pass of each micro-batch, in that of the last one, or after
@@ -74,11 +75,15 @@ def check_async_tp(parallel: ParallelConfig, train: TrainConfig, device: torch.d
             "parallel.overlap.async_tp=false"
         )
     assert compiles(train, parallel, device), "a rule"
-    hosts: list[str | None] = [None] * mesh.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=mesh.get_group())
-    if len(set(hosts)) > 1:
-        raise UserError(
-            f"parallel.overlap.async_tp=true with parallel.tp={mesh.size()} over the machines "
-            f"{', '.join(sorted(map(str, set(hosts))))}: the processes of tp must be in one; lower parallel.tp, or set "
-            "parallel.overlap.async_tp=false"
-        )
+    # Of all processes: one that saw nothing wrong would wait for those that end.
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=cpu_group())
+    groups: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(groups, dist.get_process_group_ranks(mesh.get_group()), group=cpu_group())
+    for group in groups:
+        if len(machines := {hosts[rank] for rank in group}) > 1:
+            raise UserError(
+                f"parallel.overlap.async_tp=true with parallel.tp={mesh.size()} over the machines "
+                f"{', '.join(sorted(machines))}: the processes of tp must be in one; lower parallel.tp, or set "
+                "parallel.overlap.async_tp=false"
+            )

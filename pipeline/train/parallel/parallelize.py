@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pipeline.train.model.attention import SequenceCut
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.kernels.choice import Choice, Machine, Need, choose
+from pipeline.train.model.kernels.choice import Choice, Need, choose_on
 from pipeline.train.parallel.compat import prepare_async_tp
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut
@@ -133,6 +134,8 @@ def parallelize(
         shard = VocabShard(mesh.role("tp").get_group(), mesh.rank("tp") * (spec.vocab_padded // tp))
     multiple = sequence_multiple(parallel, mesh.layout)
     fp8 = precision.fp8 if train is not None else None
+    if fp8 is not None:
+        multiple = math.lcm(multiple, fp8.multiple * mesh.layout.cp)
     return ParallelModel(
         spec,
         stages,
@@ -179,9 +182,9 @@ def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bo
 def attention_choice(
     config: ModelConfig, spec: DecoderSpec, train: TrainConfig, parallel: ParallelConfig, device: torch.device
 ) -> Choice:
-    """What computes attention in a training, see `choose`."""
+    """What computes attention in a training, see `choose_on`."""
     need = Need.of(config, spec, train, compiles(train, parallel, device))
-    return choose(train.attention, need, Machine.of(device))
+    return choose_on(train.attention, need, device)
 
 
 def build_model(

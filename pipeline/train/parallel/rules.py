@@ -13,7 +13,7 @@ from pipeline.data.progress import counted
 from pipeline.errors import UserError
 from pipeline.train.fp8.rules import FP8_RULES, slow_without_compiler
 from pipeline.train.model.config import default_ffn_dim
-from pipeline.train.parallel.attention_rules import ATTENTION_RULES
+from pipeline.train.parallel.attention_rules import ATTENTION_RULES, attention_again
 from pipeline.train.parallel.course import StepShape, step_shapes
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.optimizer_rules import OPTIMIZER_RULES, optimizer_without_effect
@@ -459,6 +459,11 @@ WARNINGS: Sequence[Rule] = (
         ("train.precision.fp8", "train.compile"),
         "`fp8` of torchao without compiled layers, which rounds in passes of its own.",
         slow_without_compiler,
+    ),
+    Rule(
+        ("train.recompute.keep", "train.attention.backend", "train.compile"),
+        "Attention is to be kept and cannot be: that of `flex` outside of compiled layers.",
+        attention_again,
     ),
     Rule(("parallel.tp",), "`tp` is more than 8, which few machines have in one node.", _wide_tp),
 )

@@ -20,6 +20,7 @@ from pipeline.train.parallel.footprint import (
     moments,
 )
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.stages import split_stages
 from pipeline.train.parallel.tested import Kind
 from pipeline.train.planning.devices import Device
@@ -60,11 +61,9 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         whole = 0 if element == MASTER_BYTES else max(layers, default=0) if reshards else parameters
         tokens = shape.micro_batch_size * shape.sequence_length / layout.cp
         begin = held + element * whole
-        # In a later micro-batch gradients are there, in a pipeline whole ones.
-        if layout.pp > 1 and shape.micro_batches >= 2 * layout.pp:
-            begin += GRADIENT_BYTES * parameters
-        elif layout.pp == 1 and shape.micro_batches > 1:
-            begin += GRADIENT_BYTES * shard
+        # In a later micro-batch gradients are there, whole ones where they add up before they are sharded.
+        if shape.micro_batches >= 2 * layout.pp:
+            begin += GRADIENT_BYTES * (shard if reduction(config.parallel, layout) == "each" else parameters)
         if rank == 0:
             least = element * sum(_activation(config, layout, spec.layers[index], index) for index in indices)
             least = least if kept is None else max(least, kept * len(indices))

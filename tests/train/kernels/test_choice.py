@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +14,9 @@ import torch
 from pipeline.config.load import load
 from pipeline.config.train import AttentionConfig
 from pipeline.errors import UserError
-from pipeline.train.model.kernels.choice import Machine, Need, choose
+from pipeline.train.model.kernels.choice import Machine, Need, choose, choose_on
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.rules import check_layout, layout_warnings
 from tests.train.runs import start
 
 ALL = frozenset({2, 3, 4})
@@ -44,12 +47,14 @@ def auto(need: Need, machine: Machine) -> tuple[str, int | None]:
         (replace(AMPERE, flash=ALL, te=True), {"documents": False}, ("sdpa", None)),
         (replace(AMPERE, te=True), {}, ("varlen", None)),
         (replace(HOPPER, flash=ALL), {}, ("flash", 3)),
-        (replace(HOPPER, flash=frozenset({2, 4})), {}, ("flash", 4)),
-        (replace(HOPPER, flash=frozenset({2, 4})), {"compiled": True}, ("flash", 2)),
+        (replace(HOPPER, flash=frozenset({2, 4})), {}, ("flash", 2)),
+        (replace(HOPPER, flash=frozenset({4})), {}, ("flash", 4)),
+        (replace(HOPPER, flash=frozenset({4})), {"compiled": True}, ("varlen", None)),
         (replace(HOPPER, flash=ALL), {"compiled": True, "deterministic": True}, ("flash", 3)),
-        (replace(BLACKWELL, flash=ALL), {}, ("flash", 4)),
-        (replace(BLACKWELL, flash=ALL), {"deterministic": True}, ("flash", 2)),
-        (replace(BLACKWELL, flash=ALL), {"head_size": 192}, ("flash", 2)),
+        (replace(BLACKWELL, flash=ALL), {}, ("flash", 2)),
+        (replace(BLACKWELL, flash=frozenset({3, 4})), {}, ("flash", 4)),
+        (replace(BLACKWELL, flash=frozenset({3, 4})), {"deterministic": True}, ("varlen", None)),
+        (replace(BLACKWELL, flash=frozenset({3, 4})), {"head_size": 192}, ("varlen", None)),
         (replace(BLACKWELL, flash=frozenset({3})), {}, ("varlen", None)),
     ],
 )
@@ -89,6 +94,66 @@ def test_what_is_named_and_possible() -> None:
         assert choose(config, NEED, machine).backend == backend
 
 
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of packages on what seems a Hopper."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    importlib.invalidate_caches()
+
+
+FUNCTION = "def flash_attn_varlen_func(): ..."
+FLASH2 = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": FUNCTION}
+CUTE = {"flash_attn/cute/__init__.py": "from cutlass import anything"}
+FLASH3 = {"flash_attn_interface.py": FUNCTION}
+FLASH4 = {"flash_attn/cute/__init__.py": FUNCTION, "cutlass/__init__.py": ""}
+FLASH4 |= {"flash_attn_4-4.0.0.dist-info/METADATA": "Name: flash-attn-4\nVersion: 4.0.0"}
+BROKEN = {"flash_attn/flash_attn_interface.py": "raise OSError('no such library')"}
+
+
+@pytest.mark.parametrize(
+    ("files", "compiled", "expected", "reason"),
+    [
+        (FLASH2 | CUTE, False, ("flash", 2), ""),
+        (CUTE, False, ("varlen", None), ""),
+        (FLASH4, False, ("flash", 4), ""),
+        (FLASH2 | BROKEN, False, ("varlen", None), "; flash-attn 2 cannot be imported (OSError: no such library)"),
+        (FLASH2 | BROKEN | FLASH4, False, ("flash", 4), "; flash-attn 2 cannot be imported (OSError: no such library)"),
+        (FLASH2 | FLASH3, False, ("flash", 3), ""),
+        (FLASH2 | FLASH3, True, ("flash", 2), "; flash-attn 3 is a build that torch.compile cannot follow"),
+    ],
+)
+def test_packages_as_they_are_found(
+    packages: Path, files: dict[str, str], compiled: bool, expected: tuple[str, int | None], reason: str
+) -> None:
+    write(packages, files)
+    choice = choose_on(AttentionConfig(), replace(NEED, compiled=compiled), torch.device("cuda"))
+    assert (choice.backend, choice.version) == expected
+    assert choice.reason == f"documents without a mask in memory{reason}"
+
+
+def test_a_named_package_that_cannot_be_imported(packages: Path) -> None:
+    raises = {"__init__.py": "", "pytorch/__init__.py": "raise RuntimeError('found two of me')"}
+    write(packages, FLASH2 | BROKEN | {f"transformer_engine/{name}": text for name, text in raises.items()})
+    cuda = torch.device("cuda")
+    assert choose_on(AttentionConfig(), NEED, cuda).backend == "varlen", "what is not asked for is not imported"
+    assert "transformer_engine" not in sys.modules
+    with pytest.raises(UserError, match="only 2, which cannot be imported .*no such library"):
+        choose_on(AttentionConfig(backend="flash"), NEED, cuda)
+    with pytest.raises(UserError, match=r"which cannot be imported \(RuntimeError: found two of me\)"):
+        choose_on(AttentionConfig(backend="te"), NEED, cuda).build(deterministic=False)
+
+
 def test_this_machine() -> None:
     choice = choose(AttentionConfig(), NEED, Machine.of(torch.device("cpu")))
     assert isinstance(choice.build(deterministic=True), Sdpa)
@@ -102,6 +167,7 @@ def test_this_machine() -> None:
         (["backend=flash", "fp32"], "computes in 16 bits alone, but train.precision.compute=fp32"),
         (["backend=varlen", "model.head_dim=12"], "but this model's is 12: set model.head_dim=8"),
         (["backend=te"], "train.compile=null, which compiles on a GPU: torch.compile cannot follow"),
+        (["backend=te", "train.compile=false", "train.recompute.mode=selective"], "recompute.mode=full or none"),
     ],
 )
 def test_what_can_never_be_is_refused_without_the_device(root: Path, values: list[str], message: str) -> None:
@@ -122,3 +188,11 @@ def test_a_run_says_what_it_takes_and_refuses_what_is_not_there(root: Path) -> N
     values = ("train.attention.backend=varlen", "launch.device=auto", "train.precision.compute=fp32")
     code, out = start(root, "never", *values)
     assert code == 2 and "computes in 16 bits alone" in out
+
+
+def test_what_keep_names_and_cannot_be_kept_is_warned_of(root: Path) -> None:
+    values = ["launch.device=cuda", "train.attention.backend=flex", "train.recompute.mode=selective"]
+    for more, warned in ((["train.compile=false"], True), ([], False), (["train.recompute.keep=[matmul]"], False)):
+        config = load(root / "run.yaml", ["train.compile=null", *values, *more])
+        lines = [line for line in layout_warnings(config, check_layout(config, 1)) if "computed again" in line]
+        assert bool(lines) == warned, more

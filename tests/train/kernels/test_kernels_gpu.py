@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config.train import AttentionConfig
 from pipeline.errors import UserError
-from pipeline.train.model.kernels.choice import Machine, Need, choose
+from pipeline.train.model.kernels.choice import Need, choose_on
 from tests.train.kernels.cases import SOME, Case, differences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -23,7 +23,7 @@ def test_a_gpu_kernel_is_that_of_its_mask(case: Case, compute: str, backend: str
     need = Need(case.documents, case.window is not None, size, compute)
     config = AttentionConfig.model_validate({"backend": backend})
     try:
-        choice = choose(config, need, Machine.of(device))
+        choice = choose_on(config, need, device)
     except UserError as error:
         pytest.skip(str(error))
     dtype, limit = (torch.float32, 1e-3) if compute == "fp32" else (torch.bfloat16, 3e-2)

@@ -165,3 +165,11 @@ def test_transformer_engine(case: Case) -> None:
 def test_operations_that_are_registered_are_kept() -> None:
     Varlen()
     assert torch.ops.torch_attn._varlen_attn.default in packed.operations()
+
+
+def test_numbers_that_code_is_compiled_for_are_those_of_the_piece() -> None:
+    """Not those of its documents, with which layers would be compiled anew from batch to batch."""
+    rows = (((40,),), ((20, 13, 7),), ((1,) * 40,), ((3,) * 13 + (1,),))
+    for start, end in ((0, 40), (10, 30)):
+        made = [packed.pack(Case(row, True, None, start, end).sight()) for row in rows]
+        assert {(one.longest_queries, one.longest_keys) for one in made} == {(end - start, end)}

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.attention import Context
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.kernels import tiles
-from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels import sdpa, tiles
+from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
 from pipeline.train.model.kernels.sight import Sight
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.recompute import Recompute
@@ -49,6 +51,37 @@ def test_in_every_precision(case: Case, dtype: torch.dtype) -> None:
 def test_masks_as_on_a_gpu(case: Case) -> None:
     """Dense ones, with keys repeated."""
     assert max(differences(case, Sdpa(on_gpu=True), case.draw(torch.float64)).values()) < 1e-12
+
+
+def test_the_last_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: no memory for causality, and keys are repeated where flash kernels do not take them shared."""
+    shared = []
+
+    def spy(*tensors: torch.Tensor, **how: Any) -> torch.Tensor:
+        shared.append(how["enable_gqa"])
+        return theirs(*tensors, **how)
+
+    case, kernel, theirs = Case(((40,), (40,)), False, None, 10, 40), Sdpa(on_gpu=True), F.scaled_dot_product_attention
+    monkeypatch.setattr(sdpa, "F", SimpleNamespace(scaled_dot_product_attention=spy))
+    causality = kernel.prepare(case.sight())
+    assert isinstance(causality, CausalBias) and causality.numel() == 0
+    half = torch.bfloat16
+    for dtype, flash, takes in ((torch.float32, True, False), (half, True, True), (half, False, False)):
+        q, k, v, _ = case.draw(dtype)
+        found = masked_attention(q, k, v, causality, 0.3, True, flash)
+        assert shared.pop() == takes
+        expected = masked_attention(q, k, v, causal_lower_right(30, 40), 0.3, on_gpu=False)
+        torch.testing.assert_close(found, expected)
+
+
+def test_causality_goes_through_the_compiler() -> None:
+    torch._dynamo.reset()
+    case = Case(((40,), (40,)), False, None, 10, 40)
+    q, k, v, _ = case.draw(torch.float32)
+    kernel = Sdpa(on_gpu=True)
+    compiled = torch.compile(kernel.__call__, fullgraph=True, dynamic=False, backend="eager")
+    causality = kernel.prepare(case.sight())
+    assert torch.equal(compiled(q, k, v, causality, 0.3), kernel(q, k, v, causality, 0.3))
 
 
 def test_without_documents_and_windows_nothing_stands_between() -> None:

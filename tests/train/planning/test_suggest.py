@@ -7,10 +7,13 @@ import pytest
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.errors import UserError
+from pipeline.train.parallel.course import step_shapes
+from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.schedules import SCHEDULES, play
-from pipeline.train.planning.bounds import least_bubble
+from pipeline.train.planning.bounds import least_bubble, least_bytes
 from pipeline.train.planning.candidates import candidates, differences, overridden
 from pipeline.train.planning.devices import DEVICES
+from pipeline.train.planning.memory import memory
 from pipeline.train.planning.plan import plan, planned_spec
 from pipeline.train.planning.suggest import as_arguments, suggest
 
@@ -75,6 +78,21 @@ def test_bounds_of_pipelines(schedule: str) -> None:
         bound = least_bubble(schedule, pp, facts.default_stages, pp * rounds)  # type: ignore[arg-type]
         assert bound <= played.bubble + 1e-9
         assert played.activations[0] / facts.default_stages >= pp - 1e-9
+
+
+def test_the_least_memory_of_a_pipeline_is_less_than_its_memory() -> None:
+    """Whole gradients are there in a pipeline, and do not count where they add up in shards."""
+    least = {}
+    for reduce in ("each", "last"):
+        config = small(
+            "train.batch_size=32", "train.micro_batch_size=1", "parallel.pp=2", f"parallel.overlap.reduce={reduce}"
+        )
+        layout, spec = resolve(config.parallel, 16), planned_spec(config)
+        (shape,) = step_shapes(config, layout.dp)
+        least[reduce] = least_bytes(config, layout, spec, shape)
+        assert least[reduce] <= max(rank.total for rank in memory(config, layout, spec, shape))
+    parameters = 10**9  # about what a stage has
+    assert least["last"] - least["each"] > 3 * parameters
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,7 +15,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import AttentionConfig, TrainConfig
 from pipeline.errors import UserError
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen
+from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen, flash_function, followed
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Kernel
 from pipeline.train.model.kernels.te import TransformerEngine
@@ -43,14 +46,19 @@ class Machine:
     """Versions of flash-attn that are installed."""
     te: bool = False
     """Whether Transformer Engine is."""
+    unfit: Mapping[int, str] = field(default_factory=dict)
+    """By version of flash-attn that was tried, why it cannot be taken."""
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
-        """This one."""
+        """This one. No package is imported: what goes wrong then is nothing to those who do not use it."""
         if device.type != "cuda":
             return cls(device.type)
-        flash = frozenset(version for version, module in FLASH_MODULES.items() if _installed(module))
-        return cls("cuda", torch.cuda.get_device_capability(device), flash, _installed("transformer_engine.pytorch"))
+        return cls("cuda", torch.cuda.get_device_capability(device), _flash_versions(), _folder("transformer_engine"))
+
+    def without(self, version: int, why: str) -> Machine:
+        """The same without a version of flash-attn."""
+        return replace(self, flash=self.flash - {version}, unfit={**self.unfit, version: why})
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,11 @@ class Choice:
     """Of flash-attn."""
 
     def build(self, deterministic: bool) -> Kernel:
-        """The kernel itself."""
+        """The kernel itself.
+
+        Raises:
+            UserError: Transformer Engine cannot be imported.
+        """
         if self.backend == "flash":
             assert self.version is not None
             return Flash(self.version, deterministic)
@@ -99,9 +111,15 @@ class Choice:
             from pipeline.train.model.kernels.flex import Flex
 
             return Flex()
-        kernels = {"sdpa": Sdpa, "varlen": Varlen, "te": TransformerEngine}
-        kernel: Kernel = kernels[self.backend]()
-        return kernel
+        if self.backend == "te":
+            try:
+                return TransformerEngine()
+            except Exception as error:  # its import looks for libraries in ways of its own
+                raise UserError(
+                    f"train.attention.backend=te needs the package transformer-engine, which {_not_imported(error)}: "
+                    "repair or reinstall it, or set train.attention.backend=auto"
+                ) from error
+        return Sdpa() if self.backend == "sdpa" else Varlen()
 
     def __str__(self) -> str:
         version = "" if self.version is None else f" {self.version}"
@@ -122,6 +140,35 @@ def choose(config: AttentionConfig, need: Need, machine: Machine) -> Choice:
     return Choice(config.backend, "as the run file says", version)
 
 
+def choose_on(config: AttentionConfig, need: Need, device: torch.device) -> Choice:
+    """`choose` on this machine, where a flash-attn that is taken can be imported.
+
+    Raises:
+        UserError: See `choose`.
+    """
+    machine = Machine.of(device)
+    while True:
+        choice = choose(config, need, machine)
+        if choice.version is None or not (why := _unfit(choice.version, need)):
+            return choice
+        machine = machine.without(choice.version, why)
+
+
+def _unfit(version: int, need: Need) -> str | None:
+    """What is wrong with a version of flash-attn that is installed; it is imported."""
+    try:
+        flash_function(version)
+    except Exception as error:  # built for another torch, it may end in anything
+        return _not_imported(error)
+    if need.compiled and not followed(version):
+        return "is a build that torch.compile cannot follow"
+    return None
+
+
+def _not_imported(error: Exception) -> str:
+    return f"cannot be imported ({type(error).__name__}: {error})"
+
+
 def _best(need: Need, machine: Machine) -> Choice:
     if machine.device == "cpu":
         return Choice("sdpa", "the device is a CPU")
@@ -134,7 +181,8 @@ def _best(need: Need, machine: Machine) -> Choice:
     for backend in order:
         if not _obstacle(backend, need, machine):
             version = _flash_version(need, machine) if backend == "flash" else None
-            return Choice(backend, f"{what} without a mask in memory", version)
+            unfit = "".join(f"; flash-attn {number} {why}" for number, why in machine.unfit.items())
+            return Choice(backend, f"{what} without a mask in memory{unfit}", version)
     return Choice(
         "sdpa",
         f"warning: {what} as masks of sequence x sequence in memory, since no other backend takes a GPU of compute "
@@ -160,19 +208,20 @@ def _obstacle(backend: Backend, need: Need, machine: Machine) -> str | None:
     if backend == "te" and not machine.te:
         return "needs the package transformer-engine: install the extra te (pip install 'pipeline[te]')"
     if backend == "flash" and _flash_version(need, machine) is None:
-        if machine.flash:
-            have = ", ".join(map(str, sorted(machine.flash)))
+        if machine.flash or machine.unfit:
+            have = [f"{version}" for version in sorted(machine.flash)]
+            have += [f"{version}, which {why}" for version, why in machine.unfit.items()]
             return (
                 f"finds no version of flash-attn for this GPU (compute capability {_dotted(machine)}), heads of "
-                f"{need.head_size} and these settings, only {have}: install version 2 with the extra flash"
+                f"{need.head_size} and these settings, only {'; '.join(have)}: install version 2 with the extra flash"
             )
         return "needs the package flash-attn: install the extra flash (pip install 'pipeline[flash]')"
     return None
 
 
 def _flash_version(need: Need, machine: Machine) -> int | None:
-    """The newest version made for the card alone first; None: there is none."""
-    for version in (3, 4, 2):
+    """That for Hopper first, then the one that has been in use for years; None: there is none."""
+    for version in (3, 2, 4):
         if version not in machine.flash or machine.capability[0] not in _CARDS[version]:
             continue
         # Version 4 makes its kernels when it is called, which torch.compile cannot follow.
@@ -186,9 +235,29 @@ def _dotted(machine: Machine) -> str:
     return ".".join(map(str, machine.capability))
 
 
-def _installed(module: str) -> bool:
-    """Whether there is a module, without importing more than the packages around it."""
+def _flash_versions() -> frozenset[int]:
+    """Those that are installed. Version 2 comes with an early version 4 in its folder, without what that imports."""
+    found = {version for version, module in FLASH_MODULES.items() if _folder(*module.split("."))}
+    if not (_distribution("flash-attn-4") and _folder("cutlass")):
+        found -= {4}
+    return frozenset(found)
+
+
+def _folder(package: str, module: str | None = None) -> bool:
+    """Whether there is a package, and a module in its folder; nothing is imported."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
         return False
+    if spec is None or module is None:
+        return spec is not None
+    folders = map(Path, spec.submodule_search_locations or ())
+    return any((folder / module).is_dir() or (folder / f"{module}.py").is_file() for folder in folders)
+
+
+def _distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

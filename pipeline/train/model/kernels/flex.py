@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.parallel.compat import lift_recompile_limits
 
 
 class Flex:
@@ -56,5 +57,13 @@ class Flex:
 
 @cache
 def _compiled(function: Any) -> Any:
-    """Without it, all scores would be in memory."""
+    """Without it, all scores would be in memory; and so they would past the limits, where it runs uncompiled.
+
+    Lengths are few: those of phases, and those of validation, which are 64 times a power of two.
+    """
+    lift_recompile_limits()
     return torch.compile(function, dynamic=False)
+
+
+OPERATION: Any = torch.ops.higher_order.flex_attention
+"""Whose results selective recomputation keeps, within compiled layers."""

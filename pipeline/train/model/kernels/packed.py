@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -30,7 +31,7 @@ class Packing:
     keys_N: Tensor
     """[N + 1] int32: the same of keys."""
     longest_queries: int
-    """A power of two that no document has more queries than."""
+    """No document has more; the same for all batches, since compiled code is made for each value."""
     longest_keys: int
     window: int | None
 
@@ -56,9 +57,8 @@ def pack(sight: Sight) -> Packing:
     cumulative = [part.clone() for part in both]  # each with a length of its own
     for each in cumulative:
         vary_length(each)
-    # Compiled code is made for each value.
-    longest = [1 << (max(some) - 1).bit_length() for some in (queries, keys)]
-    return Packing(cumulative[0], cumulative[1], longest[0], longest[1], sight.window)
+    # Kernels leave a block beyond the end of its document at once.
+    return Packing(cumulative[0], cumulative[1], sight.queries, sight.end, sight.window)
 
 
 class Varlen:
@@ -106,7 +106,7 @@ class Flash:
     """
 
     def __init__(self, version: int, deterministic: bool) -> None:
-        self._attend = _flash_function(version)
+        self._attend = flash_function(version)
         self._deterministic = deterministic
         self._open = None if version == 4 else -1
         """What says that there is no window."""
@@ -138,7 +138,8 @@ FLASH_MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"
 """By version, where its `flash_attn_varlen_func` is."""
 
 
-def _flash_function(version: int) -> Callable[..., Any]:
+def flash_function(version: int) -> Callable[..., Any]:
+    """That for packed documents; what importing it raises is as various as ways to build it."""
     module = __import__(FLASH_MODULES[version], fromlist=["flash_attn_varlen_func"])
     function: Callable[..., Any] = module.flash_attn_varlen_func
     return function
@@ -155,3 +156,13 @@ def operations() -> tuple[Any, ...]:
     """Those of these kernels that are registered, whose results selective recomputation keeps."""
     spaces = [(getattr(torch.ops, space), name) for space, name in _OPERATIONS]
     return tuple(getattr(space, name).default for space, name in spaces if hasattr(space, name))
+
+
+def followed(version: int) -> bool:
+    """Whether torch.compile can follow a version of flash-attn, which has been imported.
+
+    Version 3 registers its operations with a module `flash_attn_config`; older builds of it do not.
+    """
+    if version == 3:
+        return hasattr(torch.ops.flash_attn_3, "_flash_attn_forward") and find_spec("flash_attn_config") is not None
+    return version == 2

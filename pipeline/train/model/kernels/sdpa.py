@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from pipeline.train.model.kernels.sight import Sight
 from pipeline.train.model.kernels.tiles import Tiles, tile, tiled_attention
 
 Mask = Tensor | None
+
+_FLASH_HEAD = 256
+"""Head size that torch's flash kernels take at most."""
 
 
 class Sdpa:
@@ -21,6 +25,8 @@ class Sdpa:
 
     def __init__(self, on_gpu: bool | None = None) -> None:
         self._on_gpu = on_gpu
+        self._flash = False
+        """Whether it is a GPU that torch has flash kernels for."""
 
     def prepare(self, sight: Sight) -> Mask | Tiles:
         """See `Kernel`. None: a query sees all keys up to itself, and there is one, or one for each key."""
@@ -31,29 +37,45 @@ class Sdpa:
             return tile(sight)
         if sight.causal:
             # Causality of the last queries: what flash kernels of GPUs do without a mask in memory.
-            return causal_lower_right(sight.queries, sight.end)
+            self._flash = sight.device.type == "cuda" and torch.cuda.get_device_capability(sight.device) >= (8, 0)
+            return lower_right(sight.queries, sight.end)
         return sight.mask()
 
     def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Mask | Tiles, scale: float) -> Tensor:
         """See `Kernel`."""
         if isinstance(prepared, Tiles):
             return tiled_attention(q_BCHE, k_BTKE, v_BTKE, prepared, scale)
-        return masked_attention(q_BCHE, k_BTKE, v_BTKE, prepared, scale, self._on_gpu)
+        return masked_attention(q_BCHE, k_BTKE, v_BTKE, prepared, scale, self._on_gpu, self._flash)
+
+
+def lower_right(queries: int, keys: int) -> CausalBias:
+    """What `causal_lower_right` gives, without its memory: that makes an fp32 tensor [2, C, T], which nobody reads."""
+    bias = torch.empty(0).as_subclass(CausalBias)
+    bias.variant, bias.seq_len_q, bias.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
+    return bias
 
 
 def masked_attention(
-    q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask, scale: float, on_gpu: bool | None = None
+    q_BCHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    mask: Mask,
+    scale: float,
+    on_gpu: bool | None = None,
+    flash: bool = False,
 ) -> Tensor:
     """Attention with a mask in memory, see `attention_mask`, [B, C, H, E].
 
     Args:
         on_gpu: See `Sdpa`.
+        flash: Whether the GPU is one that torch has flash kernels for.
     """
     on_gpu = q_BCHE.device.type == "cuda" if on_gpu is None else on_gpu
     copies = q_BCHE.shape[2] // k_BTKE.shape[2]
-    if copies > 1 and on_gpu and mask is not None and not isinstance(mask, CausalBias):
-        # Of torch's kernels for GPUs only cuDNN's, which some have, takes a mask together with shared heads. Without
-        # one that does, all scores would be in memory.
+    # Of torch's kernels for GPUs flash ones take shared heads, but no mask, and no fp32; and cuDNN's, which some have,
+    # takes both. Without a kernel that does, all scores would be in memory.
+    takes = isinstance(mask, CausalBias) and flash and q_BCHE.dtype != torch.float32 and q_BCHE.shape[-1] <= _FLASH_HEAD
+    if copies > 1 and on_gpu and mask is not None and not takes:
         k_BTKE, v_BTKE = (x.repeat_interleave(copies, dim=2) for x in (k_BTKE, v_BTKE))
         copies = 1
     out_BHCE = F.scaled_dot_product_attention(
