@@ -39,6 +39,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return file, printed
 
 
+@pytest.mark.slow
 def test_a_loop_of_transformers_has_the_same_losses(lines: tuple[Path, list[dict[str, Any]]]) -> None:
     base, peer, documents, full, refused, whole = lines[1]
     assert peer["peer"] == "sdpa"
@@ -56,6 +57,7 @@ def test_a_loop_of_transformers_has_the_same_losses(lines: tuple[Path, list[dict
     assert whole["failed"] == {refused["variant"]: refused["error"]}
 
 
+@pytest.mark.slow
 def test_rates_follow_from_the_time_of_a_step(lines: tuple[Path, list[dict[str, Any]]]) -> None:
     base = lines[1][0]
     assert base["tokens_per_second"] == pytest.approx(base["step_tokens"] / base["step_s"], rel=1e-2)
@@ -72,6 +74,7 @@ def test_rates_follow_from_the_time_of_a_step(lines: tuple[Path, list[dict[str, 
     assert 0 < base["peak_gb"] < 10
 
 
+@pytest.mark.slow
 def test_a_table_of_lines_that_were_kept(lines: tuple[Path, list[dict[str, Any]]]) -> None:
     file, printed = lines
     done = run("--from", file, "--table")
@@ -104,6 +107,7 @@ def test_two_processes() -> None:
     assert "one device" in peer["error"]
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_device_that_is_not_here() -> None:
     words = ["--only", "8192", "compiled", "bf16", "recompute:none", "documents:one", "attention:auto"]
     done = run("--dry-run", "--on", "h200", "--minutes", 1, *words)
@@ -144,3 +148,22 @@ def test_unequal_losses_are_told() -> None:
     failed = {**about, "variant": "d", "peer": None, "error": "out of memory"}
     assert compare_losses(failed, [first]) == failed
     assert summary([failed])["failed"] == {"d": "out of memory"}
+
+
+@pytest.mark.slow
+def test_peers_on_a_cpu_have_the_same_losses(tmp_path: Path) -> None:
+    """`benchmarks/train_cpu.py`, without litgpt."""
+    words = ["--work", str(tmp_path), "--dtype", "fp32", "--sides", "bare,bare-fsdp,ours,trainer", "--rounds", "3"]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "train_cpu.py"), *words, "--warmup", "1"],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *sides, _ = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [side["side"] for side in sides] == ["bare", "bare-fsdp", "ours", "trainer"]
+    for side in sides:
+        assert side["steps compared"] >= 4
+        assert side["largest difference of losses from bare"] < 1e-5

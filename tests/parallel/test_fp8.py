@@ -47,7 +47,7 @@ ROWS: list[Row] = [
     ("gather", 2, ("parallel.dp_shard=2", "parallel.overlap.reduce=last"), True),
     ("tensorwise", 2, ("parallel.dp_replicate=2",), True),
     ("gather", 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2"), True),
-    ("tensorwise", 2, ("parallel.tp=2",), False),
+    ("tensorwise", 2, ("parallel.tp=2",), True),
     ("tensorwise", 2, ("parallel.tp=2", "parallel.sequence_parallel=false"), True),
     ("rowwise", 2, ("parallel.tp=2",), True),
     ("tensorwise", 4, ("parallel.tp=4",), True),

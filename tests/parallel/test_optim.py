@@ -162,7 +162,7 @@ def _train(file: Path, values: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param("muon", Layout(dp_shard=2, tp=2), id="muon-fsdp2-tp2"),
+        pytest.param("muon", Layout(dp_shard=2, tp=2), id="muon-fsdp2-tp2", marks=SLOW),
         pytest.param("adamw-bf16", Layout(dp_shard=2), id="adamw-bf16-fsdp2"),
         pytest.param("muon-bf16", Layout(pp=2, dp_shard=2), id="muon-bf16-pp2-fsdp2", marks=SLOW),
         pytest.param("muon", Layout(cp=2), id="muon-cp2", marks=SLOW),

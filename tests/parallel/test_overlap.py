@@ -157,7 +157,8 @@ def _cut(samples: int) -> tuple[list[tuple[int, int, int, int]], float]:
     return seen, max(errors).item()
 
 
-@pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [1, 2])
 def test_products_beside_collectives_are_cut(samples: int) -> None:
     """All but the sums of gradients of inputs, which are sums of several products."""
     for seen, error in ranks.run(2, _cut, samples, timeout=300):

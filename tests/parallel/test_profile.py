@@ -22,6 +22,7 @@ from tests.train.runs import exact, weights_hash
 
 pytestmark = pytest.mark.parallel
 
+SLOW = pytest.mark.slow
 MICRO_BATCHES, FIRST, LAST = 4, 2, 3
 LAYOUTS = {
     "fsdp2": {"dp_shard": 2},
@@ -67,6 +68,7 @@ def _times(file: Path, values: list[str]) -> float:
     return times[0]
 
 
+@SLOW
 def test_the_others_wait_for_the_rank_that_writes(root: Path, processes: Callable[[int], Ranks]) -> None:
     """In the next step they would wait with its limit."""
     values = ["parallel.tp=2", f"run.dir={root / 'slow'}", f"train.profile={{steps: [{FIRST}, {LAST}], trace: false}}"]
@@ -74,7 +76,7 @@ def test_the_others_wait_for_the_rank_that_writes(root: Path, processes: Callabl
     assert went_on >= written
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "tp2" else ()) for name in LAYOUTS])
 def test_every_rank_tells_what_it_does(name: str, root: Path, processes: Callable[[int], Ranks]) -> None:
     layout, file = LAYOUTS[name], root / "run.yaml"
     micro_batch = 8 // MICRO_BATCHES // (2 if name == "fsdp2" else 1)
