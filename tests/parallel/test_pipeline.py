@@ -162,6 +162,20 @@ def reduction_of(schedule: ScheduleName) -> Reduction:
     return "after" if schedule in ZERO_BUBBLE else "last"
 
 
+def runner_of(case: Case, stages: list[Stage], parts: list[Decoder], mesh: DeviceMesh) -> PipelineRunner:
+    """Of the stages of this process."""
+    return PipelineRunner(
+        stages,
+        parts,
+        mesh["pp"],
+        PipelineConfig(schedule=case.schedule),
+        reduction=reduction_of(case.schedule),
+        device=CPU,
+        dtype=case.dtype,
+        sequence_shards=1,
+    )
+
+
 def run_case(case: Case, world: int) -> dict[str, Any]:
     """What this rank has: errors of its gradients, sums of its losses."""
     pp = world // case.data_ranks
@@ -173,16 +187,7 @@ def run_case(case: Case, world: int) -> dict[str, Any]:
     stages = stages_of(case, pp)
     mine = [stage for stage in stages if stage.rank == mesh["pp"].get_local_rank()]
     parts = {stage.index: sharded(case, stage.part, params) for stage in mine}
-    runner = PipelineRunner(
-        mine,
-        list(parts.values()),
-        mesh["pp"],
-        PipelineConfig(schedule=case.schedule),
-        reduction=reduction_of(case.schedule),
-        device=CPU,
-        dtype=case.dtype,
-        sequence_shards=1,
-    )
+    runner = runner_of(case, mine, list(parts.values()), mesh)
     tied = TiedEmbedding(stages, parts, mesh["pp"]) if case.tied else None
     expected = reference(case.tied, len(stages), case.data_ranks)
     losses: list[float] = []
@@ -318,17 +323,7 @@ def run_and_fail() -> None:
     stages = [stage for stage in stages_of(case, 2) if stage.rank == mesh["pp"].get_local_rank()]
     spec = replace(spec_of(tied=False), learned_positions=8)
     parts = [sharded(case, stage.part, mesh["shard"], spec) for stage in stages]
-    config = PipelineConfig(schedule=case.schedule)
-    runner = PipelineRunner(
-        stages,
-        parts,
-        mesh["pp"],
-        config,
-        reduction=reduction_of(case.schedule),
-        device=CPU,
-        dtype=case.dtype,
-        sequence_shards=1,
-    )
+    runner = runner_of(case, stages, parts, mesh)
     batches = train_batches(0, 0, 4, 0)
     runner.train(batches, contexts_of(batches), objective)
 
@@ -354,17 +349,7 @@ def run_and_count() -> dict[str, int]:
         case = Case(schedule, TWO if several(schedule) else ONE)
         stages = [stage for stage in stages_of(case, 2) if stage.rank == mesh["pp"].get_local_rank()]
         parts = [sharded(case, stage.part, mesh["shard"]) for stage in stages]
-        config = PipelineConfig(schedule=case.schedule)
-        runner = PipelineRunner(
-            stages,
-            parts,
-            mesh["pp"],
-            config,
-            reduction=reduction_of(case.schedule),
-            device=CPU,
-            dtype=case.dtype,
-            sequence_shards=1,
-        )
+        runner = runner_of(case, stages, parts, mesh)
         batches = train_batches(0, 0, 8, 0)
         width = batches[0].tokens.shape[0], batches[0].tokens.shape[1], 16
         runner.train(batches, contexts_of(batches), objective)
