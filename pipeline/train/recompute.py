@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -92,7 +92,7 @@ class Recompute:
                 from pipeline.train.model.kernels.flex import OPERATION
 
                 keep.add(OPERATION)
-        return cls(frozenset(keep), frozenset(needless))
+        return cls(_one(frozenset(keep)), _one(frozenset(needless)))
 
     def __call__(self, compute: Callable[[Tensor], Result], x: Tensor) -> Result:
         """`compute(x)`, which must do the same each time it is called and change nothing outside."""
@@ -109,6 +109,12 @@ class Recompute:
     def _checkpoint(compute: Callable[[Tensor], Result], x: Tensor, how: dict[str, Any]) -> Result:
         result: Result = checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False, **how)
         return result
+
+
+@cache
+def _one(of: frozenset[Any]) -> frozenset[Any]:
+    """One object for equal sets: code is compiled for the object itself, and equal layers are to share it."""
+    return of
 
 
 def _contexts(keep: frozenset[Any], needless: frozenset[int]) -> Any:

@@ -6,6 +6,7 @@ it is compared with one process in `tests/parallel/test_layouts.py`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def test_each_shape_is_compiled_once(root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_layers_of_two_kinds_are_two_codes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With it the operations that are kept are objects that a compiler tells apart by nothing but their identity.
+    importlib.import_module("pipeline.train.model.kernels.flex")
     values = ("train.precision.compute=fp32", "train.duration=3 steps", "model.layers=4", "train.validation.samples=0")
     plain = train(root, "plain-2", *values)
     monkeypatch.setattr(compile, "BACKEND", TRACED)
