@@ -40,7 +40,7 @@ KEYS: dict[str, Any] = {
 Row = tuple[str, int, tuple[str, ...], bool]
 """Recipe and how weights are sent, processes, layout, whether it is a slow test."""
 ROWS: list[Row] = [
-    ("tensorwise", 2, ("parallel.dp_shard=2",), False),
+    ("tensorwise", 2, ("parallel.dp_shard=2",), True),
     ("gather", 2, ("parallel.dp_shard=2",), False),
     ("rowwise", 2, ("parallel.dp_shard=2",), True),
     ("gather", 2, ("parallel.dp_shard=2", "parallel.reshard_after_forward=false"), True),

@@ -26,8 +26,7 @@ QUICK = (
     *("fsdp2-reshard-tp2-full", "tp2-selective", "pp2-interleaved_1f1b-selective", "pp2-zbv-full"),
     *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-ulysses-tp2"),
     *("fsdp2-reshard-cp2-all_gather", "pp2-1f1b-keep-cp2-all_gather", "reshard-cp2-ulysses-selective"),
-    *("fsdp2-reshard-reduce_last", "hsdp2x2-reshard-reduce_last", "pp2-1f1b-fsdp2-keep-reduce_each"),
-    *("pp2-1f1b-ddp2-reduce_each", "fsdp2-reshard-forward_prefetch_2-backward_prefetch_3"),
+    *("fsdp2-reshard-reduce_last", "pp2-1f1b-fsdp2-keep-reduce_each"),
 )
 """Of the rows with cp, recomputation, compiled layers, overlapped communication or replicas of a pipeline those that
 are not slow tests."""
