@@ -43,10 +43,6 @@ class Gate:
 # --- a bare loop ---
 
 
-class Norm(nn.RMSNorm):
-    """With the name of its weight."""
-
-
 class Layer(nn.Module):
     """Attention and SwiGLU under the names of transformers."""
 
