@@ -38,29 +38,35 @@ def test_the_signal_ahead_of_the_time_limit(train: Run, whole: Path) -> None:
     assert train.codes() == [75, 0]
 
 
-@pytest.mark.parametrize("train", [("slurm.train.time=1", "train.batch_size=128")], indirect=True)
+@pytest.mark.parametrize("train", [("launch.stop_before_end_seconds=20", "train.batch_size=128")], indirect=True)
 def test_the_time_limit_itself(train: Run) -> None:
-    train.submit()
-    train.until(lambda: len(train.launches()) >= 2, why="the second start", seconds=150)
-    (first, *_) = train.launches()
-    assert first.end is not None and first.end.code == 75, first.end
-    assert first.end.next == "requeue" and first.end.checkpoint > 0
-    train.until_step(first.end.checkpoint + 1)
-    scheduler.cancel([first.job])
+    (job,) = train.submit()
+    train.until_step(1)
+    train.end_after(job, 25)
+    train.until(lambda: len(train.launches()) == 2, why="the second start", seconds=240)
+    train.end_after(job, 600)
+    first, second = train.launches()
+    assert (second.job, second.restarts) == (job, 1)
+    assert first.end is not None and (first.end.code, first.end.next) == (75, "requeue"), first.end
+    assert second.checkpoint == first.end.checkpoint > 0
+    train.until_step(second.checkpoint + 1)
+    scheduler.cancel([job])
     train.until_over()
     train.check_left()
 
 
-@pytest.mark.parametrize("train", [("slurm.train.time=1", "launch.time_limits.step_seconds=600")], indirect=True)
+@pytest.mark.parametrize("train", [("launch.time_limits.step_seconds=600",)], indirect=True)
 def test_the_time_limit_comes_while_a_rank_cannot_save(train: Run, whole: Path) -> None:
     """Nothing of the ranks sees the announcement, and SLURM itself ends them all."""
     (job,) = train.submit()
     train.until_step(12)
     train.kill(3, signal.SIGSTOP)
+    train.end_after(job, 1)
     train.until(lambda: len(train.launches()) == 2, why="the second start", seconds=240)
+    train.end_after(job, 600)
     train.until_over()
     train.check(whole)
-    first, second, *_ = train.launches()
+    first, second = train.launches()
     assert (second.job, second.restarts) == (job, 1)
     assert first.end is not None and first.end.next == "requeue", first.end
     assert second.checkpoint == first.end.checkpoint >= 10, "nothing beyond the last save"

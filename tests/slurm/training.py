@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,15 @@ class Run:
 
         known: dict[str, Accounted] = self.until(accounted, why="the end of all jobs in accounting")
         return known
+
+    def end_after(self, job: str, seconds: float) -> None:
+        """Give a job that runs a time limit that ends it so soon, or in the minute after: limits are whole minutes.
+
+        A limit given when it is sent would also have to last until the job has started, however slow the machine is.
+        """
+        began = datetime.fromisoformat(scheduler.ask(["squeue", "--noheader", "--jobs", job, "--format=%S"]).strip())
+        minutes = ((datetime.now() - began).total_seconds() + seconds) / 60
+        scheduler.update(job, {"TimeLimit": str(math.ceil(minutes))})
 
     def launches(self) -> list[Launch]:
         """Of the training."""
