@@ -3,6 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def gpu_of_the_test(request: pytest.FixtureRequest) -> None:
+    """What is marked `gpu` is skipped where there is none."""
+    if request.node.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="module", autouse=True)

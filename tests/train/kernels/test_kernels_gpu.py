@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.train.model.kernels.choice import Need, choose_on
 from tests.train.kernels.cases import SOME, Case, differences
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "flex", "varlen", "flash", "te"])
