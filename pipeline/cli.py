@@ -558,6 +558,8 @@ def main() -> None:
     processes = sys.modules.get("pipeline.train.parallel.processes")
     if processes is not None and processes.joined():
         processes.leave(code if isinstance(code, int) else EXIT_OTHER if code else EXIT_OK)
+    if processes is not None:
+        processes.part()
     sys.exit(code)
 
 

@@ -32,6 +32,8 @@ def load_decoder(config: Config, step: int | None) -> Loaded:
         UserError: As `load_for_inference`.
     """
     setup, model, _, checkpoint = load_for_inference(config, step)
+    # cuDNN's attention makes a plan for every number of keys, which here is one a token, and keeps them all.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return Loaded(unwrapped(model.whole, COMPUTE_DTYPE[config.train.precision.compute]), setup.tokenizer, checkpoint)
 
 

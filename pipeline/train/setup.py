@@ -61,6 +61,8 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
         memory = "freed memory kept" if keep_freed_memory() else "no way to keep freed memory"
         products = choose_products()
         tell(f"{torch.get_num_threads()} threads, {memory}, {products}")
+    else:
+        torch.set_float32_matmul_precision("highest")  # what a run on the CPU before this one has let go means TF32 here
     processes.join(ranks, device, config.launch.time_limits)
     return device
 

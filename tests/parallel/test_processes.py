@@ -279,3 +279,19 @@ def test_a_group_that_was_made_anew_has_a_background_group_of_its_own() -> None:
     join(alone, CPU, TimeLimitsConfig())
     assert background_group() is not first
     assert share(lambda: 1, background_group()) == 1
+
+
+def test_a_group_of_the_cpu_is_none_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, made = Processes(0, 1, 0, 1), []
+    join(alone, CPU, TimeLimitsConfig())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    begin = dist.init_process_group
+
+    def spy(backend: str, **how: Any) -> None:
+        made.append(backend)
+        begin("gloo", **how)
+
+    monkeypatch.setattr(dist, "init_process_group", spy)
+    for device in (CPU, torch.device("cuda", 0), torch.device("cuda", 0), CPU):
+        join(alone, device, TimeLimitsConfig())
+    assert made == ["cpu:gloo,cuda:nccl", "gloo"]

@@ -13,6 +13,9 @@ from tests.slurm.training import Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
+LONG = ("train.duration=100000 steps",)
+"""Of runs that something must happen to before they are done, however long that takes to begin."""
+
 
 def test_undisturbed(train: Run, whole: Path) -> None:
     (job,) = train.submit()
@@ -108,6 +111,7 @@ def test_requeue_by_an_operator(train: Run, whole: Path) -> None:
     assert train.launches()[1].checkpoint >= 10
 
 
+@pytest.mark.parametrize("train", [LONG], indirect=True)
 def test_pipeline_cancel(train: Run) -> None:
     (job,) = train.submit()
     train.until_step(12)
@@ -121,6 +125,7 @@ def test_pipeline_cancel(train: Run) -> None:
     train.check_left()
 
 
+@pytest.mark.parametrize("train", [LONG], indirect=True)
 def test_scancel(train: Run) -> None:
     """A cancelled job stays cancelled, though it is asked to leave in the same way as one that is preempted."""
     (job,) = train.submit()
@@ -144,6 +149,7 @@ def _preempt(train: Run, job: str) -> None:
     train.until(lambda: len(train.launches()) == 2, why=f"the second start, after job {text.strip()}")
 
 
+@pytest.mark.parametrize("train", [LONG], indirect=True)
 def test_a_requeue_that_is_refused(train: Run) -> None:
     """It is told where the run is looked at, and the job counts as failed."""
     (job,) = train.submit()

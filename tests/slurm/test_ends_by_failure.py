@@ -98,7 +98,7 @@ def test_a_rank_hangs(train: Run, whole: Path) -> None:
 def test_crashes_without_progress_end_the_chain(train: Run) -> None:
     (job,) = train.submit()
     for number in (1, 2):
-        train.until(partial(_beats, train, number), why=f"signs of life of launch {number}")
+        train.until(partial(_beats, train, number, 1), why=f"signs of life of launch {number}")
         train.kill(1)
     train.until_over()
     first, second = (launch.end for launch in train.launches())
@@ -114,7 +114,7 @@ def test_crashes_without_progress_end_the_chain(train: Run) -> None:
 def test_a_node_on_which_launches_crash_is_left_out(train: Run, whole: Path) -> None:
     train.submit()
     for number in (1, 2):
-        train.until(partial(_beats, train, number), why=f"signs of life of launch {number}")
+        train.until(partial(_beats, train, number, 3), why=f"signs of life of launch {number}")
         train.kill(3)
     train.until_over()
     train.check(whole)
@@ -187,11 +187,11 @@ def test_the_controller_is_away_when_the_job_has_to_decide(train: Run, whole: Pa
     assert (second.job, second.restarts, second.checkpoint) == (job, 1, first.end.checkpoint)
 
 
-def _beats(train: Run, number: int) -> bool:
-    """Whether rank 1 of the launch with this number lives."""
+def _beats(train: Run, number: int, rank: int) -> bool:
+    """Whether this rank of the launch with this number lives."""
     found = train.launches()
     try:
-        environment = Path(f"/proc/{train.pid(1)}/environ").read_bytes()
+        environment = Path(f"/proc/{train.pid(rank)}/environ").read_bytes()
     except OSError:
         return False
     return len(found) == number and found[-1].logs.encode() in environment

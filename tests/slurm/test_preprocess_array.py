@@ -49,13 +49,16 @@ def done(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.
 
 @pytest.fixture
 def sent(cluster: DevCluster, corpus: Path, done: Config, tmp_path: Path) -> tuple[Config, Job, Job]:
-    """A run whose array was just sent, each task to a node of its own: config, array, and the job that finishes."""
+    """A run whose array starts now, each task on a node of its own: config, array, and the job that finishes."""
     config = config_of(tmp_path, corpus, done.data.preprocess.shuffle)
     file = write_run_file(config, tmp_path / "run.yaml")
     words = ["slurm.profile=devcluster", f"slurm.array.tasks={TASKS}", "slurm.preprocess.exclusive=true"]
+    # It waits until it is looked at: what sends it may take longer to end than the array to work.
+    words += ["slurm.preprocess.options={begin: now+1hour}"]
     said = tiny.pipeline("preprocess", file, *words, "--slurm")
     assert said.returncode == 0, said.stderr
     array, finish = jobs.sent(config.run.dir)
+    scheduler.update(array.job, {"StartTime": "now"})
     assert (array.stage, array.tasks, finish.stage, finish.after) == ("preprocess", TASKS, "finish", (array.job,))
     return config, array, finish
 
@@ -115,8 +118,9 @@ def test_tasks_that_are_lost_in_the_middle(sent: tuple[Config, Job, Job], done: 
     start again, and the finish make what is missing."""
     config, array, finish = sent
     cancelled, lost, stopped = array.numbers
-    until(lambda: len(nodes_of(array)) == TASKS and receipts(config) >= 5)
+    until(lambda: len(nodes_of(array)) == TASKS)
     node = nodes_of(array)[lost]
+    until(lambda: receipts(config) >= 5)
     scheduler.cancel([cancelled])
     scheduler.ask(["scancel", "--signal=USR2", stopped])  # as the scheduler does: to the steps alone
     cluster.kill_node(node)

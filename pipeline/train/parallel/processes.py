@@ -62,6 +62,7 @@ class _Joined:
     store: Any = None
     cpu_group: dist.ProcessGroup | None = None
     background_group: dist.ProcessGroup | None = None
+    backend = ""
     waits = 0
     """Calls of `wait_for_all` so far."""
 
@@ -69,7 +70,7 @@ class _Joined:
 def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
     """Make the process group, over NCCL between GPUs and over gloo between CPUs; once in a process.
 
-    A process of its own needs no port. Several meet at MASTER_ADDR and MASTER_PORT.
+    A process of its own needs no port, and may train on a GPU after it has trained on the CPU. Several meet at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         UserError: the ranks do not agree on how many they are, or two have the same number.
@@ -77,9 +78,11 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if dist.is_initialized():
-        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        if processes.world_size > 1 or _Joined.backend in ("", backend):
+            return
+        part()  # gloo takes what is on a GPU, too, and would wait for it
     if processes.world_size == 1:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
     else:
@@ -97,7 +100,7 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
             "the machine has several networks, name the right one in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         ) from error
     _Joined.background_group = None  # one of an earlier group is gone with it
-    _Joined.store = store
+    _Joined.store, _Joined.backend = store, backend
     _Joined.cpu_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if device.type == "cuda" else None
 
 
@@ -271,6 +274,12 @@ def _world() -> int:
 def joined() -> bool:
     """Whether this process is one of several that are connected; it then ends through `leave`."""
     return _world() > 1
+
+
+def part() -> None:
+    """End the process group, if there is one, of a process alone: torch warns of NCCL's where it is left to the exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def leave(code: int) -> NoReturn:

@@ -365,9 +365,10 @@ def _kernel(config: Config, device_type: DeviceType) -> Kernel:
 
 
 class _Masked(Sdpa):
-    """`Sdpa` on a GPU, whose pieces without documents need no mask."""
+    """`Sdpa` on a GPU with flash kernels, whose pieces without documents need no mask."""
 
     def prepare(self, sight: Sight) -> Tensor | Tiles | None:
+        self._flash = True
         return None if sight.causal else sight.mask()
 
 

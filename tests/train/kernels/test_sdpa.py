@@ -74,6 +74,23 @@ def test_the_last_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(("dtype", "flash"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_keys_are_repeated_without_a_mask_too(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, flash: bool) -> None:
+    """Where no kernel but the one that keeps all scores takes them shared."""
+    shared, theirs = [], F.scaled_dot_product_attention
+
+    def spy(*tensors: torch.Tensor, **how: Any) -> torch.Tensor:
+        shared.append(how["enable_gqa"])
+        return theirs(*tensors, **how)
+
+    q, k, v, _ = SOME[3].draw(dtype)
+    expected = masked_attention(q, k, v, None, 0.3, on_gpu=False)
+    monkeypatch.setattr(sdpa, "F", SimpleNamespace(scaled_dot_product_attention=spy))
+    found = masked_attention(q, k, v, None, 0.3, True, flash)
+    assert shared == [flash and dtype != torch.float32]
+    torch.testing.assert_close(found, expected)
+
+
 def test_causality_goes_through_the_compiler() -> None:
     torch._dynamo.reset()
     case = Case(((40,), (40,)), False, None, 10, 40)

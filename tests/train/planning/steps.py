@@ -168,7 +168,7 @@ def of_case(config: Config) -> tuple[Layout, DecoderSpec, StepShape]:
 def measured_peak(config: Config, device_type: str = "cpu") -> tuple[int, int]:
     """Train on this rank of a process group that may exist; its pp coordinate, the most bytes allocated."""
     layout, spec, shape = of_case(config)
-    device = torch.device(device_type)
+    device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
     mesh = build_mesh(layout, device.type)
     if device.type == "cuda":

@@ -26,10 +26,11 @@ class Sdpa:
     def __init__(self, on_gpu: bool | None = None) -> None:
         self._on_gpu = on_gpu
         self._flash = False
-        """Whether it is a GPU that torch has flash kernels for."""
+        """See `has_flash`."""
 
     def prepare(self, sight: Sight) -> Mask | Tiles:
         """See `Kernel`. None: a query sees all keys up to itself, and there is one, or one for each key."""
+        self._flash = has_flash(sight.device)
         if sight.causal and sight.queries in (1, sight.end):
             return None
         on_gpu = sight.device.type == "cuda" if self._on_gpu is None else self._on_gpu
@@ -37,7 +38,6 @@ class Sdpa:
             return tile(sight)
         if sight.causal:
             # Causality of the last queries: what flash kernels of GPUs do without a mask in memory.
-            self._flash = sight.device.type == "cuda" and torch.cuda.get_device_capability(sight.device) >= (8, 0)
             return lower_right(sight.queries, sight.end)
         return sight.mask()
 
@@ -46,6 +46,11 @@ class Sdpa:
         if isinstance(prepared, Tiles):
             return tiled_attention(q_BCHE, k_BTKE, v_BTKE, prepared, scale)
         return masked_attention(q_BCHE, k_BTKE, v_BTKE, prepared, scale, self._on_gpu, self._flash)
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether it is a GPU that torch has flash kernels for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def lower_right(queries: int, keys: int) -> CausalBias:
@@ -68,14 +73,15 @@ def masked_attention(
 
     Args:
         on_gpu: See `Sdpa`.
-        flash: Whether the GPU is one that torch has flash kernels for.
+        flash: See `has_flash`.
     """
     on_gpu = q_BCHE.device.type == "cuda" if on_gpu is None else on_gpu
     copies = q_BCHE.shape[2] // k_BTKE.shape[2]
     # Of torch's kernels for GPUs flash ones take shared heads, but no mask, and no fp32; and cuDNN's, which some have,
     # takes both. Without a kernel that does, all scores would be in memory.
-    takes = isinstance(mask, CausalBias) and flash and q_BCHE.dtype != torch.float32 and q_BCHE.shape[-1] <= _FLASH_HEAD
-    if copies > 1 and on_gpu and mask is not None and not takes:
+    fits = flash and q_BCHE.dtype != torch.float32 and q_BCHE.shape[-1] <= _FLASH_HEAD
+    takes = fits and (mask is None or isinstance(mask, CausalBias))
+    if copies > 1 and on_gpu and not takes:
         k_BTKE, v_BTKE = (x.repeat_interleave(copies, dim=2) for x in (k_BTKE, v_BTKE))
         copies = 1
     out_BHCE = F.scaled_dot_product_attention(
