@@ -28,7 +28,7 @@ PHONE: dict[str, Any] = {
     "is_mobile": True,
     "has_touch": True,
 }
-WAIT_MS = 15_000
+WAIT_MS = 60_000
 """For what a page should do at once; the machine may be busy."""
 
 # Elements that show text of their own, as [element, text, size in pixels of the screen].
@@ -190,6 +190,6 @@ def browser() -> Iterator[Chromium]:
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        launched = playwright.chromium.launch(executable_path=program, args=arguments)
+        launched = playwright.chromium.launch(executable_path=program, args=arguments, timeout=3 * WAIT_MS)
         yield Chromium(launched)
         launched.close()

@@ -62,7 +62,8 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
         products = choose_products()
         tell(f"{torch.get_num_threads()} threads, {memory}, {products}")
     else:
-        torch.set_float32_matmul_precision("highest")  # what a run on the CPU before this one has let go means TF32 here
+        # Not what an earlier run in this process chose for the CPU: here that means TF32.
+        torch.set_float32_matmul_precision("highest")
     processes.join(ranks, device, config.launch.time_limits)
     return device
 

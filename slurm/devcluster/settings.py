@@ -127,6 +127,8 @@ class Settings:
 ClusterName={self.cluster}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={self.port}
+# The ports at which processes meet follow from the job's number, and clusters share this machine.
+FirstJobId={1 + (self.port - DEFAULT_PORT) % 20_000}
 SlurmUser={user}
 SlurmdUser={user}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny

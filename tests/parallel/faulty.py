@@ -60,6 +60,8 @@ class Fault:
     """The number of the error that the call fails with; by default the process is killed."""
     touch: Path | None = None
     """A file that is made instead, and the call goes on."""
+    stop: bool = False
+    """Whether the process stops then, until it gets SIGCONT."""
 
 
 class Start:
@@ -160,6 +162,8 @@ def _arm(fault: Fault, run: str) -> None:
     def happen() -> None:
         if fault.touch is not None:
             fault.touch.touch()
+            if fault.stop:
+                os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.error is not None:
             raise OSError(fault.error, os.strerror(fault.error))
         else:

@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train.duration": "100000 steps",
         "train.precision": {"compute": "fp32"},
         "train.validation.samples": 0,
-        "train.checkpoint.every_steps": 5,
+        "train.checkpoint.every_steps": 100000,
         "launch.time_limits": {"step_seconds": 6},
         "launch.device": "cpu",
     }

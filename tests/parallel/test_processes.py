@@ -132,7 +132,7 @@ def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch, name: str, value: str
     assert error.startswith("UserError") and "MASTER_ADDR and MASTER_PORT" in error
 
 
-def ranks_alone(place: Processes, init_seconds: float = 1.0) -> str:
+def ranks_alone(place: Processes, init_seconds: float = 5.0) -> str:
     """What a process says that joins with this environment, in a process of its own, as joining happens once."""
     code = (
         "import torch\n"
@@ -166,7 +166,7 @@ def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ranks_alone(Processes(1, 2, 1, 2))
     assert error.startswith("MachineError: rank 1 on ")
     assert "could not reach rank 0 at 127.0.0.1:" in error
-    assert "raise launch.time_limits.init_seconds (1) if that takes longer" in error
+    assert "raise launch.time_limits.init_seconds (5) if that takes longer" in error
 
 
 def test_too_few_come(monkeypatch: pytest.MonkeyPatch) -> None:

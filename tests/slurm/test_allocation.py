@@ -37,7 +37,7 @@ def test_a_node_that_was_lost_and_comes_back_is_not_the_jobs_any_more(cluster: D
 
 
 def _until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not what():
         assert time.monotonic() < end
         time.sleep(0.2)

@@ -12,7 +12,7 @@ from slurm.devcluster import DevCluster
 from tests import tiny
 from tests.slurm.training import Run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_chain_of_links(train: Run, whole: Path) -> None:
 def test_a_whole_run(cluster: DevCluster, run_file: Path, whole: Path, tmp_path: Path) -> None:
     """Preprocess as an array, train, evaluate permanent checkpoints on the way and the last one at the end."""
     data = tmp_path / "data"
-    keys = ["train.checkpoint.keep_every=20", "eval.every_checkpoint=true", f"data.dir={data}", "slurm.array.tasks=2"]
+    keys = ["train.checkpoint.keep_every=40", "eval.every_checkpoint=true", f"data.dir={data}", "slurm.array.tasks=2"]
     run = Run(cluster, run_file, str(tmp_path / "all"), *keys)
     done = tiny.pipeline("run", run_file, *run.overrides, "--slurm")
     assert done.returncode == 0, done.stderr
@@ -47,8 +47,8 @@ def test_a_whole_run(cluster: DevCluster, run_file: Path, whole: Path, tmp_path:
     run.check(whole)
     stages = [job.stage for job in jobs.sent(run.folder)]
     assert sorted(set(stages)) == ["eval", "finish", "preprocess", "train"]
-    assert {job.step for job in jobs.sent(run.folder) if job.stage == "eval"} >= {20, 40}
+    assert {job.step for job in jobs.sent(run.folder) if job.stage == "eval"} >= {40, 80}
     table = orjson.loads(tiny.pipeline("eval", run_file, *run.overrides, "--table", "--json").stdout)
-    assert [row["step"] for row in table["evaluations"]] == [20, 40, 60], table
+    assert [row["step"] for row in table["evaluations"]] == [40, 80, 100], table
     states = run.until_accounted()
     assert {state.state for state in states.values()} == {"COMPLETED"}, states

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(bool(missing_programs()) or os.geteuid() != 0, reason="needs SLURM's programs, and root"),
 ]
-PORT = 18200
+PORT = 19500
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def _call(cluster: DevCluster, *command: str) -> str:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.2)

@@ -11,7 +11,7 @@ from slurm import scheduler
 from tests import tiny
 from tests.slurm.training import Run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
 LONG = ("train.duration=100000 steps",)
 """Of runs that something must happen to before they are done, however long that takes to begin."""
@@ -41,12 +41,12 @@ def test_the_signal_ahead_of_the_time_limit(train: Run, whole: Path) -> None:
     assert train.codes() == [75, 0]
 
 
-@pytest.mark.parametrize("train", [("launch.stop_before_end_seconds=20", "train.batch_size=128")], indirect=True)
+@pytest.mark.parametrize("train", [(*LONG, "launch.stop_before_end_seconds=20")], indirect=True)
 def test_the_time_limit_itself(train: Run) -> None:
     (job,) = train.submit()
     train.until_step(1)
     train.end_after(job, 25)
-    train.until(lambda: len(train.launches()) == 2, why="the second start", seconds=240)
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
     train.end_after(job, 600)
     first, second = train.launches()
     assert (second.job, second.restarts) == (job, 1)
@@ -62,10 +62,10 @@ def test_the_time_limit_itself(train: Run) -> None:
 def test_the_time_limit_comes_while_a_rank_cannot_save(train: Run, whole: Path) -> None:
     """Nothing of the ranks sees the announcement, and SLURM itself ends them all."""
     (job,) = train.submit()
-    train.until_step(12)
+    train.until_saved(10)
     train.kill(3, signal.SIGSTOP)
     train.end_after(job, 1)
-    train.until(lambda: len(train.launches()) == 2, why="the second start", seconds=240)
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
     train.end_after(job, 600)
     train.until_over()
     train.check(whole)
@@ -103,7 +103,7 @@ def test_preemption_with_grace(train: Run, whole: Path) -> None:
 
 def test_requeue_by_an_operator(train: Run, whole: Path) -> None:
     (job,) = train.submit()
-    train.until_step(12)
+    train.until_saved(10)
     scheduler.requeue(job)
     train.until(lambda: len(train.launches()) == 2, why="the second start")
     train.until_over()
@@ -129,7 +129,7 @@ def test_pipeline_cancel(train: Run) -> None:
 def test_scancel(train: Run) -> None:
     """A cancelled job stays cancelled, though it is asked to leave in the same way as one that is preempted."""
     (job,) = train.submit()
-    train.until_step(12)
+    train.until_saved(10)
     scheduler.cancel([job])
     train.until_over()
     assert scheduler.jobs([job])[job].state == "CANCELLED"

@@ -16,14 +16,14 @@ from pipeline.train.lock import Lock
 from slurm import scheduler
 from tests.slurm.training import Run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_node_is_lost(train: Run, whole: Path, place: int) -> None:
     """The batch process is on the first one."""
     (job,) = train.submit()
-    train.until_step(15)
+    train.until_saved(10)
     lost = train.launches()[0].nodes[place]
     train.cluster.kill_node(lost)
     train.until(lambda: len(train.launches()) == 2, why="the second start")
@@ -39,7 +39,7 @@ def test_a_node_is_lost(train: Run, whole: Path, place: int) -> None:
 @pytest.mark.parametrize("train", [("slurm.spare_nodes=1",)], indirect=True)
 def test_a_node_is_lost_and_a_spare_one_takes_its_place(train: Run, whole: Path) -> None:
     (job,) = train.submit()
-    train.until_step(15)
+    train.until_saved(10)
     lost = train.launches()[0].nodes[1]
     train.cluster.kill_node(lost)
     train.until(lambda: len(train.launches()) == 2, why="the second launch")
@@ -56,10 +56,10 @@ def test_a_node_is_lost_and_a_spare_one_takes_its_place(train: Run, whole: Path)
 def test_the_batch_node_is_lost_of_a_job_with_spare_ones(train: Run, whole: Path) -> None:
     """SLURM lets such a job live on without its batch process; a step on another node puts it back into the queue."""
     (job,) = train.submit()
-    train.until_step(15)
+    train.until_saved(10)
     lost = train.launches()[0].nodes[0]
     train.cluster.kill_node(lost)
-    time.sleep(25)  # until the controller has noticed
+    train.until(lambda: lost not in _nodes_now(job), why="the controller to notice")
     train.cluster.start_node(lost)  # the job wants all three nodes
     train.until(lambda: len(train.launches()) == 2, why="the second start")
     second = train.launches()[1]
@@ -71,7 +71,7 @@ def test_the_batch_node_is_lost_of_a_job_with_spare_ones(train: Run, whole: Path
 
 def test_a_rank_crashes(train: Run, whole: Path) -> None:
     (job,) = train.submit()
-    train.until_step(15)
+    train.until_saved(10)
     train.kill(3)
     train.until_over()
     train.check(whole)
@@ -85,7 +85,7 @@ def test_a_rank_crashes(train: Run, whole: Path) -> None:
 
 def test_a_rank_hangs(train: Run, whole: Path) -> None:
     train.submit()
-    train.until_step(15)
+    train.until_saved(10)
     train.kill(2, signal.SIGSTOP)
     train.until_over()
     train.check(whole)
@@ -94,7 +94,7 @@ def test_a_rank_hangs(train: Run, whole: Path) -> None:
     assert second.checkpoint >= 10
 
 
-@pytest.mark.parametrize("train", [("slurm.max_restarts=1",)], indirect=True)
+@pytest.mark.parametrize("train", [("slurm.max_restarts=1", "train.checkpoint.every_steps=1000")], indirect=True)
 def test_crashes_without_progress_end_the_chain(train: Run) -> None:
     (job,) = train.submit()
     for number in (1, 2):
@@ -185,6 +185,10 @@ def test_the_controller_is_away_when_the_job_has_to_decide(train: Run, whole: Pa
     first, second = train.launches()
     assert first.end is not None and (first.end.code, first.end.next) == (75, "requeue")
     assert (second.job, second.restarts, second.checkpoint) == (job, 1, first.end.checkpoint)
+
+
+def _nodes_now(job: str) -> list[str]:
+    return scheduler.hostnames(scheduler.details(job).get("NodeList", "").replace("(null)", ""))
 
 
 def _beats(train: Run, number: int, rank: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,16 +59,18 @@ def sent(cluster: DevCluster, corpus: Path, done: Config, tmp_path: Path) -> tup
     said = tiny.pipeline("preprocess", file, *words, "--slurm")
     assert said.returncode == 0, said.stderr
     array, finish = jobs.sent(config.run.dir)
-    scheduler.update(array.job, {"StartTime": "now"})
+    for job in (array, finish):
+        scheduler.update(job.job, {"StartTime": "now"})
     assert (array.stage, array.tasks, finish.stage, finish.after) == ("preprocess", TASKS, "finish", (array.job,))
     return config, array, finish
 
 
-def until(condition: Callable[[], object], seconds: float = 180) -> None:
+def until(condition: Callable[[], Any], seconds: float = 400) -> Any:
     end = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.1)
+    return found
 
 
 def is_over(job: Job) -> bool:
@@ -118,8 +121,7 @@ def test_tasks_that_are_lost_in_the_middle(sent: tuple[Config, Job, Job], done: 
     start again, and the finish make what is missing."""
     config, array, finish = sent
     cancelled, lost, stopped = array.numbers
-    until(lambda: len(nodes_of(array)) == TASKS)
-    node = nodes_of(array)[lost]
+    node = until(lambda: len(nodes := nodes_of(array)) == TASKS and nodes)[lost]
     until(lambda: receipts(config) >= 5)
     scheduler.cancel([cancelled])
     scheduler.ask(["scancel", "--signal=USR2", stopped])  # as the scheduler does: to the steps alone

@@ -421,7 +421,7 @@ def test_a_held_job_of_a_real_scheduler(cluster: DevCluster, run: Path) -> None:
 def test_accounting_knows_what_the_queue_does_not(cluster: DevCluster, tmp_path: Path) -> None:
     command = ["sbatch", "--parsable", "--job-name=test-status", "--output=/dev/null", "--wait", "--wrap=exit 3"]
     job = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path).stdout.strip()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while (found := scheduler.accounting([job, "99999999"])) and not found[job].over:
         assert time.monotonic() < end
         time.sleep(0.5)

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.data.leases import Lease, Watch, take
 from pipeline.errors import MachineError, UserError
 from pipeline.train.lock import Lock
 from slurm import jobs, permissions, plan, scheduler, snapshot, transport
@@ -206,30 +207,36 @@ def test_without_slurm_one_message_says_what_to_do(tmp_path: Path, monkeypatch: 
 
 def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path, {"launch.device": "cpu"})
-    # A rank's environment does not reach it, the GPUs that the user chose do.
-    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3"}
-    shell = subprocess.Popen(
-        ["bash", "-c", '"$@"; sleep 100', "bash", *tiny.command("preprocess", file, "--local")],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert shell.stdout
-    told = shell.stdout.readline()
-    assert shell.stdout.readline().startswith("next: pipeline status")
-    os.killpg(shell.pid, signal.SIGHUP)
-    assert shell.stdout.read() == ""  # nothing holds the terminal any more
-    shell.wait()
+    # It cannot be over before it is looked at.
+    held = take(load(file).data_dir / "sea", "plan", Watch())
+    assert isinstance(held, Lease)
+    with held:
+        # A rank's environment does not reach it, the GPUs that the user chose do.
+        environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3"}
+        shell = subprocess.Popen(
+            ["bash", "-c", '"$@"; sleep 100', "bash", *tiny.command("preprocess", file, "--local")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert shell.stdout
+        told = shell.stdout.readline()
+        assert shell.stdout.readline().startswith("next: pipeline status")
+        os.killpg(shell.pid, signal.SIGHUP)
+        assert shell.stdout.read() == ""  # nothing holds the terminal any more
+        shell.wait()
 
-    run = tmp_path / "run"
-    (job,) = jobs.sent(run)
-    assert told == f"preprocess: process {job.job}\n"
-    seen = Path(f"/proc/{job.job}/environ").read_bytes().split(b"\0")
-    assert b"CUDA_VISIBLE_DEVICES=3" in seen and not [each for each in seen if each.startswith((b"RANK=", b"WORLD_"))]
-    again = tiny.pipeline("preprocess", file, "--local")
-    assert again.returncode == 0 and f"preprocess: process {job.job} on" in again.stdout
-    assert jobs.sent(run) == [job]
+        run = tmp_path / "run"
+        (job,) = jobs.sent(run)
+        assert told == f"preprocess: process {job.job}\n"
+        seen = Path(f"/proc/{job.job}/environ").read_bytes().split(b"\0")
+        assert b"CUDA_VISIBLE_DEVICES=3" in seen and not [
+            each for each in seen if each.startswith((b"RANK=", b"WORLD_"))
+        ]
+        again = tiny.pipeline("preprocess", file, "--local")
+        assert again.returncode == 0 and f"preprocess: process {job.job} on" in again.stdout
+        assert jobs.sent(run) == [job]
     until(lambda: not transport.is_alive(run, job))
     assert "Job completed successfully" in job.log(run).read_text()
     assert "done" in tiny.pipeline("preprocess", file, "--status").stdout

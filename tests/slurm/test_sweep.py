@@ -277,11 +277,11 @@ def test_an_array_of_jobs_each_of_which_goes_on_by_itself(
     more = [
         "slurm.profile=devcluster",
         "slurm.doctor=false",
-        "train.duration=300 steps",
-        "train.checkpoint.every_steps=300",
+        "train.duration=1000 steps",
+        "train.checkpoint.every_steps=1000",
     ]
-    words = [*fresh, "train.optimizer.lr=1e-3,2e-3,3e-3", *more, "train.validation.every_steps=300"]
-    folder = tmp_path / "run/sweeps/lr,duration=300_steps,every_steps=300"  # where checkpoints are does not matter
+    words = [*fresh, "train.optimizer.lr=1e-3,2e-3,3e-3", *more, "train.validation.every_steps=1000"]
+    folder = tmp_path / "run/sweeps/lr,duration=1000_steps,every_steps=1000"  # where checkpoints are does not matter
     do(run_file, words, slurm=True)
     names = ["lr=1e-3", "lr=2e-3", "lr=3e-3"]
     numbers = [jobs.sent(folder / name)[0].job for name in names]
@@ -292,10 +292,10 @@ def test_an_array_of_jobs_each_of_which_goes_on_by_itself(
     assert capfd.readouterr().out.count("is left alone") == 3
     assert [len(jobs.sent(folder / name)) for name in names] == [1, 1, 1]
 
-    trains = [folder / name / "metrics.jsonl" for name in names]
-    wait_for(lambda: all(file.exists() for file in trains))
     # The end of the time of the second one is ahead; somebody ends the third one.
+    wait_for((folder / names[1] / "metrics.jsonl").exists)
     subprocess.run(["scancel", "--signal=USR2", numbers[1]], check=True)
+    wait_for((folder / names[2] / "metrics.jsonl").exists)
     subprocess.run(["scancel", numbers[2]], check=True)
     wait_for(lambda: states(run_file, words, capfd) == dict.fromkeys(names[:2], "done") | {names[2]: "cancelled"})
     first, second, third = (launches(folder / name) for name in names)
@@ -310,7 +310,7 @@ def test_an_array_of_jobs_each_of_which_goes_on_by_itself(
     assert [len(jobs.sent(folder / name)) for name in names] == [1, 1, 2]
     wait_for(lambda: set(states(run_file, words, capfd).values()) == {"done"})
     found = {each["name"]: each for each in table(run_file, words, capfd)["members"]}
-    assert all(each["step"] == 300 and each["eval_loss"] < 6 for each in found.values())
+    assert all(each["step"] == 1000 and each["eval_loss"] < 6 for each in found.values())
 
 
 @pytest.mark.slurm

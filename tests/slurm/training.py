@@ -23,8 +23,8 @@ from slurm.launches import Launch, launches
 from slurm.scheduler import Accounted
 from tests import tiny
 
-STEPS = 60
-LONG = 150.0
+STEPS = 100
+LONG = 400.0
 """Seconds until a test gives up waiting for what takes some ten on an idle machine."""
 
 
@@ -95,6 +95,12 @@ class Run:
         """Wait until a step is done."""
         self.until(lambda: self.step() >= step, why=f"step {step}")
 
+    def until_saved(self, step: int) -> None:
+        """Wait until a checkpoint of this step, or a later one, is whole."""
+        latest = self.folder / "checkpoints" / "latest"
+        name = f"step-{step:08d}"
+        self.until(lambda: latest.exists() and latest.read_text() >= name, why=f"the checkpoint of step {step}")
+
     def until_over(self) -> None:
         """Wait until no job of it is in the queue any more."""
         numbers = [number for job in jobs.sent(self.folder) for number in job.numbers]
@@ -156,7 +162,7 @@ class Run:
 
     def check_left(self) -> None:
         """No process and no node suffers from how it ended."""
-        self.until(lambda: not self.cluster.processes_of_jobs(), why="the end of all processes", seconds=30)
+        self.until(lambda: not self.cluster.processes_of_jobs(), why="the end of all processes")
         states = self.cluster.node_states()
         assert not any("DRAIN" in state for state in states.values()), states
 

@@ -70,7 +70,8 @@ class _Joined:
 def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
     """Make the process group, over NCCL between GPUs and over gloo between CPUs; once in a process.
 
-    A process of its own needs no port, and may train on a GPU after it has trained on the CPU. Several meet at MASTER_ADDR and MASTER_PORT.
+    A process of its own needs no port, and may train on a GPU after it has trained on the CPU. Several meet at
+    MASTER_ADDR and MASTER_PORT.
 
     Raises:
         UserError: the ranks do not agree on how many they are, or two have the same number.
@@ -277,7 +278,7 @@ def joined() -> bool:
 
 
 def part() -> None:
-    """End the process group, if there is one, of a process alone: torch warns of NCCL's where it is left to the exit."""
+    """End the process group, if there is one, of a process alone: torch warns of NCCL's that is left to the exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -143,10 +143,12 @@ def test_prompts_are_logged_only_where_that_is_wanted(run_file: Any) -> None:
 
 def _hammer(server: Running, clients: int, seconds: float) -> Counter[int]:
     counts: Counter[int] = Counter()
-    end = time.monotonic() + seconds
+    ready = threading.Barrier(clients)
 
     def client(number: int) -> None:
         with httpx2.Client(base_url=server.url, timeout=60) as session:
+            ready.wait()
+            end = time.monotonic() + seconds
             while time.monotonic() < end:
                 body = {"prompt": "the sea " * (number % 7), "max_tokens": number % 20 + 1, "seed": number}
                 counts[session.post("/v1/completions", json=body).status_code] += 1
