@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pipeline.config.load import load
 from pipeline.train import metrics, trainer
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.parallel.compat import HashingWriter
+from pipeline.train.parallel.compat_files import HashingWriter
 from pipeline.train.run_folder import read_metrics
 from tests import tiny
 

@@ -12,7 +12,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import PipelineConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token
-from pipeline.train.parallel.compat import schedule_actions
+from pipeline.train.parallel.compat_stage import schedule_actions
 from pipeline.train.parallel.schedules import SCHEDULES, play
 from pipeline.train.parallel.stages import balance, compute_costs, rank_of, split_stages
 

@@ -30,7 +30,8 @@ from pipeline.train.ema import Ema
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.optim import Optimizers
-from pipeline.train.parallel.compat import HashingWriter, plain
+from pipeline.train.parallel.compat import plain
+from pipeline.train.parallel.compat_files import HashingWriter
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import cpu_group
 

@@ -25,7 +25,7 @@ from pipeline.config.parallel import V_SHAPED, PipelineConfig
 from pipeline.data.batch import Batch
 from pipeline.train.model.attention import Context
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.compat import MicroBatchStage
+from pipeline.train.parallel.compat_stage import MicroBatchStage
 from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.stages import Stage
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.parallel.compat import schedule_actions
+from pipeline.train.parallel.compat_stage import schedule_actions
 from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead
