@@ -97,7 +97,14 @@ def test_what_passes_gives_the_same_ids(kind, which, tmp_path):
 
 
 class TestFaults:
-    @pytest.mark.parametrize("fault", ["one text in 1,000", "one script", "one id more", "wraps", "panics"])
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            "one text in 1,000",
+            "one script",
+            *(pytest.param(each, marks=pytest.mark.slow) for each in ("one id more", "wraps", "panics")),
+        ],
+    )
     def test_found(self, ours, tmp_path, monkeypatch, fault):
         broken_engine.install(tmp_path, monkeypatch, fault)
         found = compare(open_engine(ours, "gigatoken"), ours, long=True)

@@ -63,7 +63,9 @@ class Watched:
         self._thread.join()
 
 
-@pytest.mark.parametrize(("done", "count"), [("unit", 2), ("unit", 3), ("global", 2)], indirect=["done"])
+@pytest.mark.parametrize(
+    ("done", "count"), [("unit", 2), pytest.param("unit", 3, marks=pytest.mark.slow), ("global", 2)], indirect=["done"]
+)
 def test_started_at_once(run, done, count):
     config, file = run
     with Watched(config) as watched:

@@ -116,7 +116,7 @@ def nats_by_hand(config: Config, rows: list[list[int]], stride: int) -> list[lis
     [
         {},
         {"stride": 12},
-        {"documents": True},
+        pytest.param({"documents": True}, marks=pytest.mark.slow),
         {"documents": True, "stride": 20, "batch_size": 3},
     ],
     ids=["whole", "stride", "documents", "documents with a stride"],

@@ -65,6 +65,8 @@ INSTANTS: dict[str, tuple[int, Instant]] = {
     "in retention, half removed": (0, Instant("os.remove", r"^__\d_\d\.distcp$", number=2)),
 }
 """Which rank dies when."""
+SLOW = ("in a step, of another rank", "before it writes its file", "between files", "before state.json")
+"""Much like one of the others."""
 
 FAILING: dict[str, tuple[int, Instant]] = {
     "the folder": (0, Instant("os.mkdir", r"/step-\d+\.\d+\.tmp$", number=3)),
@@ -142,7 +144,9 @@ def assert_same_end(run: Path, whole: Path) -> None:
     assert (ended["code"], ended["step"]) == (0, exact(whole)[-1]["step"])
 
 
-@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize(
+    "instant", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in INSTANTS]
+)
 def test_a_rank_is_killed(root: Path, whole: Path, instant: str) -> None:
     rank, at = INSTANTS[instant]
     name = instant.replace(" ", "-").replace(",", "")

@@ -123,7 +123,7 @@ def test_a_rank_that_raises_ends_all_and_is_told(start: Callable[..., Launched])
 
 
 @pytest.mark.parametrize(
-    "case", ["mistake", *(pytest.param(c, marks=pytest.mark.slow) for c in ("slow_mistake", "same_mistake"))]
+    "case", [pytest.param(c, marks=pytest.mark.slow) for c in ("mistake", "slow_mistake", "same_mistake")]
 )
 def test_what_rank_0_has_said_is_not_said_again(start: Callable[..., Launched], case: str) -> None:
     launched = start(case)

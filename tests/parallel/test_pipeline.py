@@ -286,9 +286,15 @@ def several(schedule: ScheduleName) -> bool:
 
 
 @pytest.mark.parallel
-def test_two_ranks() -> None:
-    cases = [Case(s, TWO if several(s) else ONE, tied) for s in SCHEDULES for tied in (False, True)]
-    cases += [Case(s, TWO if several(s) else ONE, dtype=torch.bfloat16) for s in ("1f1b", *ZERO_BUBBLE)]
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_ranks(tied: bool) -> None:
+    check([Case(s, TWO if several(s) else ONE, tied) for s in SCHEDULES], 2)
+
+
+@pytest.mark.parallel
+@pytest.mark.slow
+def test_two_ranks_in_bf16() -> None:
+    cases = [Case(s, TWO if several(s) else ONE, dtype=torch.bfloat16) for s in ("1f1b", *ZERO_BUBBLE)]
     check(cases, 2)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -123,56 +121,49 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str,
         of_environment()
 
 
-@pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", None), ("MASTER_PORT", None), ("MASTER_PORT", "99999")])
-def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
-    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    error = ranks_alone(Processes(0, 2, 0, 2))
+def fails_to_join(place: Processes, address: str | None, port: str | None) -> str:
+    """What a process says that joins with this environment."""
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    try:
+        join(place, CPU, TimeLimitsConfig(init_seconds=5))
+    except (UserError, MachineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def error_of(place: Processes, address: str | None, port: int | str | None) -> str:
+    """That of a process of its own, as joining happens once."""
+    (said,) = ranks.run(1, fails_to_join, place, address, None if port is None else str(port), connect=False)
+    return str(said)
+
+
+@pytest.mark.parametrize(("address", "port"), [(None, 29500), ("127.0.0.1", None), ("127.0.0.1", 99999)])
+def test_no_place_to_meet(address: str | None, port: int | None) -> None:
+    error = error_of(Processes(0, 2, 0, 2), address, port)
     assert error.startswith("UserError") and "MASTER_ADDR and MASTER_PORT" in error
 
 
-def ranks_alone(place: Processes, init_seconds: float = 5.0) -> str:
-    """What a process says that joins with this environment, in a process of its own, as joining happens once."""
-    code = (
-        "import torch\n"
-        "from pipeline.config.run import TimeLimitsConfig\n"
-        "from pipeline.train.parallel.processes import Processes, join\n"
-        f"limits = TimeLimitsConfig(init_seconds={init_seconds})\n"
-        "try:\n"
-        f"    join({place!r}, torch.device('cpu'), limits)\n"
-        "except Exception as error:\n"
-        "    print(f'{type(error).__name__}: {error}', flush=True)\n"
-        "import os; os._exit(0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
-
-
-def test_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        error = ranks_alone(Processes(0, 2, 0, 2))
+        error = error_of(Processes(0, 2, 0, 2), "127.0.0.1", taken.getsockname()[1])
     assert error.startswith("MachineError: rank 0 cannot listen at 127.0.0.1:")
     assert "MASTER_PORT" in error
 
 
-def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
-    error = ranks_alone(Processes(1, 2, 1, 2))
+def test_rank_0_is_not_there() -> None:
+    error = error_of(Processes(1, 2, 1, 2), "127.0.0.1", ranks.free_port())
     assert error.startswith("MachineError: rank 1 on ")
     assert "could not reach rank 0 at 127.0.0.1:" in error
     assert "raise launch.time_limits.init_seconds (5) if that takes longer" in error
 
 
-def test_too_few_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
-    error = ranks_alone(Processes(0, 3, 0, 3))
+def test_too_few_come() -> None:
+    error = error_of(Processes(0, 3, 0, 3), "127.0.0.1", ranks.free_port())
     assert error.startswith("MachineError: only 1 of 3 ranks came to ")
     assert "missing: rank 1, rank 2" in error
 

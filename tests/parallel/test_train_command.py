@@ -156,6 +156,7 @@ def test_a_folder_in_use_is_told_once(root: Path) -> None:
     assert process.wait(100) == 75
 
 
+@pytest.mark.slow
 def test_torchrun(root: Path, whole: Path) -> None:
     run = root / "torchrun"
     command = [

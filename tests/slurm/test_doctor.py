@@ -62,6 +62,7 @@ def test_a_run_that_needs_gpus_where_there_are_none(tmp_path: Path) -> None:
     assert "GPUs: torch sees 0, 1 are expected" in done.stderr
 
 
+@pytest.mark.slow
 def test_several_nodes_on_the_command_line() -> None:
     codes, output = _nodes(lambda _: [sys.executable, "-m", "pipeline", "doctor"], 2)
     assert codes == [0, 0], output

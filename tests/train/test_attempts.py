@@ -314,6 +314,7 @@ def test_a_run_that_dies_again_and_again_at_a_step_is_refused_and_goes_on_when_i
     assert [each.outcome for each in attempts(root / "loop")][-2:] == ["failed", "done"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_at_the_same_step_again_and_again_is_refused(root: Path) -> None:
     """As by the kernel, for memory. The code that kills it is not in the package."""
     (root / "killer").mkdir()

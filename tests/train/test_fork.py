@@ -293,6 +293,7 @@ def test_a_damaged_checkpoint_is_not_forked(root: Path, parent: Path) -> None:
     assert not (root / "of-damaged").exists()
 
 
+@pytest.mark.slow
 def test_a_fork_that_was_killed_is_made_again(root: Path, parent: Path) -> None:
     """What it leaves is no checkpoint: training would not take it for one, and the same command makes it whole."""
     settings = ("train.duration=12 steps", *WSD)

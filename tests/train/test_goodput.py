@@ -193,6 +193,7 @@ def test_an_attempt_that_still_runs_counts_until_now(tmp_path: Path) -> None:
     assert goodput(tmp_path) == ended
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_adds_up(root: Path) -> None:
     run = root / "killed"
     keys = (f"run.dir={run}", "train.duration=4000 steps", "train.checkpoint.every_steps=7", "train.checkpoint.keep=50")

@@ -105,7 +105,7 @@ def test_places_are_those_of_torchs_schedules(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("pp", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_schedule_does_everything_once(name: Any, pp: int) -> None:
     facts = SCHEDULES[name]
     for v in (v for v in range(1, 4) if facts.allows_stages(v)):

@@ -108,9 +108,10 @@ def test_sigkill_at_any_instant_then_the_same_bits(root: Path, kills: int, steps
 
 @pytest.mark.parametrize(
     ("when", "target"),
-    [("before", "COMMIT"), ("after", "step-00000006"),
+    [("after", "step-00000006"),
      *(pytest.param(*each, marks=pytest.mark.slow) for each in
-       (("before", "step-00000006"), ("after", "latest"), ("after", "step-00000003.pruned.tmp")))],
+       (("before", "COMMIT"), ("before", "step-00000006"), ("after", "latest"),
+        ("after", "step-00000003.pruned.tmp")))],
 )  # fmt: skip
 def test_sigkill_between_the_renames_of_a_save(
     root: Path, straight: list[dict[str, Any]], when: str, target: str
@@ -165,7 +166,7 @@ def test_precision_may_change_on_resume(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["SIGTERM", "file", *(pytest.param(how, marks=pytest.mark.slow) for how in ("SIGINT", "SIGUSR2"))]
+    "how", ["SIGTERM", *(pytest.param(how, marks=pytest.mark.slow) for how in ("file", "SIGINT", "SIGUSR2"))]
 )
 def test_a_stop_request_saves_and_the_run_goes_on(root: Path, straight: list[dict[str, Any]], how: str) -> None:
     run = root / f"stopped-{how}"
@@ -264,6 +265,7 @@ def test_three_non_finite_steps_end_the_run_and_are_recorded(root: Path) -> None
     assert orjson.loads((run / "exit.json").read_bytes())["code"] == 77
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_folder(root: Path) -> None:
     run = root / "twice"
     process = subprocess.Popen(
