@@ -147,6 +147,7 @@ def test_all_records_are_bad(tmp_path):
         (lzma.compress(b"words " * 90), "it is xz-compressed: name it .xz"),
         (b"\x28\xb5\x2f\xfd" + bytes(9), "it is zstd-compressed: name it .zst"),
     ],
+    ids=["parquet", "gzip", "bzip2", "xz", "zstd"],  # gzip writes the time
 )
 @pytest.mark.parametrize("type", ["text", "jsonl"])
 def test_files_of_another_kind(tmp_path, head, hint, type):
