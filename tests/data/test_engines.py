@@ -116,6 +116,7 @@ class TestForeign:
         assert (copy.engine, copy.id, copy.row, copy.position) == ("fast 1.0", "a\x1bb", 7, 3)
 
 
+@pytest.mark.slow
 def test_memory_of_words_is_bounded():
     """Every word is new, and the library never forgets one: without a new start this takes 600 MB."""
     pytest.importorskip("gigatoken")

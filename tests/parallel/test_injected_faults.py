@@ -65,7 +65,10 @@ INSTANTS: dict[str, tuple[int, Instant]] = {
     "in retention, half removed": (0, Instant("os.remove", r"^__\d_\d\.distcp$", number=2)),
 }
 """Which rank dies when."""
-SLOW = ("in a step, of another rank", "before it writes its file", "between files", "before state.json")
+SLOW = (
+    *("in a step, of another rank", "before it writes its file", "between files", "before state.json"),
+    *("after COMMIT, before the rename", "after latest, before retention"),
+)
 """Much like one of the others."""
 
 FAILING: dict[str, tuple[int, Instant]] = {

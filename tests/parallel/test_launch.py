@@ -239,6 +239,7 @@ def test_no_rank_outlives_a_killed_launcher(start: Callable[..., Launched]) -> N
     until(lambda: all(gone(pid) for pid in pids))
 
 
+@pytest.mark.slow
 def test_a_hang_ends_all_with_76_and_the_stacks(start: Callable[..., Launched], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "heartbeats").write_text("no heartbeat can be written")

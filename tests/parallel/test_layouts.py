@@ -32,7 +32,8 @@ QUICK = (
 are not slow tests."""
 SLOW = (
     *("pp2-interleaved_1f1b-v3-layers_1_2_1_1_2_0", "pp4-zbv", "pp4-1f1b-layers_0_3_1_0"),
-    *("pp2-interleaved_zero_bubble", "pp2-interleaved_1f1b-tp2", "pp2-gpipe-tp2", "pp2-gpipe-fsdp2-reshard"),
+    *("pp2-interleaved_1f1b-tp2", "pp2-gpipe-tp2", "pp2-gpipe-fsdp2-reshard"),
+    *("pp2-zbv-layers_1_2_1_1", "ddp2-tp2-no_sp", "pp4-interleaved_zero_bubble"),
     *("pp2-interleaved_1f1b-fsdp2-keep", "hsdp2x2-reshard", "fsdp2-keep-tp2-no_sp", "fsdp2-reshard-tp2-no_sp"),
 )
 """Of the others those that are: each is much like a quick one."""

@@ -111,7 +111,8 @@ def test_it_trains_as_one_process_does(root: Path, whole: Path) -> None:
     assert not (whole / "lock").exists()
 
 
-@pytest.mark.parametrize("who", ["launcher", pytest.param("rank 1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["launcher", "rank 1"])
 def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> None:
     name = f"stopped-{who[-1]}"
     process = start(root, name)

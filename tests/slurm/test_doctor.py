@@ -38,6 +38,7 @@ def test_a_healthy_node(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".*")), "it leaves no trace"
 
 
+@pytest.mark.slow
 def test_an_unfit_node_is_told_with_all_that_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     changes = {"run.dir": "/proc/none/run", "data.dir": str(tmp_path / "file")}

@@ -262,6 +262,7 @@ def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_know_of_fp8(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = (*RUN, CONSTANT, "train.ema.decay=0.8")
     there = train(root, "there-and-back", *values, FP8["gather"], "train.duration=3 steps")

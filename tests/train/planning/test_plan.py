@@ -58,6 +58,7 @@ def call(
     return run
 
 
+@pytest.mark.slow
 def test_parts_of_a_plan_belong_together(run_file: Path) -> None:
     config = load(run_file, PIPELINE)
     found = plan(config, H100, 8, job_seconds=60)
