@@ -556,9 +556,9 @@ def main() -> None:
         record_error(error)
         code = _report_mistake(error)
     processes = sys.modules.get("pipeline.train.parallel.processes")
-    if processes is not None and processes.joined():
-        processes.leave(code if isinstance(code, int) else EXIT_OTHER if code else EXIT_OK)
     if processes is not None:
+        if processes.joined():
+            processes.leave(code if isinstance(code, int) else EXIT_OTHER if code else EXIT_OK)
         processes.part()
     sys.exit(code)
 

@@ -24,8 +24,8 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.config.load import load
+from pipeline.train.parallel.processes import part
 from slurm.local import run
-from tests.groups import leave_group
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -146,7 +146,7 @@ def test_the_parser_sees_commands() -> None:
 
 def _check_exit(folder: Path, words: list[str], wanted: int, label: str, capfd: pytest.CaptureFixture[str]) -> None:
     if words[:2] == ["pipeline", "plan"]:
-        leave_group()
+        part()
     if words[0] == "pipeline":
         # In this process: a new one would spend its time on imports. tests/test_cli.py starts real ones.
         with contextlib.chdir(folder), mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as left:

@@ -28,6 +28,7 @@ from pipeline.train.parallel.compile import compiles
 from pipeline.train.parallel.footprint import footprint
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.processes import part
 from pipeline.train.parallel.rules import check_layout, layout_warnings
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.fake import fake_mesh
@@ -35,7 +36,6 @@ from pipeline.train.planning.plan import plan
 from pipeline.train.planning.traffic import bytes_by_axis
 from pipeline.train.recompute import Recompute
 from pipeline.train.setup import load_for_inference
-from tests.groups import leave_group
 from tests.train.averages import averages_differ
 from tests.train.planning.test_timing import H100, Case
 from tests.train.planning.test_timing import LLAMA_8B as MODEL_8B
@@ -366,7 +366,7 @@ def test_what_goes_together_is_not_refused(root: Path) -> None:
 
 def test_lengths_of_validation_are_multiples_on_every_process() -> None:
     """A batch may be shorter than a window: of one window of 64 tokens a process would have 8."""
-    leave_group()  # tests of a whole run may have come before
+    part()  # tests of a whole run may have come before
     config = ModelConfig(layers=2, dim=64, heads=4, ffn_dim=128)
     spec, parallel = decoder_spec(config, 61, 512), ParallelConfig(cp=8)
     for keys, multiple in (({}, 16), ({"fp8": {"min_size": 16, "emulate": True}}, 128)):

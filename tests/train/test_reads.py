@@ -21,10 +21,10 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.processes import part
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.spikes import SpikeGuard
 from pipeline.train.step import Stepper, StepResult
-from tests.groups import leave_group
 
 CPU = torch.device("cpu")
 SAMPLES, LENGTH = 2, 16
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
 @pytest.fixture(autouse=True)
 def no_group() -> None:
     """Tests of a whole run may have come before."""
-    leave_group()
+    part()
 
 
 def issue(case: str, change: Callable[[Stepper], None] = lambda stepper: None) -> StepResult:

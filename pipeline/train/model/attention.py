@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.train.loss import Criterion
 from pipeline.train.model.config import AttentionSpec
-from pipeline.train.model.kernels.sdpa import Sdpa, has_flash, masked_attention
+from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
 from pipeline.train.model.kernels.sight import Kernel, Sight
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import apply_rope
@@ -133,8 +133,7 @@ class Attention(nn.Module):
             mask = context.masks[spec.window]
             if q_BSHE.shape[1] == 1:
                 return self._attend_once(q_BSHE, k_BTKE, v_BTKE, mask)
-            flash = has_flash(q_BSHE.device)
-            return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, spec.scale, flash=flash))
+            return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, spec.scale))
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
             if context.watch is not None:

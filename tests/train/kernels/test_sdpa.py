@@ -53,16 +53,22 @@ def test_masks_as_on_a_gpu(case: Case) -> None:
     assert max(differences(case, Sdpa(on_gpu=True), case.draw(torch.float64)).values()) < 1e-12
 
 
-def test_the_last_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU: no memory for causality, and keys are repeated where flash kernels do not take them shared."""
-    shared = []
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call of torch's kernel, whether it got keys that several heads share."""
+    calls, theirs = [], F.scaled_dot_product_attention
 
     def spy(*tensors: torch.Tensor, **how: Any) -> torch.Tensor:
-        shared.append(how["enable_gqa"])
+        calls.append(how["enable_gqa"])
         return theirs(*tensors, **how)
 
-    case, kernel, theirs = Case(((40,), (40,)), False, None, 10, 40), Sdpa(on_gpu=True), F.scaled_dot_product_attention
     monkeypatch.setattr(sdpa, "F", SimpleNamespace(scaled_dot_product_attention=spy))
+    return calls
+
+
+def test_the_last_queries_alone(shared: list[bool]) -> None:
+    """On a GPU: no memory for causality, and keys are repeated where flash kernels do not take them shared."""
+    case, kernel = Case(((40,), (40,)), False, None, 10, 40), Sdpa(on_gpu=True)
     causality = kernel.prepare(case.sight())
     assert isinstance(causality, CausalBias) and causality.numel() == 0
     half = torch.bfloat16
@@ -75,19 +81,12 @@ def test_the_last_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "flash"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_keys_are_repeated_without_a_mask_too(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, flash: bool) -> None:
+def test_keys_are_repeated_without_a_mask_too(shared: list[bool], dtype: torch.dtype, flash: bool) -> None:
     """Where no kernel but the one that keeps all scores takes them shared."""
-    shared, theirs = [], F.scaled_dot_product_attention
-
-    def spy(*tensors: torch.Tensor, **how: Any) -> torch.Tensor:
-        shared.append(how["enable_gqa"])
-        return theirs(*tensors, **how)
-
     q, k, v, _ = SOME[3].draw(dtype)
-    expected = masked_attention(q, k, v, None, 0.3, on_gpu=False)
-    monkeypatch.setattr(sdpa, "F", SimpleNamespace(scaled_dot_product_attention=spy))
     found = masked_attention(q, k, v, None, 0.3, True, flash)
-    assert shared == [flash and dtype != torch.float32]
+    assert shared.pop() == (flash and dtype != torch.float32)
+    expected = masked_attention(q, k, v, None, 0.3, on_gpu=False)
     torch.testing.assert_close(found, expected)
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.groups import leave_group
+from pipeline.train.parallel.processes import part
 
 
 @pytest.fixture(autouse=True)
 def no_group() -> None:
     """Tests of a whole run may have come before."""
-    leave_group()
+    part()

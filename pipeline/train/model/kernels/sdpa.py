@@ -67,15 +67,16 @@ def masked_attention(
     mask: Mask,
     scale: float,
     on_gpu: bool | None = None,
-    flash: bool = False,
+    flash: bool | None = None,
 ) -> Tensor:
     """Attention with a mask in memory, see `attention_mask`, [B, C, H, E].
 
     Args:
         on_gpu: See `Sdpa`.
-        flash: See `has_flash`.
+        flash: See `has_flash`; None: ask it, which compiled code should not.
     """
     on_gpu = q_BCHE.device.type == "cuda" if on_gpu is None else on_gpu
+    flash = has_flash(q_BCHE.device) if flash is None else flash
     copies = q_BCHE.shape[2] // k_BTKE.shape[2]
     # Of torch's kernels for GPUs flash ones take shared heads, but no mask, and no fp32; and cuDNN's, which some have,
     # takes both. Without a kernel that does, all scores would be in memory.
