@@ -24,8 +24,6 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
@@ -41,8 +39,8 @@ from pipeline.errors import (
     Stopped,
     UserError,
 )
-from pipeline.train.parallel.compat import WatchedAgent
-from pipeline.train.parallel.rank import LAUNCHER, read_error
+from pipeline.train.parallel.compat import OneNode, WatchedAgent
+from pipeline.train.parallel.rank import LAUNCHER, STORE, read_error
 from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
 from pipeline.train.run_folder import note_end
@@ -166,32 +164,33 @@ def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedSt
         signals.listen()  # torch has just put its own handlers, which would end all ranks
         ranks.start(pids)
 
-    with signals, _quiet(logs / "launcher.log"):
+    with signals, _quiet(logs / "launcher.log"), _private_folder() as folder:
         try:
             spec = WorkerSpec(
                 role=stage,
                 local_world_size=processes,
                 entrypoint=command[0],
                 args=tuple(command[1:]),
-                rdzv_handler=get_rendezvous_handler(
-                    # Port 0: the store is here and takes a free port.
-                    RendezvousParameters("c10d", "localhost:0", f"launch-{os.getpid()}", 1, 1, local_addr="localhost")
-                ),
+                rdzv_handler=OneNode(),
                 max_restarts=0,
                 monitor_interval=0.1,
                 local_addr="localhost",
             )
-            try:
-                WatchedAgent(spec, _Logs(logs), started, ranks.have_ended).run()
-            finally:
-                spec.rdzv_handler.shutdown()
+            WatchedAgent(spec, _Logs(logs, Path(folder, "store")), started, ranks.have_ended).run()
         except SignalException as interrupted:
             ranks.forward(interrupted.sigval)
-        except (RendezvousError, OSError) as error:
+        except OSError as error:
             raise MachineError(f"the {processes} processes could not be started: {error}") from error
         finally:
             ranks.kill()
     _judge(ranks, logs, stage)
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that only this user may enter, in memory where there is such a place: a disk may be full."""
+    memory = "/dev/shm"
+    parent = memory if os.access(memory, os.W_OK | os.X_OK) else None
+    return tempfile.TemporaryDirectory(prefix="pipeline-store-", dir=parent, ignore_cleanup_errors=True)
 
 
 class _Ranks:
@@ -325,9 +324,10 @@ class _Signals:
 class _Logs(LogsSpecs):
     """Where the output of each rank goes, and what its environment has besides torch's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: Path) -> None:
         super().__init__(str(folder))
         self._folder = folder
+        self._store = store
 
     @property
     def root_log_dir(self) -> str:
@@ -339,8 +339,7 @@ class _Logs(LogsSpecs):
         for rank, environment in envs.items():
             environment["TORCHELASTIC_ERROR_FILE"] = errors[rank]
             environment[LAUNCHER] = str(os.getpid())
-            if "GLOO_SOCKET_IFNAME" not in os.environ and Path("/sys/class/net/lo").exists():
-                environment["GLOO_SOCKET_IFNAME"] = "lo"  # works whatever the host's name resolves to
+            environment[STORE] = str(self._store)
             if rank:
                 environment["PYTHONUNBUFFERED"] = "1"  # the last lines before a kill count
         return LogsDest(stdouts=logs, stderrs=logs, error_files=errors)

@@ -338,7 +338,7 @@ class Link:
         folder = logs / "doctor"
         folder.mkdir()
         words = tuple(doctor_command(self._submission.run_file, folder, self._submission.site.gpus_per_node))
-        place = meeting_place(self._submission, nodes, self._job, self._restarts, 0)
+        place = meeting_place(self._submission, nodes)
         Step(self._submission, words, nodes, 1, folder, place, together=False).run(lambda: None, lambda _: None)
         if signal.SIGTERM in self._told:
             return []  # it was not the nodes that kept them from answering
@@ -349,7 +349,7 @@ class Link:
 
     def _meeting(self, launch: Launch) -> dict[str, str]:
         """What the processes need to know of one another and of the job."""
-        found = meeting_place(self._submission, launch.nodes, self._job, self._restarts, launch.number)
+        found = meeting_place(self._submission, launch.nodes)
         if self._allocation and self._allocation.end is not None:
             found["SLURM_JOB_END_TIME"] = str(int(self._allocation.end))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -105,13 +106,15 @@ class Step:
         return process.returncode
 
 
-def meeting_place(submission: Submission, nodes: Sequence[str], job: str, restarts: int, launch: int) -> dict[str, str]:
-    """Where the processes of several nodes meet: the first node, and a port that no earlier start has used just now."""
+def meeting_place(submission: Submission, nodes: Sequence[str]) -> dict[str, str]:
+    """Where the processes of several nodes meet: the first node, at a port that nobody can tell beforehand.
+
+    torch's store serves whoever connects. The port is in the environment of the processes alone, which other users
+    cannot read; who is on the network may still find it by trying.
+    """
     if not nodes:
         return {}
-    digits = int("".join(character for character in job if character.isdigit()) or 0)
-    port = _PORTS[(digits * 31 + restarts * 7 + launch) % len(_PORTS)]
-    place = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)}
+    place = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(secrets.choice(_PORTS))}
     if interface := submission.site.network_interface:
         place |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return place

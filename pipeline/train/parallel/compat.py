@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -272,6 +273,41 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
     if frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED_FOLDER):
         return True
     return any(not entry["retired"] for entry in last_collectives().get("nccl", []))
+
+
+class OneNode(RendezvousHandler):
+    """Rendezvous of a single agent, in its own memory.
+
+    That of torch (`c10d`) listens on all interfaces, asks for no password, and unpickles what it finds in its store:
+    whoever reaches the port runs code as this user.
+    """
+
+    def get_backend(self) -> str:
+        return "one-node"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        # The agent wants an address for the ranks, which have a store of their own.
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return str(os.getpid())
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class WatchedAgent(LocalElasticAgent):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from pipeline.errors import (
     exit_code,
 )
 from pipeline.train.parallel.compat import record_collectives
-from pipeline.train.parallel.rank import Processes, of_environment, record_error
+from pipeline.train.parallel.rank import STORE, Processes, of_environment, record_error
 
 __all__ = [
     "Processes",
@@ -54,6 +55,7 @@ _LEAVING = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """How long torch lets a collective wait. A hang is found by the watchdog, and one of what runs beside training where
 the loop waits for it. torch counts time in which a run is suspended, too, which may be long and is none."""
+_LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "/sys/class/net/lo"
 
 
 class _Joined:
@@ -70,8 +72,9 @@ class _Joined:
 def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
     """Make the process group, over NCCL between GPUs and over gloo between CPUs; once in a process.
 
-    A process of its own needs no port, and may train on a GPU after it has trained on the CPU. Several meet at
-    MASTER_ADDR and MASTER_PORT.
+    A process of its own needs no port, and may train on a GPU after it has trained on the CPU. Several find one another
+    through the store of our launcher, a file, or else at MASTER_ADDR and MASTER_PORT. Where all are on this machine,
+    nothing of it can be reached from another one: neither gloo nor torch's store asks who connects.
 
     Raises:
         UserError: the ranks do not agree on how many they are, or two have the same number.
@@ -84,6 +87,9 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
         if processes.world_size > 1 or _Joined.backend in ("", backend):
             return
         part()  # gloo takes what is on a GPU, too, and would wait for it
+    if processes.is_one_machine and Path(_LOOPBACK_DEVICE).exists():
+        # Whatever the host's name resolves to, and also where a site's setup names another one.
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     if processes.world_size == 1:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
     else:
@@ -107,35 +113,15 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
 
 def _meet(processes: Processes, init_seconds: float) -> Any:
     """A store that all ranks are connected to, and that has seen each of them once."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(
-            f"WORLD_SIZE is {processes.world_size}, so MASTER_ADDR and MASTER_PORT must name where rank 0 is, but they "
-            f"are {address or 'not set'} and {port or 'not set'}; start the processes with torchrun or launch.processes"
-        )
     # Less than the watchdog waits, which would not know who is missing.
     wait = timedelta(seconds=0.8 * init_seconds)
     longer = f"raise launch.time_limits.init_seconds ({init_seconds:g}) if that takes longer"
-    # torchrun may have a store of its own at this address; then rank 0 does not open one.
-    server = processes.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    where = f"{address}:{port}"
-    try:
-        tcp = dist.TCPStore(  # type: ignore[attr-defined]
-            address, int(port), None, is_master=server, timeout=wait, wait_for_workers=False, multi_tenant=True
-        )
-    except (RuntimeError, ValueError) as error:
-        if server and (os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)):
-            raise MachineError(
-                f"rank 0 cannot listen at {where}: another program does, perhaps an earlier run that has not ended; "
-                "set MASTER_PORT (--master-port) to a free port"
-            ) from error
-        raise MachineError(
-            f"rank {processes.rank} on {socket.gethostname()} could not reach rank 0 at {where} within "
-            f"{wait.total_seconds():.0f} s ({_first_line(error)}); is it running there, and may these machines connect "
-            f"to that port? {longer}"
-        ) from error
+    if file := os.environ.get(STORE):
+        found, where = dist.FileStore(file, processes.world_size), "the store of their launcher"  # type: ignore[attr-defined]
+    else:
+        found, where = _tcp_store(processes, wait, longer)
     # Starts over where torchrun starts all ranks again.
-    store = dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)  # type: ignore[attr-defined]
     for name, value in (("WORLD_SIZE", processes.world_size), ("LOCAL_WORLD_SIZE", processes.local_world_size)):
         others = int(store.compare_set(name, "", str(value)))
         if others != value:
@@ -162,6 +148,48 @@ def _meet(processes: Processes, init_seconds: float) -> Any:
             f"{longer}"
         ) from None
     return store
+
+
+def _tcp_store(processes: Processes, wait: timedelta, longer: str) -> tuple[Any, str]:
+    """A store of torch at rank 0 or its launcher, and its address."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(
+            f"WORLD_SIZE is {processes.world_size}, so MASTER_ADDR and MASTER_PORT must name where rank 0 is, but they "
+            f"are {address or 'not set'} and {port or 'not set'}; start the processes with torchrun or launch.processes"
+        )
+    # torchrun may have a store of its own at this address; then rank 0 does not open one.
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = processes.rank == 0 and not theirs
+    if processes.is_one_machine and not theirs:
+        address = _LOOPBACK
+    where = f"{address}:{port}"
+    try:
+        # By itself torch would listen on all interfaces, whatever the address.
+        listening = _listen(int(port)) if server and address == _LOOPBACK else None
+        tcp = dist.TCPStore(  # type: ignore[attr-defined]
+            *(address, int(port), None, server, wait),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listening,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        if server and (os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)):
+            raise MachineError(
+                f"rank 0 cannot listen at {where}: another program does, perhaps an earlier run that has not ended; "
+                "set MASTER_PORT (--master-port) to a free port"
+            ) from error
+        raise MachineError(
+            f"rank {processes.rank} on {socket.gethostname()} could not reach rank 0 at {where} within "
+            f"{wait.total_seconds():.0f} s ({_first_line(error)}); is it running there, and may these machines connect "
+            f"to that port? {longer}"
+        ) from error
+    return tcp, where
+
+
+def _listen(port: int) -> int:
+    """A socket on the loopback, for torch to take over."""
+    return socket.create_server((_LOOPBACK, port), backlog=2048).detach()
 
 
 def cpu_group() -> dist.ProcessGroup:

@@ -21,6 +21,8 @@ from pipeline.errors import EXIT_OTHER, RankFailed, Stopped, UserError, exit_cod
 
 LAUNCHER = "PIPELINE_LAUNCHER"
 """Set in the ranks that our own launcher starts: its process id."""
+STORE = "PIPELINE_STORE"
+"""Set there, too: the file through which they find one another, in a folder that only this user may enter."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PR_SET_PDEATHSIG = 1
@@ -37,6 +39,11 @@ class Processes:
     """Its number on this node."""
     local_world_size: int
     """Processes on this node."""
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all processes of the run are on this node."""
+        return self.world_size == self.local_world_size
 
 
 def is_rank() -> bool:
