@@ -169,7 +169,7 @@ def test_differences_between_runs(root: Path, tmp_path: Path, seen: dict[str, Re
         "train.optimizer.lr": ["0.01", "0.05"],
         "train.faults.on_spike": ["ignore", "skip"],
         "train.faults.spike_window": ["128", "8"],
-        "train.faults.spike_zscore": ["6.0", "1.5"],
+        "train.faults.spike_zscore": ["6.0", "20.0"],
         "train.faults.max_in_a_row": ["3", "2"],
     }
     steps = {name: steps_that_count(root / name) for name in ("done", "failed")}
