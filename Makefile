@@ -2,9 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Nothing is installed but what is locked, with its hash. What comes as source is built with what is locked as well.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation
+LOCKED := $(PIP) --require-hashes
+# The CUDA build of torch needs libraries that its CPU build does not.
+TORCH_IS_CUDA := $(BIN)/python -c "from importlib.metadata import requires; \
+  raise SystemExit(not any(each.startswith(('cuda-', 'nvidia-')) for each in requires('torch')))"
 
-.PHONY: help quickstart install install-dev test test-slow test-slurm test-all lint docs devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-slow test-slurm test-all lint lock docs devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +21,7 @@ help:
 	@echo "make test-all     all of these"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
+	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
 
 quickstart: install
@@ -44,6 +50,9 @@ docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
 	@$(BIN)/python -m pipeline.train.reference docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md
 
+lock: install-dev
+	@$(BIN)/python requirements/lock.py $(UPGRADE)
+
 devcluster: install
 	@$(BIN)/python -m slurm.devcluster up --install
 
@@ -64,12 +73,18 @@ $(BIN)/python:
 	  { rm -rf $(VENV); echo "error: $(PYTHON) has no venv; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
 # The stamps are newer than what they were installed from, or pip runs again.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+LOCKS := requirements/build.txt requirements/run.txt requirements/cuda.txt
+$(VENV)/.installed: pyproject.toml $(LOCKS) | $(BIN)/python
 	@echo "installing into $(VENV) (the first time, some minutes)"
+	@$(LOCKED) -r requirements/build.txt
+	@$(LOCKED) -r requirements/run.txt
+	@if $(TORCH_IS_CUDA); then $(LOCKED) -r requirements/cuda.txt; fi
 	@$(PIP) -e .
+	@$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into $(VENV) with what the tests need (the first time, some minutes)"
-	@$(PIP) -e '.[dev]'
-	@touch $@ $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+	@echo "installing what the tests need"
+	@$(LOCKED) -r requirements/dev.txt
+	@$(BIN)/python -m pip check --disable-pip-version-check
+	@touch $@

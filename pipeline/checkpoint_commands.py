@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from pipeline.arguments import AsJson, Overrides, RunOrFolder, Step, shard_bytes
+from pipeline.console import Console, echo
 from pipeline.errors import EXIT_OTHER, UserError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def checkpoint_export(
     _, checkpoints = _open(run, overrides)
     from pipeline.train.checkpoint.export import export
 
-    print(export(checkpoints, to, step=step, weights=weights, max_shard=shard_bytes(max_shard), console=Console()))
+    echo(export(checkpoints, to, step=step, weights=weights, max_shard=shard_bytes(max_shard), console=Console()))
 
 
 @checkpoint_app.command("average")
@@ -148,7 +148,7 @@ def checkpoint_average(
         max_shard=shard_bytes(max_shard),
         console=Console(),
     )
-    print(said)
+    echo(said)
 
 
 def _open(run: Path, overrides: list[str] | None) -> tuple[Config, Checkpoints]:
@@ -165,9 +165,9 @@ def _show(lines: Iterable[str], value: Any) -> None:
     """A value as JSON if there is one, else the lines."""
     if value is None:
         for line in lines:
-            print(line)
+            echo(line)
     else:
-        print(json.dumps(value, indent=2, ensure_ascii=False))
+        echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def _steps(text: str) -> list[int]:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from pipeline import __version__
 from pipeline.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step
 from pipeline.checkpoint_commands import checkpoint_app
-from pipeline.console import alarm
+from pipeline.console import Console, alarm, echo
 from pipeline.convert_commands import convert_app
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, EXIT_REFUSED, RankFailed, Stopped, UserError
 from pipeline.slurm_commands import add_to
@@ -54,7 +53,7 @@ class _Commands(TyperGroup):
         except (UserError, Stopped, RankFailed, OSError, KeyboardInterrupt) as error:
             record_error(error)
             if os.environ.get("PIPELINE_DEBUG") == "1":
-                traceback.print_exc()
+                echo(traceback.format_exc(), end="", error=True)
             sys.exit(_report(error))
 
 
@@ -82,7 +81,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file, or 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"pipeline {__version__}")
+        echo(f"pipeline {__version__}")
         raise typer.Exit
 
 
@@ -342,7 +341,7 @@ def init(
     from pipeline.config.starter import write
 
     path = write(folder, source)
-    print(f"wrote {path}\nEdit it, then: pipeline run {path}")
+    echo(f"wrote {path}\nEdit it, then: pipeline run {path}")
 
 
 @config_app.command("show")
@@ -350,7 +349,7 @@ def config_show(run: Run, overrides: Overrides = None) -> None:
     """Print the run file after includes, overrides, interpolation and defaults."""
     from pipeline.config.load import dump
 
-    print(dump(_load(run, overrides)), end="")
+    echo(dump(_load(run, overrides)), end="")
 
 
 @config_app.command("schema")
@@ -358,7 +357,7 @@ def config_schema() -> None:
     """Print the JSON schema of run files, for editors."""
     from pipeline.config.reference import json_schema
 
-    print(json_schema(), end="")
+    echo(json_schema(), end="")
 
 
 @data_app.command("inspect")
@@ -386,7 +385,7 @@ def data_verify(
         alarm("to repair:", repair)
     if found.problems:
         raise typer.Exit(EXIT_OTHER)
-    print(f"{folder}: {found}: everything is as it was written")
+    echo(f"{folder}: {found}: everything is as it was written")
 
 
 @data_app.command("merge")
@@ -398,7 +397,7 @@ def data_merge(
     """Write a dataset as a single .bin/.idx pair, for tools that want one."""
     from pipeline.data.merge import merge
 
-    print(merge(dataset, prefix, force=force, console=Console()))
+    echo(merge(dataset, prefix, force=force, console=Console()))
 
 
 @data_app.command("adopt")
@@ -430,7 +429,7 @@ def data_adopt(
         append_eod=append_eod,
         console=Console(),
     )
-    print(report)
+    echo(report)
 
 
 @data_app.command("plan")
@@ -539,7 +538,7 @@ def _submitted(
 
 def _note(message: str) -> None:
     """What takes its time."""
-    print(message, file=sys.stderr, flush=True)
+    echo(message, error=True, flush=True)
 
 
 def main() -> None:
@@ -604,7 +603,7 @@ def _report_mistake(error: BaseException) -> int:
         first = str(error).strip().split("\n", maxsplit=1)[0].partition(". ")[0]
         alarm("error:", f"rank {os.environ.get('RANK')} has lost another process of the run ({first[:200]})")
         return EXIT_OTHER
-    traceback.print_exception(error)
+    echo("".join(traceback.format_exception(error)), end="", error=True)
     alarm(
         "error:",
         f"{type(error).__name__}: this is a mistake in the program, not in your run; please report it with the "

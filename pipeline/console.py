@@ -1,21 +1,81 @@
-"""How stages talk: plain lines, and a bar where there is a terminal."""
+r"""Output to the terminal: plain lines, tables, and a bar where there is a terminal.
+
+Everything that is printed passes here. File names, manifests, host names, log lines and generated text come from
+others, and a terminal obeys the escape sequences in them, which can hide a line, rename the window or write to the
+clipboard. So control characters are printed as `\u001b`. JSON spells them like this as well: JSON that is printed keeps
+its values.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.console import Console
+import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.text import Text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNSAFE = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and line feed, DEL, C1
+    "\u202a-\u202e\u2066-\u2069"  # turn the direction of what follows: text reads as something else
+    "\ud800-\udfff"  # bytes of a file name that are not UTF-8, which no stream can encode
+    "]"
+)
+_COLOURS = re.compile("\x1b\\[[0-9;:]*m")
+_LINE_ENDS = re.compile("\r\n?")
 
 
-def say(console: Console, text: str) -> None:
+def visible(text: str) -> str:
+    """A text with the characters that a terminal obeys spelled out; line feeds and tabs stay."""
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def visible_log(text: str) -> str:
+    """A piece of a log file as `visible` text: without colours, each state of a progress bar on a line of its own."""
+    return visible(_LINE_ENDS.sub("\n", _COLOURS.sub("", text)))
+
+
+class Console(rich.console.Console):
+    """A console whose own styles reach the terminal, and nothing else that it would obey.
+
+    Text is never taken for markup or emoji codes, since most of it comes from files: style it with `rich.text.Text`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**({"markup": False, "emoji": False} | options))
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A text before it is laid out, so that a column is as wide as what is shown."""
+        return super().render_str(visible(text), **options)
+
+    def render(
+        self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Segments of text, before styles become escape sequences."""
+        for segment in super().render(renderable, options):
+            # Segments with control codes are rich's own: the cursor of a progress bar.
+            if segment.control is None and _UNSAFE.search(segment.text):
+                yield Segment(visible(segment.text), segment.style)
+            else:
+                yield segment
+
+
+def echo(text: object = "", *, end: str = "\n", error: bool = False, flush: bool = False) -> None:
+    """`print` of a text as it is, to standard output or the error output, with control characters spelled out."""
+    print(visible(str(text)), end=end, file=sys.stderr if error else sys.stdout, flush=flush)
+
+
+def say(console: rich.console.Console, text: str) -> None:
     """A line as it is: no markup, no colours for numbers, no breaks that would cut paths and messages apart."""
     try:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
     except OSError as error:
         if error.errno not in _FULL:  # of a log file, which is no reason to end a run
             raise
@@ -25,13 +85,14 @@ def alarm(label: str, message: str) -> None:
     """What is wrong, to the error output, with a word before it that stands out."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(label, style="bold red", end=" ")
-    console.print(message, markup=False)
+    console.print(message)
 
 
 @contextmanager
-def progress(console: Console, label: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(console: rich.console.Console, label: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar; yields a function that advances it by a number of units."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    label_column = TextColumn("{task.description}", markup=False)
+    columns = (label_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=total)
         yield lambda units: bar.advance(task, units)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from pipeline.arguments import shard_bytes
 from pipeline.checkpoint_commands import Weights
+from pipeline.console import Console, echo
 
 convert_app = typer.Typer(
     no_args_is_help=True, help="Models to Hugging Face's format and from it. Nothing is downloaded or run."
@@ -69,7 +69,7 @@ def from_hf(
     from pipeline.train.huggingface import convert
 
     if dry_run:
-        print(convert.describe(folder, end_of_document=end_of_document, ignore=ignore or ()), end="")
+        echo(convert.describe(folder, end_of_document=end_of_document, ignore=ignore or ()), end="")
         return
     if out is None:
         raise UserError("name the folder that is to be made, after the model's; or use --dry-run")

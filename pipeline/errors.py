@@ -16,6 +16,15 @@ EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
 
+DISTRIBUTION = "pretraining-pipeline"
+"""Our name on the package registry; `pipeline` is another project there."""
+
+
+def install_extra(name: str) -> str:
+    """The command that installs one of our extras, for messages."""
+    return f"pip install '{DISTRIBUTION}[{name}]'"
+
+
 def exit_code(error: BaseException) -> int:
     """The code that the command line leaves with after `error`."""
     if isinstance(error, KeyboardInterrupt):

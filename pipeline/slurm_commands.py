@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pipeline.arguments import AsJson, Overrides, RunOrFolder
+from pipeline.console import Console
 
 RunsOrFolders = Annotated[
     list[Path] | None,

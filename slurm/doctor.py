@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import orjson
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.config.load import load
-from pipeline.console import alarm, say
+from pipeline.console import alarm, echo, say
 from pipeline.data import store
 from pipeline.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
 from slurm.doctor_node import Place, disks, host_name, memory, node_name, shared_memory, software
@@ -96,7 +96,7 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
     if as_json:
         nodes = {node: report and asdict(report) for node, report in reports.items()}
         values = {"ok": not found.unhealthy, **asdict(found), "nodes": nodes}
-        print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
+        echo(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
     else:
         _show(console, reports, found)
     if found.unhealthy:
@@ -167,7 +167,7 @@ class Examination:
             self.written = True
         except OSError as error:
             self.written = False
-            print(f"{self.report.node}: {error.filename} cannot be written ({error.strerror})", file=sys.stderr)
+            echo(f"{self.report.node}: {error.filename} cannot be written ({error.strerror})", error=True)
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
@@ -176,7 +176,7 @@ class Examination:
             yield
         except Exception as error:
             if not isinstance(error, (OSError, UserError)):
-                traceback.print_exc()
+                echo(traceback.format_exc(), end="", error=True)
             at = self.report.at
             self._add(Check(at, False, "failed", f"{at}: {str(error) or type(error).__name__}"))
             self.begin("")
@@ -228,7 +228,7 @@ def _examine(run_file: Path, folder: Path, gpus: int) -> int:
     with examination.surviving():
         examination.network()
     for problem in examination.report.errors:
-        print(f"{examination.report.node}: {problem}", flush=True)
+        echo(f"{examination.report.node}: {problem}", flush=True)
     return EXIT_UNHEALTHY if examination.report.errors or not examination.written else EXIT_OK
 
 
@@ -251,7 +251,7 @@ def _limited(seconds: float = TOTAL_SECONDS) -> Iterator[None]:
     """End this process if it hangs, whatever in."""
 
     def end() -> None:
-        print(f"the check of this node did not end within {seconds:.0f} s, so it hangs", file=sys.stderr, flush=True)
+        echo(f"the check of this node did not end within {seconds:.0f} s, so it hangs", error=True, flush=True)
         os._exit(EXIT_UNHEALTHY)
 
     timer = threading.Timer(seconds, end)
@@ -275,8 +275,8 @@ def _show(console: Console, reports: dict[str, Report | None], found: Verdict) -
         table.add_column(column, overflow="fold")
     for node, report in reports.items():
         for check in _rows(report) if report else []:
-            mark = "ok" if check.ok else f"[bold red]{check.severity}[/]"
-            table.add_row(*([node] if several else []), escape(check.name), mark, escape(check.value))
+            mark = Text("ok") if check.ok else Text(check.severity, style="bold red")
+            table.add_row(*([node] if several else []), check.name, mark, check.value)
     console.print(table)
     for warning in found.warnings:
         say(console, f"warning: {warning}")

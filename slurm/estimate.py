@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from pipeline.config import Config
-from pipeline.console import progress, say
+from pipeline.console import Console, echo, progress, say
 from pipeline.errors import UserError
 from pipeline.train.parallel.check import world_size
 from pipeline.train.parallel.layout import resolve
@@ -83,7 +81,7 @@ def estimate(
         if not as_json:
             _say_all(console, lines)
     if as_json:
-        print(json.dumps(told))
+        echo(json.dumps(told))
     return found is not None and found.fits
 
 

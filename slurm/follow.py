@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.console import say
+from pipeline.console import say, visible_log
 from pipeline.train.attempts import ledger_path
 from pipeline.train.lock import is_held
 from slurm import active, jobs
@@ -47,10 +47,10 @@ def follow_logs(run: Path, part: Part | None, rank: int, tail: Tail | None, cons
 
 
 def write_out(tail: Tail, console: Console) -> bool:
-    """All that has come, as it is: colours, carriage returns, bars. Returns whether that was anything."""
+    """Print all that has come, which any program may have written. Returns whether that was anything."""
     some = False
     while text := tail.read():
-        console.file.write(text)
+        console.file.write(visible_log(text))
         some = True
     if some:
         console.file.flush()

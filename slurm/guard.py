@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from pipeline.console import echo
 from slurm import jobs, scheduler
 
 _SECONDS = 20.0
@@ -40,7 +41,7 @@ def watch(job: str, run: Path) -> None:
                 scheduler.requeue(job)
             return
         except scheduler.SchedulerError as error:  # asked again, as long as the job lasts
-            print(error, flush=True)
+            echo(error, flush=True)
 
 
 if __name__ == "__main__":

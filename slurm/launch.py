@@ -21,13 +21,12 @@ from typing import Literal
 
 import orjson
 import torch
-from rich.console import Console
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.errors import (
     EXIT_HANG,

@@ -19,9 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 import orjson
-from rich.console import Console
 
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data.machine import node_name
 from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY
 from pipeline.train.checkpoint.manager import Checkpoints

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from pipeline.config import Config
+from pipeline.console import Console
 from pipeline.errors import MachineError, Stopped, UserError
 from slurm.ledger import Ledger
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from pipeline.console import alarm, say
+from pipeline.console import Console, alarm, say
 from pipeline.data.progress import counted
 from pipeline.errors import MachineError, RankFailed, UserError
 from pipeline.words import minutes

@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.console import alarm, say
+from pipeline.console import alarm, echo, say
 from pipeline.data import store
 from pipeline.errors import EXIT_OK, UserError
 from pipeline.train.attempts import metrics_path, rows_backwards
@@ -116,7 +116,7 @@ def show_table(folder: Path, console: Console, *, as_json: bool) -> None:
         alarm("warning:", f"{folder / 'table.csv'} is not written: {error.strerror}")
     if as_json:
         value = {"sweep": str(folder), "sorted_by": by, "best": best, "members": [asdict(each) for each in found]}
-        print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
+        echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
         return
     say(console, f"sweep {folder}")
     console.print(_table(found, keys, best))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from pipeline.config.schema import KeyPath, dotted
+from pipeline.console import visible
 from pipeline.errors import UserError
 
 PLACEHOLDER = "???"
@@ -125,8 +126,13 @@ def parse(text: str, source: str, *, lines: bool = True) -> Document:
 
 def render(value: Any) -> str:
     """Plain values as YAML that `parse` reads back to the same values."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    return text
+
+    def dumped(*, unicode: bool) -> str:
+        return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=unicode, width=120))
+
+    text = dumped(unicode=True)
+    # Some characters that a terminal obeys are printable to PyYAML. In ASCII all of them are escaped.
+    return text if visible(text) == text else dumped(unicode=False)
 
 
 def _hint(text: str, line: int) -> str:

@@ -14,10 +14,9 @@ from typing import Literal
 import numpy as np
 import xxhash
 from pydantic import ValidationError
-from rich.console import Console
 
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.console import progress
+from pipeline.console import Console, progress
 from pipeline.data import store
 from pipeline.data.foreign import (
     SHOWN,

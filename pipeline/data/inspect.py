@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data.dataset import Dataset
 from pipeline.data.manifest import REPAIR, datasets_below
 from pipeline.data.origins import open_origins

@@ -16,9 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from rich.console import Console
 
-from pipeline.console import progress
+from pipeline.console import Console, progress
 from pipeline.data import store
 from pipeline.data.indexed import CODES, HEADER, MAGIC, VERSION, part_files, part_prefix
 from pipeline.data.manifest import REPAIR, REPAIR_ADOPTED, REPAIR_DAMAGED, datasets_below, read_manifest, read_parts

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from rich.console import Console
 
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.accounting import (
     RunLength,

@@ -7,12 +7,11 @@ from itertools import groupby
 
 import orjson
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.root import Config
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data.accounting import percent, range_text
 from pipeline.data.accounts import SliceAccount
 from pipeline.data.journal import Journal
@@ -57,7 +56,7 @@ def print_plan(
     """
     plan = make_plan(config, ranks=ranks, hashed_steps=hashed_steps, preview=preview, assume=assume, check=check)
     if as_json:
-        console.file.write(orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
+        say(console, orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode())
     else:
         show(plan, console if console.is_terminal else Console(file=console.file, width=_WIDE))
 

@@ -13,11 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.cache import cache_folder
 from pipeline.data.counting import find_splits

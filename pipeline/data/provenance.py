@@ -13,6 +13,7 @@ import orjson
 
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
+from pipeline.console import echo
 from pipeline.data import store
 from pipeline.data.accounting import RunLength, run_length
 from pipeline.data.dataset import Dataset
@@ -252,10 +253,10 @@ class Answer(Protocol):
 def answer(given: Answer, as_json: bool) -> None:
     """Print an answer."""
     if as_json:
-        print(orjson.dumps(given.json, option=orjson.OPT_INDENT_2).decode())
+        echo(orjson.dumps(given.json, option=orjson.OPT_INDENT_2).decode())
         return
     for line in given.lines():
-        print(line)
+        echo(line)
 
 
 def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:

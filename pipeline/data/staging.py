@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipeline.config.root import Config
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data import machine, store
 from pipeline.data.checks import file_sizes, part_prefixes, repair
 from pipeline.data.dataset import Dataset, ReadBy

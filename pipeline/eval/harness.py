@@ -23,7 +23,7 @@ from pipeline.config.eval import HarnessConfig
 from pipeline.console import progress, say
 from pipeline.data import store
 from pipeline.data.hashing import value_hash
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.eval.benchmarks import benchmark_path, kept_results
 from pipeline.eval.engine import Engine
 from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
@@ -267,9 +267,7 @@ def _require() -> None:
     try:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"eval.harness needs lm-evaluation-harness ({error}): pip install 'pretraining-pipeline[eval]'"
-        ) from None
+        raise UserError(f"eval.harness needs lm-evaluation-harness ({error}): {install_extra('eval')}") from None
 
 
 def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any] | None:

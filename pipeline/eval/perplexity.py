@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from pipeline.config import Config
-from pipeline.console import progress, say
+from pipeline.console import Console, progress, say
 from pipeline.data import store
 from pipeline.data.heldout import HeldOut, sample
 from pipeline.data.token_bytes import text_bytes

@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from pipeline.config import Config
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.opening import dataset_folder, open_datasets
 from pipeline.data.receipts import TRAIN

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.console import alarm, say
+from pipeline.console import alarm, echo, say
 from pipeline.data import store
 from pipeline.eval.reports import Evaluation, Scores, best, evaluations_folder, read_evaluations, report_files
 
@@ -36,7 +36,7 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
     run = config.run.dir
     found, damaged = read_evaluations(run)
     if as_json:
-        print(json.dumps({"run": str(run), "evaluations": _rows(found)}, indent=2, ensure_ascii=False))
+        echo(json.dumps({"run": str(run), "evaluations": _rows(found)}, indent=2, ensure_ascii=False))
         return
     if found:
         for line in _lines(run, found):

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.config.eval import GenerateConfig
-from pipeline.console import say
+from pipeline.console import Console, echo, say
 from pipeline.errors import UserError
 from pipeline.eval.generate import Continuation, Token, as_they_end, stream
 from pipeline.eval.inference import load_decoder
@@ -79,7 +78,7 @@ def continue_prompts(
     ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=_SLOTS)
     for number, (index, continuation) in enumerate(_in_order(ended)):
         if as_json:
-            print(orjson.dumps(_values(prompts[index], continuation)).decode(), flush=True)
+            echo(orjson.dumps(_values(prompts[index], continuation)).decode(), flush=True)
             continue
         if number:
             console.print()

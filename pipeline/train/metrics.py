@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipeline.config.train import MetricsConfig
 from pipeline.console import say
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.train.planning.devices import device_of_driver
 
 
@@ -134,7 +134,7 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise UserError(
-                "train.metrics.wandb is set, but wandb is not installed: pip install 'pretraining-pipeline[wandb]'"
+                f"train.metrics.wandb is set, but wandb is not installed: {install_extra('wandb')}"
             ) from error
         id_file = run_folder / "wandb-id"
         if not id_file.exists():

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from pipeline.config.train import ProfileConfig
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.errors import NumericalError, Stopped
 from pipeline.train.faults import Rewind

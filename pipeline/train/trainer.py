@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.batch import StepData
 from pipeline.data.dataset import Dataset

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from pipeline.console import alarm, say
+from pipeline.console import Console, alarm, echo, say
 from pipeline.errors import UserError
 from slurm.devcluster import machine
 from slurm.devcluster.cluster import DevCluster
@@ -88,7 +87,7 @@ def status(folder: Folder) -> None:
 def env(folder: Folder) -> None:
     """Print what a shell needs to use the cluster, for `eval`."""
     for key, value in DevCluster.at(folder).environment.items():
-        print(f"export {key}={shlex.quote(value)}")
+        echo(f"export {key}={shlex.quote(value)}")
 
 
 @app.command()

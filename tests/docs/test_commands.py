@@ -180,7 +180,7 @@ def _check_requirements(wanted: list[str], label: str) -> None:
     """`pip install` names this project and extras that it has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in wanted:
-        if word.startswith("-") or word == "constraints.txt":
+        if word.startswith("-"):
             continue
         named = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?", word)
         assert named and named[1] in (".", project["name"]), f"{label}: {word}"

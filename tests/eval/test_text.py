@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.config.load import load
+from pipeline.console import visible
 from pipeline.errors import UserError
 from pipeline.eval.inference import load_decoder, unwrapped
 from pipeline.eval.text import continue_prompt, continue_prompts, read_prompts
@@ -80,13 +81,13 @@ def test_prompts_are_continued_as_each_alone(file: Path, tmp_path: Path) -> None
     assert [each["prompt"] for each in together] == prompts
     for prompt, found in zip(prompts, together, strict=True):
         shown = generate(file, "--prompt", prompt, *words)
-        assert shown.partition(":\n")[2] == prompt + found["text"] + "\n"
+        assert shown.partition(":\n")[2] == visible(prompt + found["text"]) + "\n"
         assert "tower" not in found["text"] and found["finish"] in ("stop", "length")
         assert all(len(token["top"]) == 2 and token["logprob"] <= 0 for token in found["tokens"])
     assert len({found["finish"] for found in together}) == 2
     plain = generate(file, "--prompt", prompts[0], "--prompt", prompts[1], *words)
     texts = [each["prompt"] + each["text"] for each in together[:2]]
-    assert plain.partition(":\n")[2] == "\n\n".join(texts) + "\n"
+    assert plain.partition(":\n")[2] == visible("\n\n".join(texts)) + "\n"
 
 
 def test_an_object_without_logprobs(file: Path) -> None:

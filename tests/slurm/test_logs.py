@@ -89,10 +89,12 @@ def test_the_newest_launch_or_that_of_an_attempt(run: Path) -> None:
     second = launched(run, number=2)
     attempted(run, 2)
     attempted(run, 3, pid=2)
-    write(run, second, 0, "bar 10%\rbar 20%\n\xff caf\xe9\n".encode("latin-1"))
+    write(
+        run, second, 0, "bar 10%\rbar 20%\n\xff caf\xe9\n\x1b[31mred\x1b[0m \x1b]0;title\x07\x1b[2J\n".encode("latin-1")
+    )
     text = shown(run)
     assert "train, attempts 2-3, job 77, launch 2 on n1, n2, from " in text
-    assert "bar 10%\rbar 20%\n\ufffd caf\ufffd\n" in text
+    assert "bar 10%\nbar 20%\n\ufffd caf\ufffd\nred \\u001b]0;title\\u0007\\u001b[2J\n" in text
     text = shown(run, attempt=1, lines=2)
     assert text.endswith("rank-0000.log\nstep 98\nstep 99\n")
     assert shown(run, attempt=1, lines=0).count("step ") == 100

@@ -1,13 +1,17 @@
-"""A connection of uvicorn's, with an end for clients that neither send nor read."""
+"""A connection of uvicorn's, with an end for clients that neither send nor read.
+
+Where all places are taken, the connection that has had no request for longest gives its place to a new one. So clients
+that only open connections, however many, keep nobody out who sends a request.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 30.0
+HEAD_SECONDS = 5.0
 """From a connection, or the first byte of a further request, to the end of the request's headers."""
 STALL_SECONDS = 60.0
 """A client that has read nothing for so long of what waits for it is gone."""
@@ -15,10 +19,12 @@ _FULL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nConnection: close\
 
 
 class Connection(H11Protocol):
-    """See the module. Subclasses set how many there may be."""
+    """See the module. Make a subclass for each server with `limited`."""
 
-    most = 1024
+    most: ClassVar[int]
     """Connections at once."""
+    waiting: ClassVar[dict[Connection, None]]
+    """Those without a request, or with a part of its headers; the one that has waited longest first."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -31,13 +37,19 @@ class Connection(H11Protocol):
         # So that `pause_writing` says whenever something waits for the client, be it little.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.most:
-            transport.write(_FULL)
-            transport.close()
-            return
+            if not self.waiting:
+                transport.write(_FULL)
+                transport.close()
+                return
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            oldest.transport.abort()
+        self.waiting[self] = None
         self._head = self.loop.call_later(HEAD_SECONDS, self._no_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
+        self.waiting.pop(self, None)
         for timer in (self._head, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -47,12 +59,19 @@ class Connection(H11Protocol):
         """Bytes of a request."""
         super().data_received(data)
         if not self._has_no_request:
+            self.waiting.pop(self, None)
             if self._head is not None:
                 self._head.cancel()
             self._head = None
         elif self._head is None and not self.transport.is_closing():
             # uvicorn waits for further requests with a timer of its own, but only for their first byte.
             self._head = self.loop.call_later(HEAD_SECONDS, self._no_head)
+
+    def on_response_complete(self) -> None:
+        """A request has been answered; another one may follow."""
+        super().on_response_complete()
+        if self._has_no_request and not self.transport.is_closing():
+            self.waiting[self] = None
 
     @property
     def _has_no_request(self) -> bool:
@@ -80,3 +99,8 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self._stall = self.loop.call_later(STALL_SECONDS, self._look, size)
+
+
+def limited(most: int) -> type[Connection]:
+    """The connections of a server that has so many places."""
+    return type("LimitedConnection", (Connection,), {"most": most, "waiting": {}})

@@ -89,6 +89,13 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        # A proxy in front of us may go by the other one, and then takes a part of this body for the next request.
+        if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
+            raise Refusal(
+                400,
+                "the length of the body is ambiguous: send Content-Length, or Transfer-Encoding with HTTP/1.1",
+                closes=True,
+            )
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             raise Refusal(
                 400, "the Host header is none of this server's; open it as localhost, or bind it elsewhere with a key"

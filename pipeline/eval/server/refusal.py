@@ -14,15 +14,18 @@ class Refusal(Exception):
         status: of HTTP.
         message: names the field, its value and the limit.
         field: of the body.
+        closes: whether the connection ends with it, because nobody can say where the next request would begin.
     """
 
-    def __init__(self, status: int, message: str, field: str | None = None) -> None:
+    def __init__(self, status: int, message: str, field: str | None = None, *, closes: bool = False) -> None:
         super().__init__(message)
-        self.status, self.message, self.field = status, message, field
+        self.status, self.message, self.field, self.closes = status, message, field, closes
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer."""
+        if self.closes:
+            return {"Connection": "close"}
         if self.status == 429:
             return {"Retry-After": "1"}
         if self.status == 401:

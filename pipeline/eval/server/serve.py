@@ -21,7 +21,7 @@ from pipeline.console import say
 from pipeline.errors import UserError
 from pipeline.eval.server.app import create_app, max_open
 from pipeline.eval.server.asking import Serving
-from pipeline.eval.server.connection import Connection
+from pipeline.eval.server.connection import limited
 from pipeline.eval.server.watch import Watch, load_served
 from pipeline.eval.server.worker import Worker
 
@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=type("LimitedConnection", (Connection,), {"most": max_open(serving.settings) + _IDLE}),
+                http=limited(max_open(serving.settings) + _IDLE),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

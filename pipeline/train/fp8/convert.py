@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeline.config.train import Fp8Config
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.train.fp8.matrices import fp8_matrices, gathers_fp8
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.layout import Layout
@@ -58,7 +58,8 @@ def check_fp8(config: Fp8Config, device: torch.device) -> None:
     except Exception as error:  # Transformer Engine's own checks raise errors of other kinds
         raise UserError(
             f"{key}.backend={config.backend} needs {package}, which cannot be imported ({type(error).__name__}: "
-            f"{error}): install the extra `{extra}`, or leave the section out"
+            f"{error}): install the extra `{extra}` ({install_extra(extra)}), or "
+            "leave the section out"
         ) from error
 
 

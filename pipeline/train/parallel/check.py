@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console
-
 from pipeline.config import Config
-from pipeline.console import say
+from pipeline.console import Console, say
 from pipeline.data.progress import counted
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, run_tokenizer, tokenizer_folder

@@ -22,6 +22,7 @@ from typing import Literal
 import orjson
 
 from pipeline.config.run import TimeLimitsConfig
+from pipeline.console import echo
 from pipeline.errors import EXIT_HANG, HangError
 from pipeline.train.heartbeat import HUNG, Heartbeat, whom_it_waits_for
 from pipeline.train.parallel.compat import TORCH_FOLDER, last_collectives, waits_for_ranks
@@ -144,7 +145,7 @@ class Watchdog:
     def _tell(self, phase: Phase, step: int | None, elapsed: float) -> None:
         rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
         with suppress(Exception):
-            print(f"hang: stacks of all threads of rank {rank} of {world}:", file=sys.stderr, flush=True)
+            echo(f"hang: stacks of all threads of rank {rank} of {world}:", error=True, flush=True)
             faulthandler.dump_traceback(_descriptor(), all_threads=True)
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -165,7 +166,7 @@ class Watchdog:
         with suppress(Exception):
             record_error(HangError(message), f"Where the main thread was (most recent call last):\n{stack}")
         with suppress(Exception):
-            print(f"hang: rank {rank} of {world}: {message}", file=sys.stderr, flush=True)
+            echo(f"hang: rank {rank} of {world}: {message}", error=True, flush=True)
             sys.stdout.flush()
 
     def _evidence(self) -> Path | None:

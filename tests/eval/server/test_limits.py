@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -132,17 +133,98 @@ def test_headers_that_do_not_end_end_the_connection(single: Running, monkeypatch
         assert body.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_connections_are_bounded(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single.server.config.http_protocol_class, "most", 3)
+def _is_closed(client: socket.socket) -> bool:
+    """Waits until the server answers, or ends the connection without an answer."""
+    try:
+        return client.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_half_open_connections_give_way(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest first: 50 clients begin a request for 20 places, and others who send one are answered."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 600.0)  # it is not time that ends them
+    monkeypatch.setattr(single.server.config.http_protocol_class, "most", 20)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(_connect(single))
-        _until(lambda: _connections(single) == 3)
+        half_open = []
+        for number in range(50):
+            half_open.append(stack.enter_context(_connect(single)))
+            half_open[-1].sendall(head[:20])
+            if number % 10 == 9:
+                assert single.health()["status"] == "ok"
+        assert all(_is_closed(client) for client in half_open[:30])
+        # 19, since the last question was one more connection.
+        for client in half_open[31:]:
+            client.sendall(head[20:])
+        assert [client.recv(1000)[:12] for client in half_open[31:]] == [b"HTTP/1.1 200"] * 19
+    _until(lambda: _connections(single) == 0)
+    assert not single.server.config.http_protocol_class.waiting
+
+
+def test_idle_connections_give_way(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that asks again is not the oldest any more."""
+    monkeypatch.setattr(single.server.config, "timeout_keep_alive", 600)
+    monkeypatch.setattr(single.server.config.http_protocol_class, "most", 2)
+    host, port = single.server.listening[0].getsockname()
+
+    def ask(client: HTTPConnection) -> int:
+        client.request("GET", "/health")
+        with client.getresponse() as answer:
+            answer.read()
+            return answer.status
+
+    first, second, third = clients = [HTTPConnection(host, port, timeout=30) for _ in range(3)]
+    assert [ask(client) for client in (first, second, first)] == [200, 200, 200]
+    kept = first.sock
+    assert ask(third) == 200
+    assert _is_closed(second.sock)
+    assert ask(first) == 200
+    assert first.sock is kept
+    for client in clients:
+        client.close()
+
+
+def test_connections_with_a_request_stay(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    protocol = single.server.config.http_protocol_class
+    monkeypatch.setattr(protocol, "most", 3)
+    body = b'{"prompt":"a","max_tokens":1}'
+    with ExitStack() as stack:
+        clients = [stack.enter_context(_connect(single)) for _ in range(3)]
+        for client in clients:
+            client.sendall(_head(len(body)))
+        _until(lambda: _connections(single) == 3 and not protocol.waiting)
         answer = stack.enter_context(_connect(single)).recv(1000)
         assert answer.startswith(b"HTTP/1.1 429")
         assert b"Retry-After" in answer
+        clients[0].sendall(body)
+        assert clients[0].recv(1000).startswith(b"HTTP/1.1 200")
     _until(lambda: _connections(single) == 0)
     assert single.health()["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked",
+        "GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 4",
+        "POST /api HTTP/1.0\r\nConnection: keep-alive\r\nTransfer-Encoding: chunked",
+        "POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: identity\r\nContent-Length: 4",
+        "POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\nContent-Length: 5",
+    ],
+)
+def test_a_body_of_ambiguous_length_ends_the_connection(server: Running, lines: str) -> None:
+    """Or a part of it would be the next request to one of two programs, and a body to the other."""
+    smuggled = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    text = f"{lines}\r\nHost: localhost\r\nContent-Type: application/json\r\n\r\n0\r\n\r\n{smuggled}"
+    with _connect(server) as client:
+        client.sendall(text.encode())
+        answer = b""
+        while more := client.recv(2**16):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b"\r\nconnection: close\r\n" in answer.lower()
 
 
 def test_clients_that_do_not_read_are_no_failure_at_the_end(

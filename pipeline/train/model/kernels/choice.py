@@ -13,7 +13,7 @@ import torch
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import AttentionConfig, TrainConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen, flash_function, followed
 from pipeline.train.model.kernels.sdpa import Sdpa
@@ -206,7 +206,7 @@ def _obstacle(backend: Backend, need: Need, machine: Machine) -> str | None:
     if backend == "te" and need.compiled:
         return "cannot be followed by torch.compile: set train.compile=false"
     if backend == "te" and not machine.te:
-        return "needs the package transformer-engine: install the extra te (pip install 'pipeline[te]')"
+        return f"needs the package transformer-engine: install the extra te ({install_extra('te')})"
     if backend == "flash" and _flash_version(need, machine) is None:
         if machine.flash or machine.unfit:
             have = [f"{version}" for version in sorted(machine.flash)]
@@ -215,7 +215,7 @@ def _obstacle(backend: Backend, need: Need, machine: Machine) -> str | None:
                 f"finds no version of flash-attn for this GPU (compute capability {_dotted(machine)}), heads of "
                 f"{need.head_size} and these settings, only {'; '.join(have)}: install version 2 with the extra flash"
             )
-        return "needs the package flash-attn: install the extra flash (pip install 'pipeline[flash]')"
+        return f"needs the package flash-attn: install the extra flash ({install_extra('flash')})"
     return None
 
 

@@ -1,0 +1,104 @@
+"""The locked requirements: complete, each package once, with hashes and without addresses."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+FILES = ("build", "run", "dev", "cuda")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+
+def entries(file: str) -> dict[str, tuple[Requirement, list[str]]]:
+    """The locked requirements of a file with their hashes, by name."""
+    text = (ROOT / "requirements" / f"{file}.txt").read_text()
+    text = re.sub(r"(?m)^#.*\n", "", text).replace("\\\n", " ")
+    found = {}
+    for line in text.splitlines():
+        requirement, *hashes = re.split(r"\s+--hash=sha256:", line.strip())
+        assert hashes and all(re.fullmatch("[0-9a-f]{64}", each) for each in hashes), line
+        parsed = Requirement(requirement)
+        assert canonicalize_name(parsed.name) not in found, parsed.name
+        found[canonicalize_name(parsed.name)] = parsed, hashes
+    return found
+
+
+def pin(requirement: Requirement) -> str:
+    (found,) = requirement.specifier
+    assert found.operator == "=="
+    return found.version
+
+
+LOCKED = {file: entries(file) for file in FILES}
+
+
+def test_a_package_is_locked_once_to_a_version() -> None:
+    names = [name for file in FILES for name in LOCKED[file]]
+    assert len(names) == len(set(names)) > 100
+    for file in FILES:
+        for requirement, _ in LOCKED[file].values():
+            assert pin(requirement)
+            assert requirement.url is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "files"),
+    [
+        (PYPROJECT["build-system"]["requires"], ["build"]),
+        (PROJECT["dependencies"], ["build", "run"]),
+        (PROJECT["optional-dependencies"]["dev"], ["build", "run", "dev"]),
+    ],
+    ids=["build", "run", "dev"],
+)
+def test_what_is_required_is_locked(wanted: list[str], files: list[str]) -> None:
+    locked = {name: entry for file in files for name, entry in LOCKED[file].items()}
+    for each in map(Requirement, wanted):
+        requirement, _ = locked[canonicalize_name(each.name)]
+        assert each.specifier.contains(pin(requirement)), each
+        for platform in ("linux", "darwin"):
+            for machine in ("x86_64", "aarch64"):
+                environment = {
+                    "sys_platform": platform,
+                    "platform_system": platform.capitalize(),
+                    "platform_machine": machine,
+                    "python_version": "3.11",
+                    "python_full_version": "3.11.7",
+                }
+                if each.marker is None or each.marker.evaluate(environment):
+                    assert requirement.marker is None or Marker(str(requirement.marker)).evaluate(environment)
+
+
+def test_isolated_builds_use_the_locked_version() -> None:
+    (build,) = PYPROJECT["build-system"]["requires"]
+    assert Requirement(build).specifier == LOCKED["build"]["hatchling"][0].specifier
+
+
+def test_cuda_is_apart() -> None:
+    """A machine with the CPU build must not download gigabytes."""
+    apart = re.compile(r"(nvidia-|cuda-|triton$)")
+    assert all(apart.match(name) and requirement.marker for name, (requirement, _) in LOCKED["cuda"].items())
+    assert not [name for file in ("build", "run", "dev") for name in LOCKED[file] if apart.match(name)]
+    assert {"triton", "nvidia-nccl-cu13"} <= LOCKED["cuda"].keys()
+
+
+def test_no_addresses() -> None:
+    for path in (ROOT / "requirements").glob("*.txt"):
+        assert not re.search(r"://|--(extra-)?index-url|--find-links|@ |/", path.read_text()), path.name
+
+
+def test_make_installs_nothing_else() -> None:
+    text = (ROOT / "Makefile").read_text()
+    assert text.count("pip install") == 1
+    flags = re.search(r"(?m)^PIP := .* -m pip install (.*)", text)
+    assert flags and {"--no-deps", "--no-build-isolation"} <= set(flags[1].split())
+    assert re.search(r"(?m)^LOCKED := \$\(PIP\) --require-hashes$", text)
+    assert re.findall(r"\$\(PIP\) (?!--require-hashes)(.*)", text) == ["-e ."]
+    assert sorted(re.findall(r"\$\(LOCKED\) -r requirements/(\w+)\.txt", text)) == sorted(FILES)
