@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
 from pipeline.console import say
+from pipeline.data.file_lock import exclusive
 from pipeline.data.plan import cut_units, find_source_files
 from pipeline.errors import MachineError, UserError
 from pipeline.train.lock import refusal
@@ -25,6 +25,9 @@ from slurm.jobs import Job, Where
 from slurm.plan import PlannedJob, StageName, eval_job, plan
 from slurm.profile import load_site
 from slurm.submission import Submission, read_submission
+
+_SUBMIT_SECONDS = 600.0
+"""For another command that sends jobs of the same run: a chain of many links on a busy controller takes minutes."""
 
 
 def submit(
@@ -270,9 +273,7 @@ def one_at_a_time(run: Path) -> Iterator[None]:
     """Of two commands at the same moment one sends, and the other one finds what it has sent."""
     folder = jobs.folder(run)
     folder.mkdir(exist_ok=True)
-    with (folder / "submit.lock").open("w") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with exclusive(folder / "submit.lock", _SUBMIT_SECONDS):
         yield
 
 
