@@ -22,7 +22,7 @@ from slurm.jobs import Job, Stage
 from slurm.launches import is_all, launches
 from slurm.plan import PlannedJob
 from slurm.scheduler import JobState
-from slurm.submission import Submission, read_submission
+from slurm.submission import Submission, read_submission, record
 
 _SHOWN = 10
 """Keys that a message names, at most."""
@@ -80,7 +80,7 @@ def stages(run: Path, job: Job) -> list[Stage]:
     """Of a job: a local one may do several, one after the other."""
     submission = _submission(run, job)
     then = submission.then if submission else ()
-    following = [_read(Path(file)) for file in then]
+    following = [_read(record(run, Path(file))) for file in then]
     return [job.stage, *(each.stage for each in following if each)]
 
 
@@ -125,7 +125,7 @@ def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active
             "set run.dir to another folder"
         )
     say(console, f"the run is already submitted, so nothing was sent:\n{listed}")
-    if submission and submission.code and submission.code.name != snapshot.place(run).name:
+    if submission and submission.code and submission.code.name != snapshot.place(run)[0].name:
         say(console, "its jobs run the code as it was when they were sent, which has changed since")
     present = {stage for each in found for stage in stages(run, each.job)}
     last = max(index for index, job in enumerate(planned) if job.stage in present)
@@ -150,7 +150,8 @@ def _differences(submission: Submission, config: Config) -> list[str]:
     """Keys whose values are others than those that a job was sent with, each with both."""
     try:
         # Not as a config: it may be of another version of the code.
-        there = _flat(parse(submission.run_file.read_text(encoding="utf-8"), str(submission.run_file)).value)
+        run_file = record(submission.run, submission.run_file)
+        there = _flat(parse(run_file.read_text(encoding="utf-8"), str(run_file)).value)
     except (OSError, UserError):
         return []
     here = _flat(parse(dump(config), "").value)

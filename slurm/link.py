@@ -1,7 +1,7 @@
 """The batch process of a job: it starts the processes of the stage, waits for their end, and decides what follows.
 
-submitit starts it, one a job, outside of any container, where SLURM's commands are. It reads what to do from the run
-folder, so a job that starts days later, or again after a requeue, does the same with what it finds then. It never works
+`slurm.batch` starts it, one a job, outside of any container, where SLURM's commands are. It reads what to do from a
+file, so a job that starts days later, or again after a requeue, does the same with what it finds then. It never works
 inside a signal handler, and it asks for a requeue only where the scheduler has not ended the job by itself.
 """
 
@@ -22,7 +22,7 @@ import orjson
 
 from pipeline.console import Console, say
 from pipeline.data.machine import node_name
-from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY
+from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.lock import clear
 from pipeline.train.run_folder import last_attempt
@@ -48,29 +48,45 @@ _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
 
-def run_link(file: str, link: int = 1) -> str:
+def run_link(file: str, link: int = 1, digest: str | None = None) -> str:
     """What a job runs: a submission, and those that follow it in the same job. Leaves with the stage's exit code.
 
     Args:
         file: of the submission.
         link: of a chain, from 1.
+        digest: of that file, as it was sent.
 
     Returns:
         What follows, a word of `slurm.launches.Next`.
+
+    Raises:
+        UserError: a file of the submission is not what was sent.
     """
-    submission = read_submission(Path(file))
+    submission = read_submission(Path(file), digest)
+    submission.refuse_changed()
     permissions.honour(submission.config())
     console = Console(width=120)
     following, code = Link(submission, link, console).run()
     for after in submission.then:
         if following == "done":
-            following, code = Link(read_submission(Path(after)), 1, console).run()
+            following, code = Link(_read_after(submission, after), 1, console).run()
     for other in submission.others:
-        with suppress(SystemExit):  # which is noted in that run
-            run_link(other)
+        try:
+            run_link(other, digest=submission.sha256.get(other))
+        except UserError as error:
+            say(console, f"error: {error}")
+        except SystemExit:  # which is noted in that run
+            pass
     if code != EXIT_OK:
         sys.exit(code)  # no traceback: what happened has been said
     return following
+
+
+def _read_after(submission: Submission, file: str) -> Submission:
+    """A submission that another one names."""
+    found = read_submission(Path(file), submission.sha256.get(file))
+    found.refuse_changed()
+    return found
 
 
 @dataclass(frozen=True)
@@ -382,7 +398,7 @@ class Link:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Note signals, in place of what submitit does. The scheduler itself signals the processes of steps."""
+        """Note signals. The scheduler itself signals the processes of steps."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._told.add(number)

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.errors import UserError
 from slurm import jobs
 from slurm.jobs import Job
 from slurm.launches import launches
+from slurm.submission import read_submission
 
 _PATIENCE = 30.0
 """Seconds from SIGTERM to SIGKILL, as schedulers have it."""
@@ -46,12 +48,19 @@ class LocalSteps:
 
     def _steps(self, job: int) -> Iterator[int]:
         """Processes that a job has started for this run: they have its run file on their command line."""
-        folder = os.fsencode(jobs.folder(self._run).resolve() / "submissions")
+        folders = tuple(os.fsencode(folder.resolve()) + b"/" for folder in self._submissions())
         for child in _descendants(job):
             with suppress(OSError):
                 words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-                if any(os.path.realpath(word).startswith(folder) for word in words if word.endswith(b".yaml")):
+                if any(os.path.realpath(word).startswith(folders) for word in words if word.endswith(b".yaml")):
                     yield child
+
+    def _submissions(self) -> Iterator[Path]:
+        """Folders with run files of jobs: that of the run, and where other users cannot write."""
+        yield jobs.folder(self._run) / "submissions"
+        for job in jobs.sent(self._run):
+            with suppress(UserError):
+                yield read_submission(self._run / job.submission).run_file.parent
 
 
 def _send(pid: int, number: int) -> None:

@@ -8,9 +8,10 @@ import stat
 from pathlib import Path
 
 from pipeline.config import Config
+from pipeline.data.hashing import value_hash
 from pipeline.errors import UserError
 from pipeline.train.run_folder import make_writable
-from slurm import jobs
+from slurm import integrity, jobs
 
 
 def honour(config: Config) -> None:
@@ -28,6 +29,44 @@ def honour(config: Config) -> None:
     for folder in (config.run.dir, jobs.folder(config.run.dir)):
         folder.mkdir(exist_ok=True)
         _give(folder, group)
+
+
+def private_folder(config: Config, run: Path) -> Path | None:
+    """Folder for what jobs execute, where that is not the run folder because others may write there.
+
+    Args:
+        config: of the run.
+        run: its folder, or that of a sweep.
+    """
+    base = config.slurm.private_dir
+    if base is None:
+        umask = int(config.slurm.umask, 8) if config.slurm.umask is not None else 0o022
+        if config.slurm.group is None and umask & 0o022 == 0o022:
+            return None
+        base = Path.home() / ".pipeline"
+    return base / f"{run.name}-{value_hash(str(run))[:8]}"
+
+
+def make_private(config: Config, run: Path) -> Path | None:
+    """The same, made so that nobody else may write there.
+
+    Raises:
+        UserError: others may write to it or above it, or it cannot be made.
+    """
+    folder = private_folder(config, run)
+    if folder is None:
+        return None
+    todo = "set slurm.private_dir to a folder of yours on a disk that all nodes share"
+    own = [folder, *(each for each in folder.parents if not each.exists())]
+    try:
+        with integrity.for_owner_alone():
+            for each in (*reversed(own), folder / "code", folder / "submissions"):
+                each.mkdir(exist_ok=True)
+                integrity.others_cannot_write(each)
+    except OSError as error:
+        raise UserError(f"slurm.private_dir: {folder} cannot be made ({error.strerror}); {todo}") from error
+    integrity.refuse_replaceable(folder, todo)
+    return folder
 
 
 def _give(folder: Path, group: str) -> None:

@@ -24,7 +24,8 @@ import slurm
 from pipeline.config.load import packaged_configs
 from pipeline.data import store
 from pipeline.data.hashing import value_hash
-from slurm import jobs
+from pipeline.errors import UserError
+from slurm import integrity, jobs
 
 _RECORDED = re.compile(
     r"^(SLURM_CONF|MODULE.*|LOADEDMODULES|NCCL_.*|TORCH_.*|OMP_.*|CUDA_.*|GLOO_.*|PYTHON.*|CONDA_.*|VIRTUAL_ENV"
@@ -34,46 +35,97 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL")
 _GIT_SECONDS = 20.0
 
 
-def take(run: Path, modules: Sequence[str] = ()) -> Path:
+def take(run: Path, modules: Sequence[str] = (), into: Path | None = None) -> Path:
     """Copy the packages into a run folder, unless the same copy is there, and note what they run with.
+
+    Only their owner may write to the files. A list of them with their digests is beside the copy.
 
     Args:
         run: folder.
         modules: that jobs load, for the note.
+        into: folder for another copy, which jobs run in place of the one in the run folder.
 
     Returns:
         Folder of the copy, for PYTHONPATH.
+
+    Raises:
+        UserError: there is a copy with other files than it should have.
     """
     contents = _contents()
-    final = _place(run, contents)
-    if not final.is_dir():
-        final.parent.mkdir(parents=True, exist_ok=True)
+    final = _place(jobs.folder(run), contents)
+    _write(contents, final)
+    _note_environment(run, final.name, modules)
+    if into is not None:
+        final = _place(into, contents)
+        _write(contents, final)
+    return final
+
+
+def place(run: Path, into: Path | None = None) -> tuple[Path, str]:
+    """Where `take` would put the copy now, and the digest of its list."""
+    contents = _contents()
+    return _place(into or jobs.folder(run), contents), integrity.sha256(integrity.listing(contents))
+
+
+def digest(code: Path) -> str:
+    """Digest of the list of a copy that `take` has made."""
+    return integrity.sha256(integrity.list_file(code).read_bytes())
+
+
+def _write(contents: Mapping[str, bytes], final: Path) -> None:
+    """Put the files there, unless they are."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with integrity.for_owner_alone():
+        _write_for_owner(contents, final)
+
+
+def _write_for_owner(contents: Mapping[str, bytes], final: Path) -> None:
+    if final.is_dir():
+        _refuse_changed(contents, final)
+    else:
         temporary = store.temporary(final)
         for name, data in contents.items():
             file = temporary / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
+        integrity.others_cannot_write(temporary, *temporary.rglob("*"))
         try:
             store.commit(temporary, final)
         except OSError:
             if not final.is_dir():
                 raise
             shutil.rmtree(temporary)  # somebody else was faster
-    _note_environment(run, final.name, modules)
-    return final
+    wanted = integrity.listing(contents)
+    listed = integrity.list_file(final)
+    if not listed.exists() or listed.read_bytes() != wanted:
+        store.put(listed, wanted)
+        integrity.others_cannot_write(listed)
 
 
-def place(run: Path) -> Path:
-    """Where `take` would put the copy, now."""
-    return _place(run, _contents())
+def _refuse_changed(contents: Mapping[str, bytes], final: Path) -> None:
+    """A `UserError` where a copy is not what it should be; bytecode that somebody's Python left is removed."""
+    for cache in list(final.rglob("__pycache__")):
+        shutil.rmtree(cache)
+    found = {str(file.relative_to(final)): file for file in final.rglob("*") if file.is_symlink() or not file.is_dir()}
+    odd = sorted(contents.keys() ^ found.keys())
+    odd += [name for name, data in contents.items() if name in found and not _is(found[name], data)]
+    if odd:
+        raise UserError(
+            f"{final} is not the copy of the code that its name says ({odd[0]!a} was changed, added or removed); "
+            "find out by whom, end the jobs that run it, remove the folder, and submit again"
+        )
 
 
-def _place(run: Path, contents: Mapping[str, bytes]) -> Path:
+def _is(file: Path, data: bytes) -> bool:
+    return file.is_file() and not file.is_symlink() and file.read_bytes() == data
+
+
+def _place(folder: Path, contents: Mapping[str, bytes]) -> Path:
     digest = xxhash.xxh3_128()
     for name, data in sorted(contents.items()):
         digest.update(f"{name}\0{len(data)}\0".encode())
         digest.update(data)
-    return jobs.folder(run) / "code" / digest.hexdigest()[:16]
+    return folder / "code" / digest.hexdigest()[:16]
 
 
 def _contents() -> dict[str, bytes]:

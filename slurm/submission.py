@@ -1,12 +1,13 @@
 """What a job of a run is: all that its batch process needs to know, in a file of the run folder.
 
-A job may start days after it was sent, on another machine, and again after each requeue. So nothing of it is in a
-pickle but the path of this file; it names the resolved run file and the snapshot of the code it was sent with.
+A job may start days after it was sent, on another machine, and again after each requeue. So its script has the
+path and the digest of this file, which names the resolved run file and the snapshot of the code it was sent with.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from pipeline.config.load import load
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.data import store
 from pipeline.errors import UserError
+from slurm import integrity, jobs
 from slurm.jobs import Stage, Where
 
 Chain = Literal["requeue", "singleton", "afterany", "none"]
@@ -54,6 +56,8 @@ class Submission:
     others: tuple[str, ...] = ()
     """Files of submissions that the same job runs after all that, however it ended: the next runs of a sweep, on a
     machine without a queue."""
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files that are named here, by path, as they were when it was saved."""
 
     @property
     def processes(self) -> int:
@@ -65,20 +69,46 @@ class Submission:
         return load(self.run_file)
 
     def save(self, file: Path) -> None:
-        """Write it down."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        values = asdict(self) | {"site": self.site.model_dump(), "resources": self.resources.model_dump()}
-        store.put_json(file, {key: str(value) if isinstance(value, Path) else value for key, value in values.items()})
+        """Write it down, with the digests of the files that it names, so that only their owner may change it.
+
+        What is elsewhere than in the run folder is also put there, where members of the run's group can read it.
+        """
+        named = (str(self.run_file), *self.then, *self.others)
+        sealed = replace(self, sha256={name: integrity.sha256(Path(name).read_bytes()) for name in named})
+        values = asdict(sealed) | {"site": self.site.model_dump(), "resources": self.resources.model_dump()}
+        values = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+        with integrity.for_owner_alone():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            store.put_json(file, values)
+        integrity.others_cannot_write(file, self.run_file)
+        for each in (file, self.run_file):
+            if (kept := record(self.run, each)) != each:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                store.put(kept, each.read_bytes())
+
+    def refuse_changed(self) -> None:
+        """A `UserError` where a file that is named here is not what it was."""
+        for name, digest in self.sha256.items():
+            integrity.read_checked(Path(name), digest)
 
 
-def read_submission(file: Path) -> Submission:
+def record(run: Path, file: Path) -> Path:
+    """Where a file of a submission is in the run folder, whether jobs read it there or not."""
+    return jobs.folder(run) / "submissions" / file.name
+
+
+def read_submission(file: Path, digest: str | None = None) -> Submission:
     """What `save` wrote.
 
+    Args:
+        file: of it.
+        digest: that the file must have.
+
     Raises:
-        UserError: the file is not there or damaged.
+        UserError: the file is not there, damaged, or another one.
     """
     try:
-        values: dict[str, Any] = orjson.loads(file.read_bytes())
+        values: dict[str, Any] = orjson.loads(integrity.read_checked(file, digest))
         paths = {key: Path(values[key]) for key in ("run", "run_file")}
         code = Path(values["code"]) if values["code"] else None
         site, resources = SiteConfig(**values["site"]), ResourcesConfig(**values["resources"])
@@ -91,5 +121,7 @@ def read_submission(file: Path) -> Submission:
             "resources": resources,
         }
         return Submission(**{**values, **paths, **more})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} does not say what to run ({error}); submit the run again") from error

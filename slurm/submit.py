@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +15,19 @@ from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
 from pipeline.console import say
+from pipeline.data.file_lock import exclusive
 from pipeline.data.plan import cut_units, find_source_files
 from pipeline.errors import MachineError, UserError
 from pipeline.train.lock import refusal
 from pipeline.train.run_folder import make_writable
-from slurm import active, jobs, permissions, scheduler, snapshot, transport
+from slurm import active, integrity, jobs, permissions, scheduler, snapshot, transport
 from slurm.jobs import Job, Where
 from slurm.plan import PlannedJob, StageName, eval_job, plan
 from slurm.profile import load_site
-from slurm.submission import Submission, read_submission
+from slurm.submission import Submission, read_submission, record
+
+_SUBMIT_SECONDS = 600.0
+"""For another command that sends jobs of the same run: a chain of many links on a busy controller takes minutes."""
 
 
 def submit(
@@ -61,6 +64,7 @@ def submit(
     for job in planned:
         transport.refuse_our_options(job, site)
     run = config.run.dir
+    transport.refuse_path(run)
     if not dry_run and (found := active.of(run, planned)):
         return active.attach(config, planned, found, console)
     from slurm import checks  # torch is among what it needs
@@ -75,7 +79,7 @@ def submit(
         if found := active.of(run, planned):  # another command was faster
             return active.attach(config, planned, found, console)
         _clear_the_way(run, planned, console)
-        code = snapshot.take(run, site.modules)
+        code = snapshot.take(run, site.modules, permissions.make_private(config, run))
         sent = send_all(run, config, site, planned, where, code)
     for warning in warnings:
         say(console, f"warning: {warning}")
@@ -94,7 +98,8 @@ def _show(
     """What would be sent."""
     from slurm import paper
 
-    code = snapshot.place(config.run.dir)
+    private = permissions.private_folder(config, config.run.dir)
+    code = snapshot.place(config.run.dir, private)
 
     def script_of(job: PlannedJob) -> str:
         return transport.script(config.run.dir, job, site, code, config, where)
@@ -148,7 +153,9 @@ def write_submission(
     run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None
 ) -> Path:
     """What a job reads when it starts: the resolved run file and the submission, in the run folder."""
-    run_file = _new_file(jobs.folder(run) / "submissions", planned)
+    folder = permissions.make_private(config, run) or jobs.folder(run)
+    with integrity.for_owner_alone():
+        run_file = _new_file(folder / "submissions", planned)
     run_file.write_text(dump(config), encoding="utf-8")
     trains = planned.stage == "train"
     submission = Submission(
@@ -216,7 +223,7 @@ def _send_local(run: Path, planned: Sequence[PlannedJob], files: Sequence[Path])
 
 def _noted(run: Path, planned: PlannedJob, file: Path, number: str, where: Where, **more: object) -> Job:
     """A job that was sent just now, written down."""
-    submission = str(file.relative_to(run))
+    submission = str(record(run, file).relative_to(run))
     values = {"tasks": planned.tasks, "step": planned.step, **more}
     job = jobs.new_job(planned.stage, number, where, planned.name, submission, **values)
     jobs.note(run, job)
@@ -270,9 +277,7 @@ def one_at_a_time(run: Path) -> Iterator[None]:
     """Of two commands at the same moment one sends, and the other one finds what it has sent."""
     folder = jobs.folder(run)
     folder.mkdir(exist_ok=True)
-    with (folder / "submit.lock").open("w") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with exclusive(folder / "submit.lock", _SUBMIT_SECONDS):
         yield
 
 

@@ -148,7 +148,7 @@ def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console
 
 def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
     """The jobs that would be sent, and their scripts."""
-    from slurm import snapshot, transport
+    from slurm import permissions, snapshot, transport
     from slurm.sweep_send import groups
 
     wanted = groups(folder, left, "slurm")
@@ -164,7 +164,8 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
             f"{what} with {nodes} x {processes}, for {minutes(planned.minutes)}: trained and then evaluated",
         )
     for group in wanted:
-        text = transport.script(folder, group.planned, group.site, snapshot.place(folder), group.config, "slurm")
+        code = snapshot.place(folder, permissions.private_folder(group.config, folder))
+        text = transport.script(folder, group.planned, group.site, code, group.config, "slurm")
         say(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")
 
 

@@ -17,7 +17,7 @@ from slurm import checks, jobs, permissions, plan, snapshot, transport
 from slurm.jobs import Job, Where
 from slurm.plan import PlannedJob
 from slurm.profile import load_site
-from slurm.submission import read_submission
+from slurm.submission import read_submission, record
 from slurm.submit import all_or_none, write_submission
 from slurm.sweep_members import Member
 
@@ -51,6 +51,7 @@ class Group:
             UserError: it would be refused.
         """
         transport.refuse_our_options(self.planned, self.site)
+        transport.refuse_path(self.config.run.dir)
         return checks.check(self.config, self.site, [self.planned], where, dry_run=dry_run)
 
 
@@ -104,7 +105,7 @@ def send(folder: Path, wanted: Sequence[Group], where: Where) -> list[Job]:
         MachineError: a job was refused, or a folder cannot be written to.
     """
     site = wanted[0].site
-    code = snapshot.take(folder, site.modules)
+    code = snapshot.take(folder, site.modules, permissions.make_private(wanted[0].config, folder))
     files = {member.name: _prepare(folder, group, member, where, code) for group in wanted for member in group.members}
     if where == "local":
         return _send_here(folder, wanted, files)
@@ -158,7 +159,7 @@ def _send_here(folder: Path, wanted: Sequence[Group], files: dict[str, Path]) ->
 
 
 def _note(member: Member, planned: PlannedJob, file: Path, number: str, where: Where, link: int) -> Job:
-    submission = str(file.relative_to(member.folder))
+    submission = str(record(member.folder, file).relative_to(member.folder))
     job = jobs.new_job("train", number, where, planned.name, submission, link=link)
     jobs.note(member.folder, job)
     return job

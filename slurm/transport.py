@@ -1,7 +1,8 @@
 """How a job gets to where it runs: submitit writes sbatch's script and calls it, or starts a process on this machine.
 
-submitit's part is the script, the pickle with the name of a function, and the names of logs. Signals, requeues and
-chains are those of `slurm.link`.
+submitit's part is the script, sbatch, the names of logs, and the process of this machine. It would put a pickle beside
+the script, which whoever may write there could replace; the script names a file of JSON with its digest instead. What
+the job does is in `slurm.batch`; signals, requeues and chains are those of `slurm.link`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
+from submitit.core.core import Job
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
 from pipeline.config import Config
+from pipeline.config.base import single_line
 from pipeline.config.slurm import SiteConfig
 from pipeline.errors import UserError
-from slurm import jobs, refusals, scheduler
+from slurm import integrity, jobs, permissions, refusals, scheduler, snapshot
 from slurm.jobs import Where
 from slurm.plan import PlannedJob
 from slurm.reserve import signal_seconds
@@ -73,13 +76,6 @@ _OURS = {
 """Options of sbatch that follow from others or are needed as they are, and the key that decides them."""
 
 
-def begin(file: str, link: int) -> str:
-    """What a job runs; see `slurm.link.run_link`. In a pickle there is only the name of this function."""
-    from slurm.link import run_link
-
-    return run_link(file, link)
-
-
 def send(
     run: Path,
     planned: PlannedJob,
@@ -104,21 +100,27 @@ def send(
 
     Raises:
         SchedulerError: it was refused.
+        UserError: SLURM would change or misread the path of the run folder.
     """
-    files = [str(file.absolute()) for file in submissions]
-    files = files * planned.tasks if len(files) == 1 else files
-    assert len(files) == planned.tasks
+    assert len(submissions) in (1, planned.tasks)
+    refuse_path(run)
     submission = read_submission(submissions[0])
+    config = submission.config()
     folder = jobs.jobs_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
+    command = _command(submissions, link)
     if where == "local":
         with _environment(rank_only=True):
             os.environ.update(_exports(submission.site, submission.code, planned))
             executor = _InBackground(folder)
             executor.update_parameters(timeout_min=_FOREVER, stderr_to_stdout=True)
-            return str(executor.submit(begin, files[0], link).job_id)
-    seconds = signal_seconds(submission.config(), planned.minutes)
-    values = _parameters(planned, submission.site, submission.code, seconds, dependency)
+            return str(executor.send(command).job_id)
+    seconds = signal_seconds(config, planned.minutes)
+    check: list[str] = []
+    if submission.code is not None:
+        owned = permissions.private_folder(config, run) is not None
+        check = integrity.check_lines(submission.code, snapshot.digest(submission.code), owned=owned)
+    values = _parameters(planned, submission.site, submission.code, check, seconds, dependency)
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         missing = "sbatch" if shutil.which("sbatch") is None else "srun"
         raise scheduler.SchedulerError(["sbatch"], f"{missing} is not on the path", refusals.NO_SLURM)
@@ -126,26 +128,78 @@ def send(
     try:
         # submitit prints what sbatch says of an error; it is told once, below.
         with _environment(), redirect_stderr(io.StringIO()):
-            to_slurm = SlurmExecutor(folder)
+            to_slurm = _ToSlurm(folder)
             to_slurm.update_parameters(**values)
-            sent = to_slurm.map_array(begin, files, [link] * len(files))
+            return str(to_slurm.send(command, planned.tasks).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
-        refused, said = _sweep(folder, before, planned.name, files[0]), str(error)
+        refused, said = _sweep(folder, before, planned.name), str(error)
         raise scheduler.SchedulerError(["sbatch", *refused], said, refusals.hint(said)) from None
-    return str(sent[0].job_id).partition("_")[0]
 
 
-def script(run: Path, planned: PlannedJob, site: SiteConfig, code: Path, config: Config, where: Where) -> str:
-    """The script that sbatch would be given, without the jobs that are waited for; or what a local job comes to."""
+def script(
+    run: Path, planned: PlannedJob, site: SiteConfig, code: tuple[Path, str], config: Config, where: Where
+) -> str:
+    """The script that sbatch would be given, without the jobs that are waited for; or what a local job comes to.
+
+    Args:
+        run: folder.
+        planned: what the job asks for.
+        site: where it runs.
+        code: snapshot, and the digest of its list.
+        config: of the run.
+        where: to the scheduler, or into the background of this machine.
+    """
     if where == "local":
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in _exports(site, code, planned).items()]
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in _exports(site, code[0], planned).items()]
         # Its run file is written when it is sent; the name has the time of that.
         run_file = jobs.folder(run) / "submissions" / f"TIME-{planned.stage}.yaml"
         first, *rest = planned.command
         return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", first, str(run_file), *rest])])
     paper = _OnPaper(jobs.jobs_folder(run))
-    paper.update_parameters(**_parameters(planned, site, code, signal_seconds(config, planned.minutes), None))
-    return paper.text(planned.tasks)
+    check = integrity.check_lines(*code, owned=permissions.private_folder(config, run) is not None)
+    seconds = signal_seconds(config, planned.minutes)
+    paper.update_parameters(**_parameters(planned, site, code[0], check, seconds, None))
+    # Its submission is written when it is sent; the name has the time of that.
+    return paper.text(f"{_PYTHON} 1 {shlex.quote(f'TIME-{planned.stage}.json')} DIGEST", planned.tasks)
+
+
+_PYTHON = f"{shlex.quote(sys.executable)} -u -m slurm.batch"
+
+
+def _command(submissions: Sequence[Path], link: int) -> str:
+    """Shell that runs a submission, or that of the task of an array, if it is what is sent now."""
+    words = [shlex.join([str(file.absolute()), integrity.sha256(file.read_bytes())]) for file in submissions]
+    if len(words) == 1:
+        return f"{_PYTHON} {link} {words[0]}"
+    cases = [f"{task}) set -- {each} ;;" for task, each in enumerate(words)]
+    return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", f'{_PYTHON} {link} "$@"'])
+
+
+def refuse_path(run: Path) -> None:
+    """Refuse a run folder that jobs cannot have: SLURM and submitit replace `%j` and so on in the paths of logs.
+
+    Raises:
+        UserError: its path has such a character.
+    """
+    if odd := next((each for each in str(run) if each in "%\\"), None):
+        raise UserError(
+            f"run.dir = {run}: jobs cannot have a folder with {odd} in its path, which SLURM replaces in the names of "
+            "their logs; set run.dir to another one"
+        )
+    refuse_control_characters([("run.dir", str(run))])
+
+
+def refuse_control_characters(values: Iterable[tuple[str, str]]) -> None:
+    """Refuse what would be more than one line of a script: the last look before one is written.
+
+    Raises:
+        UserError: with the name of the first such value, which is shown escaped.
+    """
+    for name, value in values:
+        try:
+            single_line(value)
+        except ValueError as error:
+            raise UserError(f"{ascii(name)[1:-1]}: {error}") from None
 
 
 def is_alive(run: Path, job: jobs.Job) -> bool:
@@ -159,22 +213,41 @@ def is_alive(run: Path, job: jobs.Job) -> bool:
     return not names.isdisjoint(words)  # else another process has its number by now
 
 
-class _OnPaper(SlurmExecutor):
+class _ToSlurm(SlurmExecutor):
+    """Sends a command as it is, without a pickle."""
+
+    def send(self, command: str, tasks: int = 1) -> Job[Any]:
+        """Send a job, or an array; its tasks have one number without their own."""
+        if tasks > 1:
+            self.parameters["map_count"] = tasks
+        return self._submit_command(command)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        given = {**self.parameters, **self.parameters["additional_parameters"], "folder": str(self.folder)}
+        refuse_control_characters((name, f"{name}={value}") for name, value in given.items() if isinstance(value, str))
+        return str(super()._make_submission_file_text(command, uid))
+
+
+class _OnPaper(_ToSlurm):
     """Writes scripts where there is no SLURM, too."""
 
     @classmethod
     def affinity(cls) -> int:
         return 2
 
-    def text(self, tasks: int) -> str:
+    def text(self, command: str, tasks: int) -> str:
         """The script of a job, or of an array."""
         if tasks > 1:
             self.parameters["map_count"] = tasks
-        return str(self._make_submission_file_text(self._submitit_command_str, ""))
+        return self._make_submission_file_text(command, "")
 
 
 class _InBackground(LocalExecutor):
     """Starts a process that outlives its shell and terminal, and sees the GPUs that this one sees."""
+
+    def send(self, command: str) -> LocalJob[Any]:
+        """Start a command as it is, without a pickle."""
+        return self._submit_command(command)
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
@@ -202,7 +275,12 @@ class _InBackground(LocalExecutor):
 
 
 def _parameters(
-    planned: PlannedJob, site: SiteConfig, code: Path | None, seconds: int, dependency: str | None
+    planned: PlannedJob,
+    site: SiteConfig,
+    code: Path | None,
+    check: Sequence[str],
+    seconds: int,
+    dependency: str | None,
 ) -> dict[str, Any]:
     """Of submitit's executor."""
     resources = planned.resources
@@ -236,7 +314,7 @@ def _parameters(
         "signal_delay_s": seconds,
         "stderr_to_stdout": True,
         "use_srun": False,
-        "setup": _setup(planned, site, code),
+        "setup": [*_setup(planned, site, code), *check],
         "additional_parameters": more,
     }
 
@@ -248,8 +326,10 @@ def refuse_our_options(planned: PlannedJob, site: SiteConfig) -> None:
         UserError: there is one of them.
     """
     for name in planned.resources.options:
-        if name.lstrip("-").replace("_", "-") != name:
-            raise UserError(f"options has {name}; write the long name without dashes before it, with - inside it")
+        if name.lstrip("-").replace("_", "-") != name or not re.fullmatch(r"[A-Za-z0-9-]+", name):
+            raise UserError(
+                f"options has {ascii(name)[1:-1]}; write the long name without dashes before it, with - inside it"
+            )
         if name in _OURS:
             todo = f"set {_OURS[name]} instead" if _OURS[name] else "leave it out, jobs need their own"
             raise UserError(f"options has {name}, which follows from other keys; {todo}")
@@ -279,6 +359,8 @@ def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[s
     found = dict(site.environment)
     # Else `python -m` takes the packages from the folder in which the run was submitted, if it is a checkout.
     found["PYTHONSAFEPATH"] = "1"
+    # Bytecode in the snapshot would be a file that nobody has submitted.
+    found["PYTHONDONTWRITEBYTECODE"] = "1"
     if planned.resources.cpus_per_task:
         found["SRUN_CPUS_PER_TASK"] = str(planned.resources.cpus_per_task)  # since 22.05 srun does not know it
     if code is not None:
@@ -313,7 +395,7 @@ def _environment(*, rank_only: bool = False) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _sweep(folder: Path, before: set[Path], name: str, submission: str) -> list[str]:
+def _sweep(folder: Path, before: set[Path], name: str) -> list[str]:
     """Tidy up after a job that was refused; others may be sent at the same time. Returns its script, which is kept."""
     kept = []
     for file in set(folder.iterdir()) - before:
@@ -321,6 +403,4 @@ def _sweep(folder: Path, before: set[Path], name: str, submission: str) -> list[
             data = b"" if file.is_symlink() else file.read_bytes()
             if file.name.startswith(".submission_file_") and f"--job-name={shlex.quote(name)}\n".encode() in data:
                 kept.append(str(file.replace(folder / f"refused-{name}.sh")))
-            elif re.fullmatch(r"[0-9a-f]{32}\.pkl", file.name) and os.fsencode(submission) in data:
-                file.unlink()
     return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -136,12 +137,60 @@ def absolute_glob(pattern: str) -> str:
     return os.path.abspath(os.path.expanduser(pattern))
 
 
+def single_line(text: str) -> str:
+    """Text that can stand in one line of a script: no control characters, no other line ends, whole characters alone.
+
+    Raises:
+        ValueError: it has one; the message shows it escaped.
+    """
+    if odd := next((each for each in text if unicodedata.category(each) in _NOT_IN_A_LINE), None):
+        raise ValueError(f"must be one line without control characters, and has {odd!a} in {text[:200]!a}")
+    return text
+
+
+_NOT_IN_A_LINE = frozenset({"Cc", "Cs", "Zl", "Zp"})
+"""Categories of Unicode: control characters, halves of surrogate pairs, ends of lines and paragraphs."""
+
+
+def _line_of_path(path: Path) -> Path:
+    return Path(single_line(str(path)))
+
+
+def _lines(text: str) -> str:
+    """As `single_line`, with the line ends and tabs of a block."""
+    single_line(text.replace("\n", "").replace("\t", ""))
+    return text
+
+
+def _names_in_a_line(values: dict[str, str]) -> dict[str, str]:
+    for name in values:
+        single_line(name)
+    return values
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    for name in values:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!a} cannot be the name of a variable; allowed are letters, digits and _")
+    return values
+
+
 Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | float | str)]
 """A whole number; `1e9`, `300B`, `2_000_000` are understood."""
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | float | str)]
 """A size in bytes; `4MiB`, `1GB` are understood."""
 AbsPath = Annotated[Path, AfterValidator(absolute)]
 """A path, absolute after loading."""
+Line = Annotated[str, AfterValidator(single_line)]
+"""Text of one line, for what becomes a word or an option of a script."""
+Lines = Annotated[str, AfterValidator(_lines)]
+"""Shell for a script, of one line or more."""
+AbsLinePath = Annotated[Path, AfterValidator(absolute), AfterValidator(_line_of_path)]
+"""A path that scripts name, absolute after loading."""
+LineByName = Annotated[dict[str, Line], AfterValidator(_names_in_a_line)]
+"""Options of a script with their values."""
+Variables = Annotated[dict[str, Line], AfterValidator(_variables)]
+"""Values of environment variables."""
 AbsGlob = Annotated[str, AfterValidator(absolute_glob)]
 """A path or glob, absolute after loading."""
 

@@ -57,6 +57,7 @@ def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
 def show(value: Any) -> str:
     """A value as it could stand in a run file, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=str)
+    text = "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.base import AbsPath, Section
+from pipeline.config.base import AbsLinePath, Section
 
 
 class RunConfig(Section):
     """Where the run lives and what its randomness starts from."""
 
-    dir: AbsPath
+    dir: AbsLinePath
     """Run folder: checkpoints, metrics, evaluations, the resolved config and, by default, the data."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the data."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from pipeline.config.base import Section, absolute
+from pipeline.config.base import AbsLinePath, Line, LineByName, Lines, Section, Variables, absolute
 
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?$")
 _UNITS = {"m": 1, "min": 1, "h": 60, "d": 24 * 60}
@@ -43,15 +43,15 @@ def _absolute_file(profile: str) -> str:
 class ResourcesConfig(Section):
     """What a job asks for. A key that is not set is taken from the profile's stage, then from its `defaults`."""
 
-    partition: str | None = None
+    partition: Line | None = None
     """Partition, or several with commas."""
-    account: str | None = None
+    account: Line | None = None
     """Account that pays."""
-    qos: str | None = None
+    qos: Line | None = None
     """Quality of service."""
-    constraint: str | None = None
+    constraint: Line | None = None
     """Features that nodes must have."""
-    exclude: str | None = None
+    exclude: Line | None = None
     """Nodes that must not be used, like `n[17,42]`."""
     time: Minutes | None = Field(default=None, ge=1)
     """Time limit of a job. Training goes on in the next job after it (`slurm.chain`)."""
@@ -61,7 +61,7 @@ class ResourcesConfig(Section):
     """Memory of a node, in GB; 0 is not needed: without it the site's default holds."""
     exclusive: bool | None = None
     """Whole nodes."""
-    options: dict[str, str] = Field(default_factory=dict)
+    options: LineByName = Field(default_factory=dict)
     """Further options of sbatch by their long names without dashes, like `{reservation: night}`."""
 
 
@@ -82,27 +82,27 @@ class SiteConfig(Section):
     """GPUs of a node; training has a process for each. 0: nodes without any."""
     gpus_by: Literal["gres", "gpus-per-node"] = "gres"
     """How GPUs are asked for."""
-    gpu_type: str | None = None
+    gpu_type: Line | None = None
     """Their type, where the site wants it: `gres=gpu:TYPE:N`."""
-    modules: list[str] = Field(default_factory=list)
+    modules: list[Line] = Field(default_factory=list)
     """Modules to load before anything else."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Variables = Field(default_factory=dict)
     """Variables for all processes. No secrets: they are written into the run folder."""
-    setup: list[str] = Field(default_factory=list)
+    setup: list[Lines] = Field(default_factory=list)
     """Lines of shell in the job's script before anything else, after the modules."""
-    container_prefix: str = ""
+    container_prefix: Line = ""
     """Words before every `python` of a step, like `apptainer exec --nv /images/torch.sif`."""
-    python: str | None = None
+    python: Line | None = None
     """The interpreter; by default the one that submits. In a container often `python3`."""
-    srun_options: list[str] = Field(default_factory=list)
+    srun_options: list[Line] = Field(default_factory=list)
     """Further options of every srun, like `--container-image=...` or `--mpi=none`."""
-    network_interface: str | None = None
+    network_interface: Line | None = None
     """For NCCL and gloo, like `ib0`."""
     has_sacct: bool = True
     """Whether `sacct` works here."""
     has_requeue: bool = True
     """Whether users may requeue their jobs (`JobRequeue` and the partition allow it)."""
-    wckey: str | None = None
+    wckey: Line | None = None
     """Workload characterization key, where the site wants one."""
 
 
@@ -116,7 +116,7 @@ class ArrayConfig(Section):
 class SlurmConfig(Section):
     """How a run uses a cluster."""
 
-    profile: Annotated[str, AfterValidator(_absolute_file)] = "generic"
+    profile: Annotated[Line, AfterValidator(_absolute_file)] = "generic"
     """Site profile: the name of one that ships, or a file (`./site.yaml`)."""
     nodes: int = Field(default=1, ge=1)
     """Nodes of the training."""
@@ -134,8 +134,11 @@ class SlurmConfig(Section):
     then the chain ends."""
     doctor: bool = True
     """Check every node before training starts on it (`pipeline doctor`)."""
-    group: str | None = None
+    group: Line | None = None
     """Unix group of the run folder, whose members may look after the run, too."""
+    private_dir: AbsLinePath | None = None
+    """Folder for what jobs execute, on a disk that all nodes share; nobody else may write to it or above it. By default
+    the run folder; `~/.pipeline` where `group` or `umask` lets others write there."""
     umask: str | None = Field(default=None, pattern=r"^0?[0-7]{3}$")
     """Permissions that new files do not get: `0002` lets the group write, and so cancel or go on. By default what
     the shell that submits has."""

@@ -31,6 +31,7 @@ from pipeline.console import Console, say
 from pipeline.data import machine, store
 from pipeline.data.checks import file_sizes, part_prefixes, repair
 from pipeline.data.dataset import Dataset, ReadBy
+from pipeline.data.file_lock import open_lock_file
 from pipeline.data.hashing import CHUNK_BYTES, file_hash
 from pipeline.data.indexed import HashedFile
 from pipeline.data.journal import Journal
@@ -307,7 +308,8 @@ def _alone(base: Path) -> Iterator[None]:
     """Wait until no other process of the user copies on this node. The lock of a process that has died is free."""
     with ExitStack() as stack:
         try:
-            lock = stack.enter_context((base / LOCK_FILE).open("a+b", buffering=0))
+            # Of this user alone, so that it is one of theirs that is waited for, however long a copy takes.
+            lock = stack.enter_context(os.fdopen(open_lock_file(base / LOCK_FILE), "r+b", buffering=0))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -319,6 +321,7 @@ def _alone(base: Path) -> Iterator[None]:
             raise _unusable(base, str(error.strerror)) from None
         with suppress(OSError):  # a full disk; the number is for people alone
             lock.truncate(0)
+            lock.seek(0)
             lock.write(str(os.getpid()).encode())
         yield
 

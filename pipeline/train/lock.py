@@ -10,19 +10,19 @@ of the same name, still let only one win.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from pipeline.data import machine, store
+from pipeline.data.file_lock import exclusive
 from pipeline.errors import MachineError, UserError
 from pipeline.train.heartbeat import beat_file, read_beat
 
@@ -98,7 +98,9 @@ class Lock:
 
     def release(self) -> None:
         """Give it back, if it is still this process's."""
-        with _guard(self._path):
+        with ExitStack() as stack:
+            with suppress(MachineError):  # who holds the guard for ever must not keep the run from going on
+                stack.enter_context(_guard(self._path))
             if self.is_mine():
                 self._path.unlink(missing_ok=True)
 
@@ -144,7 +146,16 @@ def clear(run: Path, job: str) -> str | None:
             of that, on a node that was lost, finds out at its next commit.
     """
     path = run / "lock"
-    with suppress(FileNotFoundError), _guard(path):
+    try:
+        return _clear(run, path, job)
+    except FileNotFoundError:
+        return None
+    except MachineError as error:  # the guard is held
+        return str(error)
+
+
+def _clear(run: Path, path: Path, job: str) -> str | None:
+    with _guard(path):
         before = _bytes(path)
         if before is None:
             return None
@@ -292,9 +303,7 @@ def _parse(lock: Path, data: bytes) -> Holder:
 @contextmanager
 def _guard(lock: Path) -> Iterator[None]:
     """One process at a time, where the file system can do that."""
-    with lock.with_name("lock.guard").open("w") as guard:
-        with suppress(OSError):
-            fcntl.flock(guard, fcntl.LOCK_EX)
+    with exclusive(lock.with_name("lock.guard")):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
@@ -10,6 +9,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pipeline.data.file_lock import acquire
 from pipeline.errors import MachineError, UserError
 
 PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server")
@@ -120,7 +120,7 @@ def _edit_hosts(cluster: str, lines: Sequence[str]) -> None:
     """Replace the cluster's own lines. In place: containers mount this file, and it cannot be renamed over."""
     first, last = f"# begin {cluster}", f"# end {cluster}"
     with _HOSTS.open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        acquire(file.fileno(), _HOSTS)
         old = file.read().splitlines()
         kept = old
         if first in old and last in old:

@@ -145,7 +145,7 @@ def _on_paper(config: Config) -> None:
     site = load_site(config.slurm.profile)
     permissions.honour(config)
     for job in plan(config, site, ["preprocess", "train", "eval"], "slurm"):
-        assert "sbatch" in transport.script(config.run.dir, job, site, config.run.dir, config, "slurm").lower()
+        assert "sbatch" in transport.script(config.run.dir, job, site, (config.run.dir, "0"), config, "slurm").lower()
         write_submission(config.run.dir, config, site, job, "slurm", None)
 
 

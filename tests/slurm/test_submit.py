@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ PATIENCE = 120.0
 """Seconds until a test gives up waiting."""
 
 
+CODE = Path("/snapshot"), "0123"
+"""A copy of the code, and the digest of its list."""
+
+
 def config_of(root: Path, changes: dict[str, Any] | None = None, **site: Any) -> Config:
     """A run that uses a profile with these keys."""
     file = root / "site.yaml"
@@ -46,7 +51,7 @@ def config_of(root: Path, changes: dict[str, Any] | None = None, **site: Any) ->
 def script_of(config: Config, stage: plan.StageName = "train") -> str:
     site = load_site(config.slurm.profile)
     job = plan.plan(config, site, [stage], "slurm")[0]
-    return transport.script(config.run.dir, job, site, Path("/snapshot"), config, "slurm")
+    return transport.script(config.run.dir, job, site, CODE, config, "slurm")
 
 
 def options(script: str) -> set[str]:
@@ -82,14 +87,19 @@ def test_the_script_asks_for_what_run_file_and_profile_say(tmp_path: Path) -> No
     lines = script.splitlines()
     setup = lines[lines.index("# setup") + 1 : lines.index("# command") - 1]
     assert setup[0].startswith("module load cuda/12.8 || ")
-    assert setup[1:] == [
+    assert setup[setup.index("# What is run is what was submitted.") :][5:7] == [
+        "pipeline_code=/snapshot",
+        "pipeline_digest=0123",
+    ]
+    assert setup[1 : setup.index("# What is run is what was submitted.")] == [
         "ulimit -n 65536",
         """export NCCL_DEBUG='it'"'"'s $HOME'""",
         "export PYTHONSAFEPATH=1",
+        "export PYTHONDONTWRITEBYTECODE=1",
         "export SRUN_CPUS_PER_TASK=6",
         "export PYTHONPATH=/snapshot${PYTHONPATH:+:$PYTHONPATH}",
     ]
-    assert "srun" not in lines[-1] and lines[-1].endswith(f"-m submitit.core._submit {config.run.dir}/slurm/jobs")
+    assert "srun" not in lines[-1] and lines[-1].endswith(" -m slurm.batch 1 TIME-train.json DIGEST")
 
 
 def test_a_job_ends_where_its_module_cannot_be_loaded(tmp_path: Path) -> None:
@@ -126,6 +136,41 @@ def test_options_that_other_keys_decide_are_refused(tmp_path: Path, option: str,
         submit(config, ["train"], "slurm", Console(), dry_run=True)
 
 
+@pytest.mark.parametrize("name", ["comment=x --output", "a b", "x\ty", "ä"])
+def test_names_of_options_are_words(tmp_path: Path, name: str) -> None:
+    config = config_of(tmp_path, {"slurm.train": {"options": {name: "1"}}} if "\t" not in name else None)
+    site = load_site(config.slurm.profile)
+    (job,) = plan.plan(config, site, ["train"], "slurm")
+    resources = job.resources.model_copy(update={"options": {name: "1"}})
+    with pytest.raises(UserError, match="write the long name"):
+        transport.refuse_our_options(replace(job, resources=resources), site)
+
+
+@pytest.mark.parametrize("odd", ["%j", "100%", "a\\b"])
+@pytest.mark.parametrize("where", ["slurm", "local"])
+def test_a_folder_whose_name_slurm_would_replace_is_refused(tmp_path: Path, odd: str, where: jobs.Where) -> None:
+    config = config_of(tmp_path, {"run.dir": str(tmp_path / odd)})
+    with pytest.raises(UserError, match=r"run.dir = .*SLURM replaces.*set run.dir to another one"):
+        submit(config, ["train"], where, Console(), dry_run=True)
+    with pytest.raises(UserError, match=r"run.dir = .*SLURM replaces"):
+        transport.send(
+            config.run.dir, plan.plan(config, load_site("generic"), ["train"], where)[0], [tmp_path], where=where
+        )
+    assert not config.run.dir.exists()
+
+
+@pytest.mark.parametrize("key", ["partition", "qos", "comment"])
+def test_what_is_not_one_line_reaches_no_script(tmp_path: Path, key: str) -> None:
+    """The last look before a script is written, whatever came before it."""
+    config = config_of(tmp_path)
+    site = load_site(config.slurm.profile)
+    (job,) = plan.plan(config, site, ["train"], "slurm")
+    bad = {key: "a\n#SBATCH --wrap=id"}
+    resources = job.resources.model_copy(update={"options": bad} if key == "comment" else bad)
+    with pytest.raises(UserError, match=rf"{key}: must be one line.*'\\n'"):
+        transport.script(config.run.dir, replace(job, resources=resources), site, CODE, config, "slurm")
+
+
 def test_gres_of_options_does_not_take_the_place_of_gpus(tmp_path: Path) -> None:
     options = {"slurm.train": {"options": {"gres": "nvme:1"}}}
     with pytest.raises(UserError, match="options has gres.* 4 GPUs a node .*gpus_by"):
@@ -155,7 +200,7 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_dry_run_here_shows_the_command_with_its_run_file(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     (job,) = plan.plan(config, load_site(config.slurm.profile), ["train"], "local")
-    text = transport.script(config.run.dir, job, load_site(config.slurm.profile), Path("/code"), config, "local")
+    text = transport.script(config.run.dir, job, load_site(config.slurm.profile), CODE, config, "local")
     assert text.endswith(f" -m pipeline train {config.run.dir}/slurm/submissions/TIME-train.yaml")
 
 
@@ -238,7 +283,7 @@ def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path)
         assert again.returncode == 0 and f"preprocess: process {job.job} on" in again.stdout
         assert jobs.sent(run) == [job]
     until(lambda: not transport.is_alive(run, job))
-    assert "Job completed successfully" in job.log(run).read_text()
+    assert job.log(run).read_text().endswith(" done\n")
     assert "done" in tiny.pipeline("preprocess", file, "--status").stdout
 
 
@@ -290,10 +335,9 @@ def test_stages_wait_for_each_other_and_are_sent_once(clean: Path) -> None:
     assert f"train: job {train.job}, after {finish.job}" in told and f"pipeline cancel {config.run.dir}" in told
     submission = read_submission(config.run.dir / train.submission)
     assert submission.config() == config and submission.command == ("train",)
-    assert submission.code == snapshot.place(config.run.dir)
-    # By name: nothing of this process is in the pickle.
-    pickle = (jobs.jobs_folder(config.run.dir) / f"{train.job}_submitted.pkl").read_bytes()
-    assert b"slurm.transport" in pickle and len(pickle) < 1000
+    assert submission.code == snapshot.place(config.run.dir)[0]
+    # Nothing is unpickled by a job.
+    assert not list(jobs.jobs_folder(config.run.dir).glob("*.pkl"))
 
     again, told = send(config, ["preprocess", "train", "eval"])
     assert again == sent == jobs.sent(config.run.dir)
@@ -423,6 +467,21 @@ def test_where_somebody_trains_by_hand_nothing_is_sent(clean: Path) -> None:
 
 
 @pytest.mark.slurm
+def test_a_folder_with_blanks_quotes_and_signs(clean: Path) -> None:
+    config = config_of(
+        clean,
+        {"run.dir": str(clean / 'it\'s `touch evil` $(touch evil) $HOME "ü 漢" ;#'), "slurm.array.tasks": 1},
+        defaults={"partition": "train", "time": 10},
+    )
+    site = load_site(config.slurm.profile)
+    code = snapshot.take(config.run.dir)
+    job = send_all(config.run.dir, config, site, plan.plan(config, site, ["preprocess"], "slurm")[:1], "slurm", code)[0]
+    until(lambda: all(state.state == "COMPLETED" for state in scheduler.jobs([job.job]).values()))
+    assert job.log(config.run.dir).read_text().endswith(" done\n")
+    assert not [*Path.cwd().glob("evil*"), *clean.glob("evil*")]
+
+
+@pytest.mark.slurm
 def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SBATCH_PARTITION": "nowhere", "SLURM_MEM_PER_NODE": "5"}
     ranks = {"RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "MASTER_ADDR": "gone", "PIPELINE_LOGS": "/gone"}
@@ -443,4 +502,4 @@ def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pyt
     assert len(seen) == array.tasks
     for each in seen:
         assert each["MINE"] == "kept" and not set(each) & (set(ranks) | {"SBATCH_PARTITION", "SLURM_MEM_PER_NODE"})
-    assert "Job completed successfully" in array.log(config.run.dir, 1).read_text()
+    assert array.log(config.run.dir, 1).read_text().endswith(" done\n")

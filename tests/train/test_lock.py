@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from typing import Any
 import orjson
 import pytest
 
-from pipeline.data import machine, store
+from pipeline.data import file_lock, machine, store
 from pipeline.errors import MachineError, UserError
 from pipeline.train import lock as lock_module
 from pipeline.train.heartbeat import beat_file
 from pipeline.train.lock import Lock, is_held
 from pipeline.train.run_folder import open_run
+from tests.data.test_file_lock import held
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,7 @@ def test_only_one_of_many_takes_over_a_stale_lock(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from pipeline.train.run_folder import open_run
+from tests.data.test_file_lock import held
 while time.time() < float(sys.argv[1]):
     pass
 with open_run(Path({str(tmp_path)!r})) as folder:
@@ -330,5 +332,19 @@ def test_the_second_of_two_processes_is_refused_until_the_first_is_killed(tmp_pa
         with pytest.raises(UserError, match=who), open_run(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
+    with open_run(tmp_path) as folder:
+        assert folder.attempt == 2
+
+
+def test_a_guard_that_is_held_does_not_block_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_lock, "SECONDS", 0.0)
+    with held(tmp_path / "lock.guard") as pid:
+        with pytest.raises(MachineError, match=f"lock.guard is locked by process {pid} "), open_run(tmp_path):
+            pass
+        assert "lock.guard is locked by" in (lock_module.clear(tmp_path, "77") or "")
+    with ExitStack() as stack:
+        with open_run(tmp_path):
+            stack.enter_context(held(tmp_path / "lock.guard"))
+        assert not (tmp_path / "lock").exists()
     with open_run(tmp_path) as folder:
         assert folder.attempt == 2
