@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config.load import load
+from pipeline.config.load import load, load_written
 from pipeline.console import alarm, echo, say
 from pipeline.data import store
 from pipeline.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
@@ -224,7 +224,7 @@ def _examine(run_file: Path, folder: Path, gpus: int) -> int:
     examination = Examination(Place.of_environment(), folder)
     with examination.surviving():
         examination.begin(f"run file {run_file}")
-        examination.node(replace(_needs(load(run_file), gpus), data_now=True))
+        examination.node(replace(_needs(load_written(run_file), gpus), data_now=True))
     with examination.surviving():
         examination.network()
     for problem in examination.report.errors:

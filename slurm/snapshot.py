@@ -25,13 +25,14 @@ from pipeline.config.load import packaged_configs
 from pipeline.data import store
 from pipeline.data.hashing import value_hash
 from pipeline.errors import UserError
+from pipeline.redaction import is_secret_variable, masked
 from slurm import integrity, jobs
 
 _RECORDED = re.compile(
-    r"^(SLURM_CONF|MODULE.*|LOADEDMODULES|NCCL_.*|TORCH_.*|OMP_.*|CUDA_.*|GLOO_.*|PYTHON.*|CONDA_.*|VIRTUAL_ENV"
-    r"|LD_LIBRARY_PATH|PATH)$"
+    r"^(SLURM_CONF|MODULE.*|LOADEDMODULES|NCCL_.*|TORCH_.*|OMP_.*|CUDA_.*|GLOO_.*|PYTHON.*|VIRTUAL_ENV"
+    r"|CONDA_(PREFIX.*|DEFAULT_ENV|SHLVL|PYTHON_EXE|EXE|CHANNELS|OVERRIDE_.*)|LD_LIBRARY_PATH|PATH)$"
 )
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL")
+"""Names that are kept. conda has more, which may hold the tokens of channels and say nothing of what is computed."""
 _GIT_SECONDS = 20.0
 
 
@@ -155,7 +156,7 @@ def _note_environment(run: Path, code: str, modules: Sequence[str]) -> None:
         "code": code,
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "distributions": _distributions(),
-        "modules": list(modules),
+        "modules": [masked(each) for each in modules],
         "environment": _environment(os.environ),
         "git": {"revision": revision, "changed": bool(changes)} if revision else None,
     }
@@ -179,8 +180,10 @@ def _distributions() -> dict[str, str]:
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may change what is computed, and no secrets."""
-    return {name: given[name] for name in sorted(given) if _RECORDED.match(name) and not _SECRET.search(name)}
+    """The variables that may change what is computed, and no secrets: by their names, and in addresses."""
+    return {
+        name: masked(given[name]) for name in sorted(given) if _RECORDED.match(name) and not is_secret_variable(name)
+    }
 
 
 def _git() -> tuple[str | None, str]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import orjson
 
 from pipeline.config import Config
-from pipeline.config.load import RUN_FILE, load
+from pipeline.config.load import RUN_FILE, load_written
 from pipeline.data import machine, store
 from pipeline.data.accounting import run_length
 from pipeline.data.provenance import JOURNAL_FILE, read_journal
@@ -193,7 +193,7 @@ class Facts:
         for file in (self.run / RUN_FILE, newest.run_file if newest else None):
             if file is not None and file.is_file():
                 try:
-                    return load(file, (), {"run.dir": os.path.abspath(self.run)})
+                    return load_written(file, (), {"run.dir": os.path.abspath(self.run)})
                 except (UserError, OSError) as error:
                     first = str(error).partition("\n")[0]
                     self.problems.append(f"{file} cannot be read: {first}")

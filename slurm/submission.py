@@ -14,7 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from pipeline.config import Config
-from pipeline.config.load import load
+from pipeline.config.load import load_written
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.data import store
 from pipeline.errors import UserError
@@ -66,7 +66,7 @@ class Submission:
 
     def config(self) -> Config:
         """What the stage runs with."""
-        return load(self.run_file)
+        return load_written(self.run_file)
 
     def save(self, file: Path) -> None:
         """Write it down, with the digests of the files that it names, so that only their owner may change it.

@@ -25,7 +25,6 @@ HEAVY = {
     "tokenizers",
     "pandas",
     "submitit",
-    "omegaconf",
 }
 
 

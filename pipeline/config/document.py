@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 
 PLACEHOLDER = "???"
 """Stands, unquoted, for a value that whoever uses the file has to fill in."""
-MAX_VALUES = 250_000
+MAX_VALUES = 100_000
 """Values in a file; aliases of aliases can make billions out of a few lines."""
 MAX_DEPTH = 50
 """Levels of sections and lists inside each other; the schema has 4."""
@@ -90,6 +90,8 @@ class Document:
     value: Any = None
     places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    written: bool = False
+    """Whether a run has written it: nothing in it is resolved or included."""
 
 
 def parse(text: str, source: str, *, lines: bool = True) -> Document:

@@ -8,17 +8,15 @@ override of `run.dir`.
 from __future__ import annotations
 
 import os
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
 import pipeline
 from pipeline.config.document import PLACEHOLDER, Document, Place, Problem, parse, render
+from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
 from pipeline.config.problems import place_of, show, translate
 from pipeline.config.root import Config
 from pipeline.config.schema import KeyPath, dotted
@@ -27,10 +25,14 @@ from pipeline.errors import UserError
 COMMAND_LINE = "command line"
 RUN_FILE = "config.yaml"
 """In a run folder: what the run was started with last."""
+_BESIDE_RUN_FILE = ("ledger.jsonl", "metrics.jsonl", "export.json", "launcher.log")
+"""What a run, an export and a launch leave beside the file that they have written."""
 
 
 def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
-    """Load, merge and validate a run file.
+    """Load, merge and validate a user's run file.
+
+    The one in a run folder is read as by `load_written`.
 
     Args:
         path: The run file, or the name of one that ships with the package (`quickstart.yaml`).
@@ -44,12 +46,57 @@ def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | 
         UserError: Everything that is wrong, in one message with a line for each violation.
     """
     path = find(path)
-    documents = list(_documents(path, ()))
-    problems = [problem for document in documents for problem in document.problems]
+    return _validated(path, list(_documents(path, ())), overrides, values)
+
+
+def load_written(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
+    """Load and validate a run file that `dump` has written, whose run may be somebody else's.
+
+    Nothing of the reader's gets into it: no `${...}` is resolved, no file included. Overrides are the reader's own.
+
+    Args:
+        path: The file.
+        overrides: As for `load`.
+        values: As for `load`.
+
+    Raises:
+        UserError: As for `load`; also where the file includes others or has something to resolve.
+    """
+    document = _document(path)
+    document.written = True
+    return _validated(path, [document], overrides, values)
+
+
+def written_values(path: Path) -> dict[str, Any]:
+    """The plain values of such a file, which may be of another version: nothing is validated.
+
+    Raises:
+        UserError: It is no mapping in YAML.
+    """
+    values: dict[str, Any] = _document(path).value
+    return values
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a run, an export or a submission has written a file, to judge by its name and what lies beside it."""
+    if path.name == RUN_FILE:
+        return any((path.parent / name).exists() for name in _BESIDE_RUN_FILE)
+    return path.absolute().parent.parts[-2:] == ("slurm", "submissions")
+
+
+def _validated(
+    path: Path,
+    documents: Sequence[Document],
+    overrides: Sequence[str],
+    values: Mapping[str, Any] | None,
+) -> Config:
     failed: set[KeyPath] = set()
+    problems = [problem for document in documents for problem in document.problems]
     plain: Any = {}
     places: dict[KeyPath, Place] = {(): Place(_shown(path), 1)}
     for document in documents:
+        if document.written:
+            problems += _refuse_expressions(document, failed)
         problems += _unparsable_interpolations(document.value, document.places, failed)
         plain = _merged(plain, document.value)
         _overlay(places, document)
@@ -94,7 +141,7 @@ def load_run(run: Path, overrides: Sequence[str] = (), values: Mapping[str, Any]
         return load(find(run, "run file or run folder"), overrides, values)
     if not (run / RUN_FILE).is_file():
         raise no_run_folder(run)
-    return load(run / RUN_FILE, overrides, {**(values or {}), "run.dir": os.path.abspath(run)})
+    return load_written(run / RUN_FILE, overrides, {**(values or {}), "run.dir": os.path.abspath(run)})
 
 
 def no_run_folder(path: Path) -> UserError:
@@ -111,7 +158,7 @@ def dump(config: Config) -> str:
 
 def dump_values(values: dict[str, Any]) -> str:
     """`dump` of a config's plain values, which may be of another version."""
-    return render(_escaped(values))
+    return render(escaped(values))
 
 
 def find(path: Path, wanted: str = "run file") -> Path:
@@ -145,8 +192,8 @@ def packaged_configs() -> Path:
     return inside if inside.is_dir() else Path(pipeline.__file__).parents[1] / "configs"
 
 
-def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
-    """The files that `path` includes, depth first, then `path`."""
+def _document(path: Path) -> Document:
+    """One file as it is written."""
     name = _shown(path)
     try:
         document = parse(path.read_text(encoding="utf-8"), name)
@@ -156,7 +203,14 @@ def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
         document.value = {}
     if not isinstance(document.value, dict):
         raise UserError(f"{name}:1: a run file is a mapping of sections (run:, data:, model:, ...)")
-    include = document.value.pop("include", None)
+    document.written = _is_written(path)
+    return document
+
+
+def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
+    """The files that `path` includes, depth first, then `path`."""
+    document = _document(path)
+    include = None if document.written else document.value.pop("include", None)
     here = place_of(("include",), document.places)
     wanted = [include] if isinstance(include, str) else include or []
     if not isinstance(wanted, list) or not all(isinstance(entry, str) for entry in wanted):
@@ -173,8 +227,9 @@ def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
             circle = " -> ".join(_shown(file) for file in (*chain[chain.index(target.resolve()) :], target))
             raise UserError(f"{place}: include = {show(entry)}: files include each other: {circle}")
         yield from _documents(target, chain)
-    for key in [key for key in document.places if key[:1] == ("include",)]:
-        del document.places[key]
+    if not document.written:
+        for key in [key for key in document.places if key[:1] == ("include",)]:
+            del document.places[key]
     yield document
 
 
@@ -219,11 +274,11 @@ def _unparsable_interpolations(plain: Any, places: Mapping[KeyPath, Place], fail
     for path, value in list(_leaves(plain)):
         if isinstance(value, str) and "${" in value:
             try:
-                OmegaConf.create({"value": value})
-            except GrammarParseError as error:
+                parse_text(value)
+            except InterpolationError as error:
                 failed.add(path)
                 _assign(plain, path, None)
-                yield Problem(places[path], f"{dotted(path)} = {show(value)}: {_interpolation_error(error)}")
+                yield Problem(places[path], f"{dotted(path)} = {show(value)}: {error}")
 
 
 def _override(plain: Any, places: dict[KeyPath, Place], override: str, failed: set[KeyPath]) -> Iterator[Problem]:
@@ -278,50 +333,32 @@ def _index(entries: list[Any], path: KeyPath, depth: int) -> int:
 
 def _interpolate(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:
     """Replace every `${...}` in place."""
-    root = OmegaConf.create(plain)
-    for path, value in list(_leaves(plain)):
+    interpolation = Interpolation(plain, places)
+    found: list[tuple[KeyPath, Any]] = []
+    for path, value in _leaves(plain):
         if not isinstance(value, str) or "${" not in value:
             continue
         try:
-            node: Any = root
-            for part in path:
-                node = node[part]
-            if isinstance(node, (DictConfig, ListConfig)):
-                node = OmegaConf.to_container(node, resolve=True)
-            _assign(plain, path, node)
-        except OmegaConfBaseException as error:
+            found.append((path, interpolation.resolve(path)))
+        except InterpolationError as error:
             failed.add(path)
-            yield Problem(place_of(path, places), f"{dotted(path)} = {show(value)}: {_interpolation_error(error)}")
+            yield Problem(place_of(path, places), f"{dotted(path)} = {show(value)}: {error}")
+    for path, value in found:
+        _assign(plain, path, value)
 
 
-def _interpolation_error(error: OmegaConfBaseException) -> str:
-    text = str(error).split("\n", maxsplit=1)[0]
-    if isinstance(error, GrammarParseError):
-        return "not readable; write ${key.path}, ${oc.env:NAME} or ${sysconfig:NAME}, and \\${ for a plain ${"
-    return text.split("raised while resolving interpolation: ")[-1].strip('"')
-
-
-def _escaped(value: Any) -> Any:
-    """Text with a backslash before every `${`, and those before that doubled: interpolation gives it back."""
-    if isinstance(value, dict):
-        return {key: _escaped(below) for key, below in value.items()}
-    if isinstance(value, list):
-        return [_escaped(below) for below in value]
-    if isinstance(value, str) and "${" in value:
-        first, *rest = value.split("${")
-        pieces = [first]
-        for piece in rest:
-            slashes = len(pieces[-1]) - len(pieces[-1].rstrip("\\"))
-            pieces[-1] += "\\" * slashes + "\\"
-            pieces.append(piece)
-        return "${".join(pieces)
-    return value
-
-
-def _sysconfig(name: str) -> str:
-    if name not in sysconfig.get_path_names():
-        raise ValueError(f"sysconfig knows the paths {', '.join(sysconfig.get_path_names())}, not {name!r}")
-    return sysconfig.get_path(name)
-
-
-OmegaConf.register_resolver("sysconfig", _sysconfig, replace=True)
+def _refuse_expressions(document: Document, failed: set[KeyPath]) -> Iterator[Problem]:
+    """Find what would be resolved or included in a file that a run has written, and take it out."""
+    if document.value.pop("include", None) is not None:
+        place = place_of(("include",), document.places)
+        yield Problem(place, "include: a run writes its files whole, and nothing is included into them; remove it")
+    for path, value in list(_leaves(document.value)):
+        if isinstance(value, str) and not is_plain(value):
+            failed.add(path)
+            _assign(document.value, path, None)
+            yield Problem(
+                document.places[path],
+                f"{dotted(path)} = {show(value)}: a run writes its values resolved, and nothing in its files is "
+                "resolved again: they may be of somebody else. Write \\${ for a plain ${, or put the expression into "
+                "a run file of your own",
+            )

@@ -47,6 +47,11 @@ def test_what_it_runs_with_is_noted_without_secrets(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TORCH_HUB_TOKEN", "hidden")
     monkeypatch.setenv("CUDA_API_KEY", "hidden")
     monkeypatch.setenv("WANDB_API_KEY", "hidden")
+    monkeypatch.setenv("CUDA_AUTH", "hidden")
+    monkeypatch.setenv("CONDA_CHANNELS", "https://conda.example.org/t/hidden/main,https://u:hidden@host/c")
+    monkeypatch.setenv("TORCH_HUB_URL", "https://host/models?sig=hidden")
+    monkeypatch.setenv("MODULEPATH_ROOT", "git+ssh://hidden@host/x.git")
+    monkeypatch.setenv("PYTHON_INDEX", "https://hidden:hidden@host/simple https://host/t/hidden")
     code = snapshot.take(tmp_path, ["cuda/12.8"])
     (file,) = (tmp_path / "slurm").glob("environment-*.json")
     assert b"hidden" not in file.read_bytes()
@@ -54,4 +59,6 @@ def test_what_it_runs_with_is_noted_without_secrets(tmp_path: Path, monkeypatch:
     assert noted["code"] == code.name
     assert noted["modules"] == ["cuda/12.8"]
     assert noted["environment"]["NCCL_DEBUG"] == "INFO"
+    assert noted["environment"]["CONDA_CHANNELS"] == "https://conda.example.org/t/***/main,https://***@host/c"
+    assert noted["environment"]["TORCH_HUB_URL"] == "https://host/models?***"
     assert noted["distributions"]["torch"] and noted["python"]["executable"] == sys.executable

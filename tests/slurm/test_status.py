@@ -17,6 +17,7 @@ import orjson
 import pytest
 from rich.console import Console
 
+from pipeline.config.load import load_written
 from pipeline.data import store
 from pipeline.errors import UserError
 from pipeline.train.attempts import Running
@@ -30,6 +31,7 @@ from slurm.status_files import Facts
 from slurm.status_run import RunStatus, describe
 from slurm.status_state import Answer
 from tests import tiny
+from tests.config.runfile import MINIMAL, write
 
 SILENT = Answer(None, problem="squeue: no answer")
 
@@ -441,3 +443,16 @@ def test_a_squeue_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (found,) = status({tmp_path: None})
     assert found.state == "pending"
     assert found.scheduler == "squeue: slurm_load_jobs error: Unable to contact controller"
+
+
+def test_secrets_of_the_reader_are_not_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is somebody else's, and what its files name is the reader's."""
+    monkeypatch.setenv("HARMLESS", "HIDDEN")
+    text = MINIMAL + "generate: {prompt: '${oc.env:HARMLESS}'}\n"
+    for file in (tmp_path / "config.yaml", tmp_path / "slurm/submissions/x.yaml"):
+        write(file.parent, text, file.name)
+        facts = Facts(tmp_path)
+        assert facts.config is None and "HIDDEN" not in "".join(facts.problems)
+        with pytest.raises(UserError, match="nothing in its files is resolved"):
+            load_written(file)
+        file.unlink()

@@ -15,7 +15,8 @@ from pipeline.data.provenance import JOURNAL_FILE, read_journal
 from pipeline.data.tokenizer_stage import run_tokenizer
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Table
-from pipeline.eval.report.words import NONE, count, figure, is_secret, masked, moment, seconds, share, si
+from pipeline.eval.report.words import NONE, count, figure, moment, seconds, share, si
+from pipeline.redaction import is_secret_key, masked
 from pipeline.train.describe import describe_run
 from pipeline.train.goodput import number
 from pipeline.train.model.config import decoder_spec
@@ -207,7 +208,7 @@ def _shown(key: str, value: Any) -> str:
 
 def _open(key: str, value: Any) -> Any:
     """A value without what is secret in it."""
-    if is_secret(key) and value is not None:
+    if is_secret_key(key) and value is not None:
         return "***"
     if isinstance(value, Mapping):
         return {str(name): _open(str(name), below) for name, below in value.items()}

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-import yaml
 
 from pipeline.config import Config
-from pipeline.config.load import RUN_FILE, load_run, no_run_folder
+from pipeline.config.load import RUN_FILE, load_run, no_run_folder, written_values
 from pipeline.data import store
 from pipeline.data.accounting import run_length
 from pipeline.data.accounts import Account, accounts
@@ -139,7 +138,7 @@ def gather(run: Path) -> RunFacts:
     ):
         if not path.exists():
             problems.append(f"{path.name} is missing: {why}, or it was moved away")
-    values: dict[str, Any] = read(RUN_FILE, lambda: _values(folder / RUN_FILE), {})
+    values: dict[str, Any] = read(RUN_FILE, lambda: written_values(folder / RUN_FILE), {})
     config: Config | None = None
     if values:
         config = read(RUN_FILE, lambda: load_run(folder), None)
@@ -320,16 +319,6 @@ def _object(path: Path) -> dict[str, Any]:
     value = orjson.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
-    return value
-
-
-def _values(path: Path) -> dict[str, Any]:
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError("it is no mapping of sections")
     return value
 
 

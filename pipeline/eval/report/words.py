@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 import unicodedata
 
+from pipeline.redaction import masked
 from pipeline.words import duration
 
 NONE = "–"
 """Where there is no figure."""
 _TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that turn the direction of what comes after them."""
-
-_USER = re.compile(r"""://(?:[^\s/?#"<>]*@|[^\s/?#:@"<>]*:(?!\d*(?:[/?#\s"]|$))[^\s@"<>]*@)""")
-"""User and password of an address; with a slash in it, too, which should be escaped there and often is not."""
-_QUERY = re.compile(r"""(\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s?"<>]*)\?[^\s"<>]+""")
-_SECRET = re.compile(r"(token|secret|password|api_?key)$", re.IGNORECASE)
 
 
 def si(value: float) -> str:
@@ -70,16 +65,6 @@ def clean(text: str) -> str:
     Without what is no character to show (controls, halves of pairs, turns of direction), and `masked`.
     """
     return masked("".join("\ufffd" if _unseen(letter) else letter for letter in text))
-
-
-def masked(text: str) -> str:
-    """Text whose addresses have lost what may be secret: `https://***@host/path?***`."""
-    return _QUERY.sub(r"\1?***", _USER.sub("://***@", text))
-
-
-def is_secret(key: str) -> bool:
-    """Whether the value of a key, which may be dotted, is shown to nobody."""
-    return _SECRET.search(key.rpartition(".")[2]) is not None
 
 
 def _unseen(letter: str) -> bool:

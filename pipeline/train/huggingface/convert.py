@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import orjson
 import torch
-import yaml
 from rich.console import Console
 from torch import Tensor
 
+from pipeline.config.load import dump_values
 from pipeline.console import progress
 from pipeline.data import store
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -184,7 +184,7 @@ def run_file_part(found: HuggingFaceFolder, tokenizer: Tokenizer, converted: Pat
         "train": {"init_from": where},
     }
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
-    return head + yaml.safe_dump(value, sort_keys=False)
+    return head + dump_values(value)
 
 
 def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None) -> Tokenizer:

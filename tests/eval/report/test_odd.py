@@ -25,7 +25,8 @@ from pipeline.eval.report.gather import RunFacts, gather, gather_all
 from pipeline.eval.report.model import LineChart
 from pipeline.eval.report.outcomes import others
 from pipeline.eval.report.page import page
-from pipeline.eval.report.words import masked
+from pipeline.redaction import masked
+from tests.config.runfile import MINIMAL
 from tests.eval.report.reading import read
 
 START = 1e9
@@ -299,6 +300,27 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
 )
 def test_addresses_lose_what_is_secret_in_them(text: str, shown: str) -> None:
     assert masked(text) == shown
+
+
+def test_secrets_of_the_reader_are_not_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is somebody else's, and what its file names is the reader's."""
+    monkeypatch.setenv("HF_TOKEN", "HIDDEN")
+    monkeypatch.setenv("HARMLESS", "HIDDEN")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("generate: {prompt: HIDDEN}\n")
+    for value in ("${oc.env:HF_TOKEN}", "${oc.env:HARMLESS}", "x ${oc.env:${generate.name}}"):
+        run = twenty(tmp_path / value.strip("${}"))
+        text = MINIMAL.replace("duration: 10", "duration: 20")
+        (run / "config.yaml").write_text(f'include: {mine}\n{text}generate: {{prompt: "{value}", name: HARMLESS}}\n')
+        out = report([run], Console(quiet=True), out=tmp_path / "r.html").read_text()
+        assert "HIDDEN" not in out and "nothing in its files is resolved" in out
+
+
+def test_a_run_file_of_aliases_is_not_expanded(tmp_path: Path) -> None:
+    run = twenty(tmp_path / "run")
+    lists = "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
+    (run / "config.yaml").write_text(f"a: &a [1, 2]\n{lists}")
+    assert "more than 100,000 values" in report([run], Console(quiet=True), out=tmp_path / "r.html").read_text()
 
 
 def test_secrets_are_not_in_a_report(tmp_path: Path) -> None:

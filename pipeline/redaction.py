@@ -1,0 +1,44 @@
+"""Secrets by their names, and addresses without the secrets in them.
+
+One list for all that keeps or shows values: run files, the kept environment of a job, reports.
+"""
+
+from __future__ import annotations
+
+import re
+
+_PARTS = re.compile(
+    r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|KEY_?FILE|NETRC|COOKIE"
+)
+"""Stand for a secret wherever they are in a name."""
+_WORDS = frozenset({"KEY", "KEYS", "PASS", "PWD", "AUTH", "AUTHORIZATION", "PAT", "JWT", "BEARER", "SIGNATURE", "DSN"})
+"""Stand for one as a word of a name: MONKEY and AUTHOR are none."""
+_ENDS = ("PASS", "TOKENS")
+_FOLDERS = frozenset({"PWD", "OLDPWD"})
+"""The shell's working folders."""
+_LAST_WORD = re.compile(r"(token|secret|password|api_?key)$", re.IGNORECASE)
+
+_USER = re.compile(r"""://(?:[^\s/?#"<>]*@|[^\s/?#:@"<>]*:(?!\d*(?:[/?#\s"]|$))[^\s@"<>]*@)""")
+"""User and password of an address; with a slash in it, too, which should be escaped there and often is not."""
+_QUERY = re.compile(r"""(\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s?"<>]*)\?[^\s"<>]+""")
+_CHANNEL = re.compile(r"""(://[^\s?#"<>]*?/t/)[^\s/?#"<>]+""")
+"""conda has the token of a channel in its path: https://HOST/t/TOKEN/CHANNEL."""
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether a variable of the environment holds a secret, to judge by its name. In doubt it does."""
+    name = name.upper()
+    words = re.split(r"[^A-Z0-9]+", name)
+    return name not in _FOLDERS and (
+        _PARTS.search(name) is not None or any(word in _WORDS or word.endswith(_ENDS) for word in words)
+    )
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether the value of a key, which may be dotted, is shown to nobody."""
+    return _LAST_WORD.search(key.rpartition(".")[2]) is not None
+
+
+def masked(text: str) -> str:
+    """Text whose addresses have lost what may be secret: `https://***@host/t/***/path?***`."""
+    return _QUERY.sub(r"\1?***", _CHANNEL.sub(r"\1***", _USER.sub("://***@", text)))
