@@ -65,7 +65,10 @@ def checkpoint_verify(
     overrides: Overrides = None,
     step: Annotated[int | None, typer.Option(help="Only the checkpoint of this step.", min=0)] = None,
 ) -> None:
-    """Read a run's checkpoints and compare all hashes; exit code 1, and the damaged files named, if any differs."""
+    """Read a run's checkpoints and compare all hashes; exit code 1, and the damaged files named, if any differs.
+
+    Hashes beside the files protect against damage, not against people: who changes a file can change its hash.
+    """
     _, checkpoints = _open(run, overrides)
     from pipeline.console import alarm, say
     from pipeline.train.checkpoint import tools
@@ -77,6 +80,7 @@ def checkpoint_verify(
             alarm("bad:", problem)
     if any(found.values()):
         raise typer.Exit(EXIT_OTHER)
+    say(console, "The hashes lie beside the files: they find damage, and do not show who wrote a checkpoint.")
 
 
 @checkpoint_app.command("prune")

@@ -26,7 +26,8 @@ def noted(folder: Path) -> dict[str, Any]:
         UserError: the file is damaged.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
-        return dict(store.get_json(folder / SWEEP_FILE, "members")["members"])
+        file = folder / SWEEP_FILE
+        return {store.plain_name(name, file): run for name, run in store.get_json(file, "members")["members"].items()}
     return {}
 
 

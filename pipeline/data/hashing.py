@@ -11,6 +11,8 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
+from pipeline.data import store
+
 CHUNK_BYTES = 2**24
 """Files are hashed and checked in pieces of this size."""
 
@@ -27,10 +29,16 @@ def value_hash(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
 
 
-def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None) -> int:
-    """xxh3-64 of a file's bytes; `advance` is told how many have been read, piece by piece."""
+def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *, links: bool = True) -> int:
+    """xxh3-64 of a regular file's bytes.
+
+    Args:
+        path: of the file.
+        advance: told how many bytes have been read, piece by piece.
+        links: as for `store.open_regular`.
+    """
     digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
+    with store.open_regular(path, links=links) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             advance(len(chunk))

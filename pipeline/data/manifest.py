@@ -177,7 +177,7 @@ def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
     """
     path = folder / PARTS_FILE
     try:
-        data = path.read_bytes()
+        data = store.read_bytes(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {REPAIR}") from None
     if len(data) != manifest.parts * PART.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
@@ -262,7 +262,7 @@ def verify(folder: Path) -> Verification:
 def _unfinished(plan: Path) -> list[str]:
     """The splits of a plan that have no manifest."""
     try:
-        splits = store.get_json(plan, *PLAN_KEYS)["splits"]
+        splits = [store.plain_name(name, plan) for name in store.get_json(plan, *PLAN_KEYS)["splits"]]
     except UserError:  # reported with the records
         splits = []
     return [split for split in splits if not (plan.parent / split / MANIFEST_FILE).is_file()]
@@ -271,7 +271,10 @@ def _unfinished(plan: Path) -> list[str]:
 def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterator[str]:
     """The problems of a plan and its receipts."""
     try:
-        units = len(store.get_json(plan, *PLAN_KEYS)["units"])
+        found = store.get_json(plan, *PLAN_KEYS)
+        units = len(found["units"])
+        for name in found["splits"]:
+            store.plain_name(name, plan)
     except UserError as error:
         yield str(error)
         return
@@ -280,6 +283,8 @@ def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterato
             path = receipt_path(plan.parent, unit, link)
             try:
                 receipt = store.get_json(path, *RECEIPT_KEYS)
+                for name in receipt["splits"]:
+                    store.plain_name(name, path)
             except UserError as error:
                 yield str(error)
                 break
@@ -329,6 +334,9 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
         try:
             if file_hash(path) != int(record[name]):
                 yield f"{path}: its bytes are not those that were written (xxh3 differs)"
+        except UserError as error:
+            yield str(error)
+            return
         except OSError as error:
             yield f"{path}: {error.strerror}"
             return

@@ -180,7 +180,7 @@ class Origins:
         stretch = self._stretch_of(unit, row)
         if stretch is None or not any(self._receipts(unit)[stretch.link]["rejected"].values()):
             return None
-        with rejected_path(self.folder, unit, stretch.link).open("rb") as lines:
+        with store.open_regular(rejected_path(self.folder, unit, stretch.link)) as lines:
             for record in map(orjson.loads, lines):
                 if record["row"] == row:
                     return f"{record['reason']} ({record['detail']})" if record["detail"] else str(record["reason"])

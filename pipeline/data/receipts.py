@@ -109,7 +109,8 @@ def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> b
     """
     unit, link = receipt["unit"], receipt["link"]
     try:
-        for name, split in receipt["splits"].items():
+        for listed, split in receipt["splits"].items():
+            name = store.plain_name(listed, receipt_path(source, unit, link))
             for file, path in link_files(source / name / below, unit, link, split).items():
                 if os.stat(path).st_size != split["files"][file]["size"]:
                     return False

@@ -241,7 +241,7 @@ class _Transfer:
 
     def _copy(self, file: _File) -> None:
         """Copy a file and check its hash on the way."""
-        with Path(file.source).open("rb", buffering=0) as source, HashedFile(Path(file.target)) as copy:
+        with store.open_regular(Path(file.source)) as source, HashedFile(Path(file.target)) as copy:
             while chunk := source.read(CHUNK_BYTES):
                 if self._stop.is_set():
                     return

@@ -195,7 +195,7 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
         plan = store.get_json(folder / PLAN_FILE, *PLAN_KEYS)
         planned = (folder / PLAN_FILE).stat().st_mtime
         sizes = [sum(whole(end - start) for _, start, end in unit) for unit in plan["units"]]
-        names = [str(name) for name in plan["splits"]]
+        names = [store.plain_name(name, folder / PLAN_FILE) for name in plan["splits"]]
     except FileNotFoundError:
         state.state = "starting" if working else state.state
         return state

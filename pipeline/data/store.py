@@ -11,10 +11,11 @@ import errno
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -24,6 +25,7 @@ from pipeline.errors import MachineError, UserError
 TEMPORARY_SUFFIX = ".tmp"
 FOREIGN_S = 7 * 86_400.0
 """A temporary file of another machine or container that nobody has written for so long is nobody's."""
+_SHOWN_NAME = 200
 _TEMPORARY = re.compile(r"\..+\.(?P<space>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
@@ -81,13 +83,78 @@ def json_bytes(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
+def open_regular(path: Path, *, links: bool = True) -> BinaryIO:
+    """Open a file for reading that may come from a stranger: reading a device may never end, a pipe may never begin.
+
+    Args:
+        path: of the file.
+        links: whether a symbolic link to a regular file will do. A link could point to a private file.
+
+    Raises:
+        UserError: it is something else than a regular file.
+        OSError: it cannot be opened.
+    """
+    return os.fdopen(regular_descriptor(path, links=links), "rb")
+
+
+def regular_descriptor(path: Path, *, links: bool = True) -> int:
+    """`open_regular` as a number, which the caller closes."""
+    # A pipe without a writer would hold an open without O_NONBLOCK. Regular files do not know that flag.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            raise UserError(
+                f"{path} is a symbolic link, and a regular file is wanted; `cp -rL` copies what links point to"
+            ) from None
+        if error.errno == errno.ENXIO:  # a socket
+            raise _not_regular(path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise _not_regular(path)
+
+
+def _not_regular(path: Path) -> UserError:
+    return UserError(f"{path} is not a regular file but a device, a pipe or a socket, which is not read; remove it")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file that may come from a stranger; raises as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def plain_name(name: object, where: Path) -> str:
+    """A file's name out of a list that may come from a stranger: it must name a file beside the list.
+
+    Args:
+        name: as the list has it.
+        where: the list is.
+
+    Raises:
+        UserError: it could lead to another folder, or is not printable.
+    """
+    if isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}:
+        return name
+    raise UserError(
+        f"{where} names {ascii(name)[:_SHOWN_NAME]}, which is not a plain file name: no folder, no '..', no control "
+        "characters; this program never writes such a name, so do not trust where the files come from"
+    )
+
+
 def get_json(path: Path, *keys: str) -> Any:
     """Read a JSON file; with `keys`, an object that has at least them.
 
     Raises:
         UserError: it is something else; the message names the file.
     """
-    data = path.read_bytes()
+    data = read_bytes(path)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -198,7 +265,7 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
         unread: called for each whole line that is passed over; one without its end may be being written.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:

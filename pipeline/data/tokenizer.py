@@ -251,7 +251,7 @@ class Tokenizer:
 
 
 def _read(file: Path) -> tokenizers.Tokenizer:
-    data = file.read_bytes()
+    data = store.read_bytes(file)
     try:
         return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises plain Exception for whatever it cannot read

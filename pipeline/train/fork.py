@@ -207,7 +207,7 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
             if _link(checkpoint.path / name, tmp / name):
                 linked += 1
                 continue
-            shutil.copyfile(checkpoint.path / name, tmp / name)
+            shutil.copyfile(checkpoint.path / name, tmp / name, follow_symlinks=False)
             if record_of(tmp / name) != record:
                 raise MachineError(f"{tmp / name} is not what was copied; check the disk and fork again")
             copied += 1

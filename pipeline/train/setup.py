@@ -151,7 +151,7 @@ def load_for_inference(
     kernel = choose_on(AttentionConfig(), need, device).build(config.train.deterministic)
     for part in model.parts.values():
         part.kernel = kernel
-    storage.read(checkpoint.path, model, weights=config.eval.weights)
+    storage.read(checkpoint, model, weights=config.eval.weights)
     model.train(False)
     runner = build_runner(model, setup.mesh, parallel, setup.device, COMPUTE_DTYPE[precision.compute])
     return setup, model, runner, checkpoint

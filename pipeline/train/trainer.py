@@ -271,7 +271,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load the whole state of a checkpoint."""
-        if storage.read(checkpoint.path, self._model, self._optimizers, self._stepper.ema):
+        if storage.read(checkpoint, self._model, self._optimizers, self._stepper.ema):
             say(
                 self._console,
                 f"train: moments of the layers' matrices begin at zero: {checkpoint.path.name} has those of another "

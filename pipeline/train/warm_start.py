@@ -24,7 +24,7 @@ from pipeline.train.checkpoint.export import ORIGIN_FILE
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import shares, source_point
 from pipeline.train.checkpoint.tensors import stored
-from pipeline.train.checkpoint.weight_source import tensors_in
+from pipeline.train.checkpoint.weight_source import exported_files, tensors_in
 from pipeline.train.fingerprint import differences, model_fingerprint
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.init import local_range
@@ -76,12 +76,12 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         where, weights = checkpoint.path, wanted.weights
         share(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
         lines = share(lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer))
-        storage.read(where, model, weights=wanted.weights)
+        storage.read(checkpoint, model, weights=wanted.weights)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
         where = _folder(wanted)
         export = _verified_export(wanted)
-        (files, tensors), weights = tensors_in(where), export["weights"]
+        (files, tensors), weights = tensors_in(where, export["files"]), export["weights"]
         share(lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where))
         lines = share(lambda: _check_run(export["fingerprints"]["model"], where, config, tokenizer))
         _read_exported(where, files, model)
@@ -258,6 +258,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
                 f"train.init_from.weights: ema, but {folder} has the weights that were trained; export the "
                 "average (`pipeline checkpoint export --weights ema`), or leave `weights` out"
             )
+        about["files"] = exported_files(folder, about)
         return about
 
     about = share(said)
@@ -265,7 +266,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
     problems: list[str] = []
     for name in shares(about["files"], ranks)[rank]:
         try:
-            problem = changed(folder / name, about["files"][name][1])
+            problem = changed(folder / name, about["files"][name][1], links=True)
         except OSError as error:
             problem = f"{folder / name} cannot be read: {error.strerror}"
         problems += [problem] if problem else []

@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from pipeline.data import store
 from pipeline.data.adopt import _remove_stale
+from pipeline.data.hashing import file_hash
+from pipeline.errors import UserError
 
 MAKE = "import sys; from pathlib import Path; from pipeline.data import store\n"
 MAKE += "tmp = store.temporary(Path(sys.argv[1])); tmp.touch(); print(tmp, flush=True)\n"
@@ -105,3 +108,37 @@ def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+HOSTILE = ("../out", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[2J", "\udcff", 7, None)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_that_leads_elsewhere_is_none(name: object, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="list.json names .* not a plain file name"):
+        store.plain_name(name, tmp_path / "list.json")
+
+
+def test_a_plain_name_is_itself(tmp_path: Path) -> None:
+    for name in ("__0_0.distcp", ".metadata", "model-00001-of-00002.safetensors", "a b", "é"):
+        assert store.plain_name(name, tmp_path) == name
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    pipe, link, file, device = (tmp_path / name for name in ("pipe", "link", "file", "device"))
+    os.mkfifo(pipe)
+    file.write_bytes(b"text")
+    link.symlink_to(file)
+    device.symlink_to("/dev/zero")
+    assert store.read_bytes(file) == store.read_bytes(link) == b"text"
+    for path in (pipe, device, Path("/dev/zero")):
+        with pytest.raises(UserError, match="is not a regular file"):
+            store.read_bytes(path)
+        with pytest.raises(UserError, match="is not a regular file"):
+            file_hash(path)
+    with pytest.raises(UserError, match="is a symbolic link"):
+        store.open_regular(link, links=False)
+    with pytest.raises(IsADirectoryError):
+        store.open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        store.open_regular(tmp_path / "none")

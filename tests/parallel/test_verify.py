@@ -57,10 +57,10 @@ def find(
     hashed: list[str] = []
     original = committed.file_hash
 
-    def file_hash(path: Path, *arguments: Any) -> int:
+    def file_hash(path: Path, *arguments: Any, **options: Any) -> int:
         if path.suffix == ".distcp" or path.name == "state.json":
             hashed.append(f"{path.parent.name}/{path.name}")
-        return original(path, *arguments)
+        return original(path, *arguments, **options)
 
     checkpoints = Checkpoints(folders[min(dist.get_rank(), len(folders) - 1)])
     config = ResumeConfig.model_validate(keys)

@@ -164,7 +164,9 @@ def test_show_does_not_read_a_list_of_tensors_that_has_changed(run: Path, call: 
 def test_verify_names_each_damaged_file(run: Path, call: Any) -> None:
     code, out, _ = call("verify", run)
     assert code == 0
-    assert [line.split(":")[0] for line in out.splitlines()] == ["step-00000002", "step-00000004", "step-00000006"]
+    *lines, trust = out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step-00000002", "step-00000004", "step-00000006"]
+    assert "do not show who wrote" in trust
     weights = folder(run, 4) / "__0_0.distcp"
     flip(weights, weights.stat().st_size // 2)
     (folder(run, 6) / "tokenizer.json").unlink()
@@ -195,10 +197,10 @@ def test_what_a_run_removes_meanwhile_is_not_damaged(run: Path, monkeypatch: pyt
 def test_a_checkpoint_that_goes_while_it_is_read_is_not_damaged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints, original = Checkpoints.of_run(run), committed.file_hash
 
-    def file_hash(path: Path, *arguments: Any) -> int:
+    def file_hash(path: Path, *arguments: Any, **options: Any) -> int:
         if path.parent == folder(run, 4):
             checkpoints.remove([checkpoints.find(4)])
-        return original(path, *arguments)
+        return original(path, *arguments, **options)
 
     monkeypatch.setattr(committed, "file_hash", file_hash)
     assert tools.verify(checkpoints, None, quiet(), lambda line: None) == {2: [], 6: []}

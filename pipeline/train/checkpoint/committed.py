@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from typing import Any
 
 from pipeline.data import store
 from pipeline.data.hashing import file_hash
-from pipeline.errors import MachineError
+from pipeline.errors import MachineError, UserError
 
 COMMIT = "COMMIT"
 STATE = "state.json"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading the state or the list of files of a damaged checkpoint may raise."""
+
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
 
 PATIENCE_S = 60.0
 """So long a rank waits for what another machine has written: network file systems cache which names there are."""
@@ -78,7 +81,9 @@ class Checkpoint:
         Raises:
             UNREADABLE: `COMMIT` is damaged.
         """
-        files = {name: (int(size), str(digest)) for name, (size, digest) in self._commit()["files"].items()}
+        listed = self._commit()["files"].items()
+        where = self.path / COMMIT
+        files = {store.plain_name(name, where): (int(size), str(digest)) for name, (size, digest) in listed}
         if STATE not in files:
             raise ValueError(f"it does not list {STATE}")
         return files
@@ -121,23 +126,38 @@ class Checkpoint:
         found = []
         for name, (size, digest) in files.items():
             path = self.path / name
-            if not path.is_file():
+            try:
+                there = path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
                 found.append(f"{path} is missing")
-            elif path.stat().st_size != size:
-                found.append(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}")
+                continue
+            if not stat.S_ISREG(there.st_mode):
+                found.append(f"{path} is {_KINDS.get(stat.S_IFMT(there.st_mode), 'no regular file')}, not a file")
+            elif there.st_size != size:
+                found.append(f"{path} has {there.st_size:,} bytes instead of {size:,}")
             elif full and (problem := changed(path, digest, advance)):
                 found.append(problem)
         return found
 
 
-def changed(path: Path, digest: str, advance: Callable[[int], None] = lambda size: None) -> str | None:
+def changed(
+    path: Path, digest: str, advance: Callable[[int], None] = lambda size: None, *, links: bool = False
+) -> str | None:
     """What is wrong with the content of a file, in words; None if its hash is `digest`.
+
+    Args:
+        path: of the file.
+        digest: that it should have.
+        advance: as for `file_hash`.
+        links: whether it may be a symbolic link. In a checkpoint none is expected.
 
     Raises:
         OSError: it cannot be read, and that need not be the disk's fault.
     """
     try:
-        now = f"{file_hash(path, advance):016x}"
+        now = f"{file_hash(path, advance, links=links):016x}"
+    except UserError as error:
+        return str(error)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
@@ -147,7 +167,7 @@ def changed(path: Path, digest: str, advance: Callable[[int], None] = lambda siz
 
 def record_of(path: Path) -> tuple[int, str]:
     """Size and hash of a file as it is on disk, for `Files`."""
-    return path.stat().st_size, f"{file_hash(path):016x}"
+    return path.lstat().st_size, f"{file_hash(path, links=False):016x}"
 
 
 def wait_until_visible(path: Path) -> None:

@@ -374,7 +374,7 @@ class Checkpoints:
 
     def _read(self, name: str) -> str:
         try:
-            return (self.folder / name).read_text(errors="replace").strip()
+            return store.read_bytes(self.folder / name).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,13 +24,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.manager import Files
+from pipeline.train.checkpoint.manager import Checkpoint, Files
+from pipeline.train.checkpoint.metadata import read_metadata
 from pipeline.train.ema import Ema
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.compat import plain
-from pipeline.train.parallel.compat_files import HashingWriter
+from pipeline.train.parallel.compat_files import CheckpointReader, HashingWriter, first_cause
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.processes import cpu_group
 
@@ -74,12 +74,12 @@ def write(folder: Path, state: State, group: dist.ProcessGroup | None = None) ->
         with _without_crc32():
             save(state, storage_writer=writer, process_group=group or cpu_group())
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
-        raise _cause(failure) from failure
+        raise first_cause(failure) from failure
     return dict(writer.files)
 
 
 def read(
-    folder: Path,
+    checkpoint: Checkpoint,
     model: ParallelModel,
     optimizers: Optimizers | None = None,
     ema: Ema | None = None,
@@ -91,7 +91,7 @@ def read(
     Every rank calls this.
 
     Args:
-        folder: of the checkpoint.
+        checkpoint: that was verified.
         model: gets the weights.
         optimizers: get the moments.
         ema: gets the average; if the checkpoint has none, it starts from the weights.
@@ -101,9 +101,10 @@ def read(
         Parameters of this rank whose moments begin at zero: the checkpoint has those of another type of optimizer.
 
     Raises:
-        UserError: the checkpoint is not of this model, or has no average though that is asked for.
+        UserError: the checkpoint is not of this model, or has no average though that is asked for, or is forged.
     """
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    folder, metadata = checkpoint.path, read_metadata(checkpoint)
+    entries = metadata.state_dict_metadata
     has_average = any(name.startswith("ema.") for name in entries)
     # On every rank for the whole model: all come to the same end. torch says less, each rank of its own part.
     refuse_misfit(
@@ -130,9 +131,9 @@ def read(
     if optimizers is not None:
         anew = _begin_anew(state["optimizer"], entries)
     try:
-        load(state, storage_reader=FileSystemReader(folder), process_group=cpu_group())
+        load(state, storage_reader=CheckpointReader(folder, metadata), process_group=cpu_group())
     except CheckpointException as failure:
-        raise UserError(f"checkpoint {folder} cannot be loaded into this model: {_cause(failure)}") from failure
+        raise UserError(f"checkpoint {folder} cannot be loaded into this model: {first_cause(failure)}") from failure
     given: set[str] = set()
     for index, part in model.parts.items():
         names = get_model_state_dict(part)
@@ -236,9 +237,3 @@ def _without_crc32() -> Iterator[None]:
         yield
     finally:
         set_crc32_options(before)
-
-
-def _cause(failure: CheckpointException) -> BaseException:
-    """The first error of the lowest rank."""
-    rank = min(failure.failures)
-    return failure.failures[rank][0]

@@ -6,22 +6,23 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.committed import Checkpoint, changed
+from pipeline.train.checkpoint.committed import Checkpoint
+from pipeline.train.checkpoint.metadata import METADATA, read_metadata
+from pipeline.train.parallel.compat_files import CheckpointReader, first_cause
 
 _AT_ONCE_BYTES = 2**28
 """Tensors are read in groups of about this size; one that is larger is read alone."""
-_METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,10 @@ def stored(checkpoint: Checkpoint) -> dict[str, dict[str, Stored]]:
     """Section ("model", "optimizer", "ema") -> name -> what is stored; layers in the order of their numbers.
 
     Raises:
-        UserError: the list of tensors is damaged.
+        UserError: the list of tensors is damaged or forged.
     """
-    # It is a pickle: read only as it was written.
-    problem = changed(checkpoint.path / _METADATA, checkpoint.files()[_METADATA][1])
-    if problem:
-        raise UserError(problem)
     sections: dict[str, dict[str, Stored]] = {}
-    entries = FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    entries = _metadata(checkpoint).state_dict_metadata
     for key in sorted(entries, key=_natural):
         entry, (section, _, name) = entries[key], key.partition(".")
         if isinstance(entry, TensorStorageMetadata):
@@ -69,10 +66,21 @@ def read(checkpoint: Checkpoint, section: str, tensors: Mapping[str, Stored]) ->
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            load(wanted, storage_reader=FileSystemReader(checkpoint.path), no_dist=True)
+            load(wanted, storage_reader=CheckpointReader(checkpoint.path, _metadata(checkpoint)), no_dist=True)
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
-        raise UserError(f"{checkpoint.path} cannot be read: {failure}") from failure
+        raise UserError(f"{checkpoint.path} cannot be read: {first_cause(failure)}") from failure
     return {name: wanted[f"{section}.{name}"] for name in tensors}
+
+
+def _metadata(checkpoint: Checkpoint) -> Metadata:
+    file = (checkpoint.path / METADATA).lstat()
+    return _read_once(checkpoint, checkpoint.fingerprint, (file.st_ino, file.st_size, file.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _read_once(checkpoint: Checkpoint, fingerprint: str, file: tuple[int, ...]) -> Metadata:
+    """Tensors are read in groups; the list of a large checkpoint takes a while."""
+    return read_metadata(checkpoint)
 
 
 def groups(tensors: Mapping[str, Stored]) -> Iterator[dict[str, Stored]]:

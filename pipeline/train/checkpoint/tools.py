@@ -231,9 +231,10 @@ def details_json(found: Details) -> dict[str, Any]:
 def verify(
     checkpoints: Checkpoints, step: int | None, console: Console, report: Callable[[str], None]
 ) -> dict[int, list[str]]:
-    """Read checkpoints and compare every hash; returns what is wrong by step.
+    """Read checkpoints, compare every hash and look into the list of tensors; returns what is wrong by step.
 
-    One that a run which trains removes meanwhile is no damage.
+    Hashes beside the files find damage, and say nothing of who wrote them. One that a run which trains removes
+    meanwhile is no damage.
 
     Args:
         checkpoints: of a run.
@@ -251,7 +252,7 @@ def verify(
     with progress(console, "verify (bytes)", sum(map(_readable, everything))) as advance:
         for checkpoint in everything:
             try:
-                problems = checkpoint.problems(advance=advance)
+                problems = checkpoint.problems(advance=advance) or _forgeries(checkpoint)
             except OSError as error:
                 if checkpoint.path.exists():
                     raise
@@ -266,6 +267,17 @@ def verify(
                 files = len(checkpoint.files())
                 report(f"{checkpoint.path.name}: good, {files} files, {_size(checkpoint.size)}")
     return found
+
+
+def _forgeries(checkpoint: Checkpoint) -> list[str]:
+    """What is wrong with the list of tensors of a checkpoint whose hashes are right."""
+    from pipeline.train.checkpoint.metadata import read_metadata
+
+    try:
+        read_metadata(checkpoint)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _readable(checkpoint: Checkpoint) -> int:

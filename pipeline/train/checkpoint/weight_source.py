@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from safetensors import safe_open
 from torch import Tensor
@@ -14,7 +14,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.data import store
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.committed import COMMIT, changed
+from pipeline.train.checkpoint.committed import COMMIT, Files, changed
 from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, longest_windows
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
@@ -93,27 +93,43 @@ class _Exported:
         about = store.get_json(self.folder / ORIGIN_FILE, "files", "weights", "fingerprints", "positions")
         if self.weights == "ema" and about["weights"] != "ema":
             raise UserError(f"{self.folder} has the weights that were trained, and not their moving average")
-        for name, (_, digest) in about["files"].items():
-            if problem := changed(self.folder / name, digest):
+        for name, (_, digest) in exported_files(self.folder, about).items():
+            if problem := changed(self.folder / name, digest, links=True):
                 raise UserError(f"{problem}; export them again")
         self.name = str(self.folder)
         self.model = ModelConfig(**about["fingerprints"]["model"])
         self.positions = int(about["positions"])
         self.tokenizer = Tokenizer.open(self.folder)
-        self._files, self.tensors = tensors_in(self.folder)
+        self._files, self.tensors = tensors_in(self.folder, about["files"])
 
     def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         return read_tensors(self.folder, self._files, tensors)
 
 
-def tensors_in(folder: Path) -> tuple[dict[str, str], dict[str, Stored]]:
-    """The file of each tensor, and what it is, of all safetensors files in a folder.
+def exported_files(folder: Path, about: Mapping[str, Any]) -> Files:
+    """The files of weights that an export lists, all of them beside its `export.json`.
+
+    Raises:
+        UserError: the list is damaged, or leads elsewhere.
+    """
+    file = folder / ORIGIN_FILE
+    try:
+        listed = about["files"].items()
+        return {store.plain_name(name, file): (int(size), str(digest)) for name, (size, digest) in listed}
+    except UserError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is damaged: its list of files cannot be read ({error}); export them again") from None
+
+
+def tensors_in(folder: Path, listed: Collection[str]) -> tuple[dict[str, str], dict[str, Stored]]:
+    """The file of each tensor, and what it is, of the safetensors files that an export lists.
 
     Raises:
         UserError: a file is none.
     """
     files, tensors = dict[str, str](), dict[str, Stored]()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder / name for name in listed if name.endswith(".safetensors")):
         found = tensors_of(path)
         tensors |= found
         files |= dict.fromkeys(found, path.name)
@@ -124,6 +140,7 @@ def tensors_of(path: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file; a `UserError` if it is none."""
     found = {}
     try:
+        store.open_regular(path).close()  # which `safe_open` does not look at
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 piece = tensors.get_slice(name)

@@ -179,7 +179,8 @@ class HuggingFaceFolder:
         if (self.folder / SINGLE).is_file():  # before an index, which may be of an earlier save, as transformers does
             return [SINGLE]
         if (index := self.folder / INDEX).is_file():
-            return sorted(set(store.get_json(index, "weight_map")["weight_map"].values()))
+            named = store.get_json(index, "weight_map")["weight_map"].values()
+            return sorted({store.plain_name(name, index) for name in named})
         found = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if found:
             return found
@@ -196,7 +197,7 @@ class HuggingFaceFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file; a `UserError` where there is none."""
     try:
-        value = orjson.loads(path.read_bytes())
+        value = orjson.loads(store.read_bytes(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

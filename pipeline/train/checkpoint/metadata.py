@@ -1,0 +1,323 @@
+"""The list of a checkpoint's tensors, `.metadata`, read as data: a checkpoint of a stranger must not run code.
+
+torch's distributed checkpoint (DCP) writes that list as a pickle. To unpickle is to import what the pickle names, and
+to call it. Here nothing is imported and nothing is called: names that torch writes become markers, any other name is
+refused, and torch's classes are filled from the markers when all that they say has been checked.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, cast
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from pipeline.data import store
+from pipeline.errors import UserError
+from pipeline.train.checkpoint.committed import Checkpoint
+from pipeline.train.parallel.compat_files import Place, PythonUnpickler
+
+METADATA = ".metadata"
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DCP = "torch.distributed.checkpoint.metadata"
+_CLASSES = frozenset(
+    {
+        (_DCP, "Metadata"),
+        (_DCP, "TensorStorageMetadata"),
+        (_DCP, "BytesStorageMetadata"),
+        (_DCP, "ChunkStorageMetadata"),
+        (_DCP, "TensorProperties"),
+        (_DCP, "MetadataIndex"),
+        (_DCP, "StorageMeta"),
+        (_DCP, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # its name in Python 3.13
+    }
+)
+"""What torch 2.11 to 2.13 names in a list of tensors, besides the types of their elements."""
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
+    *(pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+)
+"""Of these a list of tensors consists."""
+_MOST_DIMENSIONS = 64
+_LARGEST = 2**30
+"""Bytes of a list: some millions of pieces."""
+_ALLOWANCE = 2**20
+"""A list may be larger by this than the tensors that it lists, each piece of which takes a kilobyte or more."""
+
+
+@dataclass(eq=False, slots=True)
+class _Marker:
+    """What a pickle would make an object of: its class, and with what."""
+
+    kind: str
+    arguments: Any = ()
+    state: Any = None
+
+
+class _Forbidden(Exception):
+    """A name that no list of tensors has."""
+
+
+class _Unpickler(PythonUnpickler):  # type: ignore[misc]
+    """Makes markers, numbers, strings, lists, tuples and dicts with harmless keys, and nothing else.
+
+    Python's own implementation, since that in C takes memory for any place in its memo that a pickle asks for, and
+    computes the hash of any key, which for a tuple of tuples may never end.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: PythonUnpickler.dispatch[code[0]] for code in _OPCODES}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A marker's class, or a type of elements."""
+        if (module, name) in _CLASSES:
+            return _Class(name)
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise _Forbidden(f"{module}.{name}")
+
+    def _make(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack[-1]
+        if type(kind) is not _Class:
+            raise ValueError("it calls what is no class")
+        self.stack[-1] = _Marker(str(kind), arguments)
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is not _Marker:
+            raise ValueError("it sets the state of what has none")
+        made.state = state
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(target) is not dict or type(key) not in (str, _Marker):
+                raise ValueError("it has a key that is none")
+            target[key] = value
+
+    dispatch |= {
+        pickle.NEWOBJ[0]: _make,
+        pickle.REDUCE[0]: _make,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+    }
+
+
+class _Class(str):
+    """Name of a class that markers are of."""
+
+    __slots__ = ()
+
+
+def read_metadata(checkpoint: Checkpoint) -> Metadata:
+    """The list of a checkpoint's tensors and their places, checked.
+
+    Raises:
+        UserError: it is damaged or forged: it names something that is no part of such a list, or describes tensors that
+            cannot be in the files of the checkpoint.
+    """
+    path = checkpoint.path / METADATA
+    files = checkpoint.files()
+    if METADATA not in files:
+        raise UserError(f"{checkpoint.path} has no list of tensors: its COMMIT does not name {METADATA}")
+    size, digest = files.pop(METADATA)
+    if size > min(_LARGEST, sum(size for size, _ in files.values()) + _ALLOWANCE):
+        raise UserError(f"{path} is not read: {size:,} bytes are more than the tensors of the checkpoint can need")
+    with store.open_regular(path, links=False) as file:
+        data = file.read(size + 1)
+    if len(data) != size or xxhash.xxh3_64_hexdigest(data) != digest:
+        raise UserError(f"{path} has changed since it was written (xxh3 differs)")
+    try:
+        with _no_collection():
+            found = _Unpickler(io.BytesIO(data)).load()
+            return _metadata(found, {name: size for name, (size, _) in files.items()})
+    except _Forbidden as name:
+        raise UserError(
+            f"{path} asks for {name}, which no list of tensors needs: as a pickle it could run any code. Nothing of it "
+            "was run, and the checkpoint is not read. Do not trust where it comes from; the hashes in COMMIT show "
+            "damage, not who wrote the files"
+        ) from None
+    except Exception as error:  # whatever a pickle can lead to that was cut or made by hand
+        raise UserError(f"{path} is damaged or forged: {error or type(error).__name__}") from None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for cycles in millions of objects that have none: it takes as long as to make them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _metadata(found: Any, sizes: Mapping[str, int]) -> Metadata:
+    """From markers to what torch reads; a `ValueError` says what is wrong.
+
+    Args:
+        found: all of the pickle.
+        sizes: bytes of the other files of the checkpoint, by name.
+    """
+    fields = _fields(found, "Metadata")
+    entries: dict[str, STORAGE_TYPES] = {}
+    bytes_of: dict[tuple[str, tuple[int, ...] | None], int] = {}
+    for name, entry in _dict(fields["state_dict_metadata"]).items():
+        if type(name) is not str:
+            raise ValueError("a tensor's name is no text")
+        if _is(entry, "BytesStorageMetadata"):
+            entries[name] = BytesStorageMetadata()
+            bytes_of[name, None] = 0
+            continue
+        tensor = entries[name] = _tensor(name, entry)
+        item = tensor.properties.dtype.itemsize
+        for chunk in tensor.chunks:
+            bytes_of[name, tuple(chunk.offsets)] = prod(chunk.sizes) * item
+    places = dict(_places(_dict(fields["storage_data"]), sizes))
+    for index, needed in bytes_of.items():
+        if index not in places:
+            raise ValueError(f"it has no place for {index[0]}")
+        if places[index].length < needed:
+            raise ValueError(f"{index[0]} needs {needed:,} bytes, and has {places[index].length:,}")
+    if more := next((name for name, _ in places.keys() - bytes_of.keys()), None):
+        raise ValueError(f"it has a place for {more}, of which it says nothing else")
+    _check_apart(places.values())
+    return Metadata(
+        state_dict_metadata=entries,
+        storage_data={MetadataIndex(name, offset): place for (name, offset), place in places.items()},
+        storage_meta=StorageMeta(),
+    )
+
+
+def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
+    fields = _fields(entry, "TensorStorageMetadata")
+    dtype, *_ = _state(fields["properties"], "TensorProperties", tuple)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the type of {name} is none")
+    size = _numbers(fields["size"])
+    if type(fields["chunks"]) is not list:
+        raise ValueError(f"{name} has no pieces")
+    boxes = []
+    for chunk in fields["chunks"]:
+        values = _fields(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _numbers(values["offsets"]), _numbers(values["sizes"])
+        if not len(offsets) == len(sizes) == len(size) or any(
+            offset + length > whole for offset, length, whole in zip(offsets, sizes, size, strict=True)
+        ):
+            raise ValueError(f"a piece of {name} is outside of it")
+        boxes.append((offsets, sizes))
+    if not _covers(size, boxes):
+        raise ValueError(f"the pieces of {name} are not the whole of it, each number once")
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
+
+
+def _covers(size: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes in a larger one fill it, and no two overlap.
+
+    Each axis gets another scale, at random. Only where every place is covered once do the volumes add up to the whole
+    one on any scale: Schwartz and Zippel (1979, 1980).
+    """
+    scale: defaultdict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(62))
+
+    def volume(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        sides = enumerate(zip(offsets, sizes, strict=True))
+        return prod(scale[axis, start + length] - scale[axis, start] for axis, (start, length) in sides)
+
+    return sum(volume(offsets, sizes) for offsets, sizes in boxes) == volume((0,) * len(size), size)
+
+
+def _places(
+    stored: dict[Any, Any], sizes: Mapping[str, int]
+) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
+    """(name, offsets in the tensor) of each piece, and where it is."""
+    for index, info in stored.items():
+        where, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        name, file, begin, length = where["fqn"], place["relative_path"], place["offset"], place["length"]
+        if type(name) is not str or type(file) is not str or file not in sizes:
+            raise ValueError(f"it looks for {name!a} in {file!a}, which COMMIT does not list")
+        if not _is_size(begin) or not _is_size(length) or begin + length > sizes[file]:
+            raise ValueError(f"it looks for {name} outside of {file}")
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{name} is in a format that is not read here")
+        offset = where.get("offset")
+        yield (name, None if offset is None else _numbers(offset)), Place(file, begin, length)
+
+
+def _check_apart(places: Any) -> None:
+    """A `ValueError` if two places share bytes: a small file could then stand for any amount of tensors."""
+    ends: dict[str, int] = {}
+    for place in sorted(places, key=lambda place: (place.relative_path, place.offset)):
+        if place.length and place.offset < ends.get(place.relative_path, 0):
+            raise ValueError(f"two tensors have the same bytes of {place.relative_path}")
+        ends[place.relative_path] = place.offset + place.length
+
+
+def _is(value: Any, kind: str) -> bool:
+    return type(value) is _Marker and value.kind == kind
+
+
+def _state(value: Any, kind: str, of: type[Any]) -> Any:
+    if not _is(value, kind) or type(value.state) is not of:
+        raise ValueError(f"something is no {kind}")
+    return value.state
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    return cast(dict[str, Any], _state(value, kind, dict))
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise ValueError("a table is none")
+    return value
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """Of a `torch.Size`."""
+    arguments = value.arguments if _is(value, "Size") else None
+    if type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
+        numbers = arguments[0]
+        if len(numbers) <= _MOST_DIMENSIONS and all(map(_is_size, numbers)):
+            return numbers
+    raise ValueError("a size is none")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
