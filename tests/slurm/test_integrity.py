@@ -306,6 +306,25 @@ def test_a_job_of_a_cluster_whose_files_were_changed_is_refused(run_file: Path, 
     assert not (run / "logs").exists()
 
 
+@pytest.mark.slurm
+def test_a_job_of_a_run_of_a_group_executes_nothing_of_the_run_folder(run_file: Path, tmp_path: Path) -> None:
+    keys = [f"slurm.group={group_of(tmp_path)}", "slurm.umask='0002'", f"slurm.private_dir={tmp_path / 'mine'}"]
+    done = tiny.pipeline("preprocess", run_file, *keys, "--slurm")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    array, finish = jobs.sent(run)
+    for module in run.glob("slurm/code/*/slurm/batch.py"):  # the copy to read
+        module.write_text("raise SystemExit(1)")
+    for file in (run / "slurm" / "submissions").iterdir():
+        file.write_text("")
+    for job in (array, finish):
+        scheduler.release([job.job])
+        until_ended(job.job)
+        assert scheduler.details(job.job)["JobState"] == "COMPLETED", job.log(run).read_text()
+    private = str(tmp_path / "mine")
+    assert private in (jobs.jobs_folder(run) / f"{array.job}_submission.sh").read_text()
+
+
 def until_ended(number: str) -> None:
     import time
 
