@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.load import load
 from pipeline.data.preprocess import preprocess
 from pipeline.train import trainer
-from pipeline.train.optim import Gradients
+from pipeline.train.init import local_range
+from pipeline.train.optim import Gradients, Optimizers
+from pipeline.train.parallel.compat import plain
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.tested import Combination
 from pipeline.train.run_folder import read_metrics
@@ -135,35 +138,65 @@ def differences(run: Path, one: Path) -> list[str]:
     return found
 
 
-class Probe:
-    """A context manager that keeps what a rank starts with and its gradients, while `trainer.train` runs."""
+Tensors = dict[str, dict[str, Tensor]]
+"""What a probe keeps: `initial`, `gradient STEP`, `weights STEP`; whole, by the parameter's name."""
 
-    def __init__(self, first_step: int) -> None:
-        self.tensors: dict[str, dict[str, Tensor]] = {}
+
+class Probe:
+    """A context manager that keeps what a rank starts with and its gradients, while `trainer.train` runs.
+
+    Args:
+        first_step: Steps that the run has behind it.
+        steps: Those whose gradients are kept.
+        weights: Keep the weights after each of them too.
+        lead: What a probe kept of another run. The weights are set to those of that run after each step, so that every
+            step starts from one state: rounding in one step, and what an optimizer makes of it, is not in the next.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        steps: Collection[int] = (SEED_STEP + 1, LAST_STEP),
+        *,
+        weights: bool = False,
+        lead: Tensors | None = None,
+    ) -> None:
+        self.tensors: Tensors = {}
         self._step = first_step
+        self._steps = steps
+        self._weights = weights
+        self._lead = lead
         self._model: ParallelModel | None = None
 
     def __enter__(self) -> Probe:
-        self._before = trainer.build_model, Gradients.scale
-        (build, scale), probe = self._before, self
+        self._before = trainer.build_model, Gradients.scale, Optimizers.step
+        (build, scale, update), probe = self._before, self
 
         def build_model(*args: Any, **kwargs: Any) -> ParallelModel:
             probe._model = build(*args, **kwargs)
-            probe._keep("initial", lambda parameter: parameter.detach())
+            probe._keep("initial", lambda parameter: plain(parameter.detach()))
             return probe._model
 
         def scaled(self: Gradients, factor: Tensor) -> None:
             probe._step += 1
-            if probe._step in (SEED_STEP + 1, LAST_STEP):
+            if probe._step in probe._steps:
                 probe._keep(f"gradient {probe._step}", lambda parameter: parameter.grad)
             scale(self, factor)
 
+        def updated(self: Optimizers, lr: float, finite: Tensor) -> None:
+            update(self, lr, finite)
+            if probe._weights and probe._step in probe._steps:
+                probe._keep(f"weights {probe._step}", lambda parameter: plain(parameter.detach()))
+            if probe._lead is not None:
+                probe._follow(probe._lead[f"weights {probe._step}"])
+
         trainer.build_model = build_model  # type: ignore[assignment]
         Gradients.scale = scaled  # type: ignore[method-assign]
+        Optimizers.step = updated  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        trainer.build_model, Gradients.scale = self._before  # type: ignore[method-assign]
+        trainer.build_model, Gradients.scale, Optimizers.step = self._before  # type: ignore[method-assign]
 
     def _keep(self, kind: str, what: Any) -> None:
         assert self._model is not None
@@ -175,6 +208,22 @@ class Probe:
             # A tied embedding may be here twice: both copies must be the same.
             assert name not in kept or torch.equal(kept[name], whole), f"the two copies of {name} differ"
             kept[name] = whole
+
+    @torch.no_grad()
+    def _follow(self, weights: dict[str, Tensor]) -> None:
+        assert self._model is not None
+        for name, parameter in self._model.named_parameters():
+            own = plain(parameter.detach())
+            assert isinstance(own, DTensor), name
+            own.to_local().copy_(own_part(parameter, weights[name]))
+
+
+def own_part(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Those elements of `whole` that this rank has of a parameter."""
+    for dim in range(parameter.ndim):
+        part = local_range(parameter, dim)
+        whole = whole.narrow(dim, part.start, len(part))
+    return whole.contiguous()
 
 
 def _run_one(root: Path, family: str, folder: Path, layers: int) -> None:

@@ -19,7 +19,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import OptimizerConfig, PrecisionConfig
 from pipeline.train import trainer
-from pipeline.train.init import is_layer_matrix, local_range
+from pipeline.train.init import is_layer_matrix
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel.compat import with_local
@@ -72,12 +72,8 @@ def _give(model: ParallelModel, step: int) -> None:
         gradient = torch.randn(parameter.shape, generator=generator)
         if step == WITHHELD:
             gradient[0] = float("nan")
-        rows = local_range(parameter, 0)
-        part = gradient[rows.start : rows.start + len(rows)]
-        if parameter.ndim == 2:
-            columns = local_range(parameter, 1)
-            part = part[:, columns.start : columns.start + len(columns)]
-        parameter.grad = with_local(parameter, part.contiguous())  # type: ignore[assignment]
+        own = layouts.own_part(parameter, gradient)
+        parameter.grad = with_local(parameter, own)  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
