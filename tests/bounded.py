@@ -12,7 +12,7 @@ import orjson
 
 _CPU_SECONDS = 60
 """Ends a process that would not end. Far above what is allowed, because machines differ."""
-_ADDRESS_BYTES = 16 * 2**30
+_ADDRESS_BYTES = 8 * 2**30
 
 _FRAME = """
 import resource, sys

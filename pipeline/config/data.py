@@ -117,6 +117,9 @@ class PreprocessConfig(Section):
     documents of a source."""
     on_error: Literal["skip", "fail"] = "skip"
     """A bad record is counted and passed over, or ends the stage."""
+    max_expansion: int = Field(default=200, ge=1)
+    """Bytes of text that a byte of a Parquet or Arrow file may become. One of which more comes, and more than 64 MiB,
+    is refused: some hundred bytes can stand for billions of rows."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
     """With `on_error: skip`, the stage fails if a larger share of a source's records is bad; empty ones are not bad."""
 

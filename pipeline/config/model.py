@@ -8,6 +8,11 @@ from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
 
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**20
+MAX_ROWS = 2**28
+"""Far above any model: a config.json of somebody else's may say a billion layers, each built before any is read."""
+
 
 class RopeScalingConfig(Section):
     """How rotary frequencies are changed for contexts longer than the original one."""
@@ -51,17 +56,17 @@ class InitConfig(Section):
 class ModelConfig(Section):
     """A decoder: embedding, `layers` equal blocks of attention and mlp, head."""
 
-    layers: int = Field(ge=1)
+    layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks."""
-    dim: int = Field(ge=1)
+    dim: int = Field(ge=1, le=MAX_WIDTH)
     """Width of the residual stream."""
-    heads: int = Field(ge=1)
+    heads: int = Field(ge=1, le=MAX_WIDTH)
     """Query heads."""
-    kv_heads: int | None = Field(default=None, ge=1)
+    kv_heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Key and value heads (grouped-query attention); by default `heads`."""
-    head_dim: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Size of a head; by default dim / heads."""
-    ffn_dim: int | None = Field(default=None, ge=1)
+    ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
     """Hidden size of the mlp; by default 4 * dim for gelu and 8/3 * dim, rounded up to a multiple of 64, for swiglu."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of normalization, before each mixer and mlp and before the head."""
@@ -73,7 +78,7 @@ class ModelConfig(Section):
     """Which linear layers have a bias: none (Llama 3), query/key/value (Qwen2), or all (GPT-2)."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary embedding of queries and keys, or a learned embedding added to the tokens."""
-    max_positions: int | None = Field(default=None, ge=1)
+    max_positions: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """Rows of the learned position embedding; by default train.sequence_length. Not used by rope."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
@@ -87,9 +92,9 @@ class ModelConfig(Section):
     """Attention stays inside a document and positions restart at its first token. False: windows are one text."""
     tie_embeddings: bool = False
     """The head uses the embedding's weights."""
-    vocab_size: int | None = Field(default=None, ge=1)
+    vocab_size: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """Tokens that have logits; by default as many as the tokenizer has ids. Models from elsewhere may have more."""
-    vocab_multiple: int = Field(default=128, ge=1)
+    vocab_multiple: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
     logit_soft_cap: float | None = Field(default=None, gt=0)
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.data.records import Cursor, Document, Piece
-from pipeline.data.tables import DAMAGED, check_schema, damaged_file, one_line, raise_if_machine, rows
+from pipeline.data.records import ROW_BYTES, Cursor, Document, Piece
+from pipeline.data.tables import DAMAGED, HELD_BYTES, check_schema, damaged_file, one_line, raise_if_machine, rows
 
 _MAGIC = b"ARROW1\0\0"
 """Begins the file format, in which the messages of the streaming format follow, then a footer."""
@@ -29,6 +29,8 @@ class _Message(NamedTuple):
     start: int
     end: int
     rows: int
+    held: int
+    """Bytes of its body, decompressed."""
 
 
 class _BrokenError(Exception):
@@ -72,10 +74,13 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         for message in _messages(data):
             if message.start >= piece.end:
                 break
+            on_disk = message.end - message.start
+            cursor.check_expansion(piece, message.held, "a compressed batch asks for", on_disk, HELD_BYTES)
             batches.see(message)
             if message.kind != _RECORDS:
                 continue
             begin, first = first, first + message.rows
+            cursor.check_expansion(piece, first * ROW_BYTES, f"{first:,} rows, which take")
             ends = min(message.end, piece.end) - piece.start
             if message.start < piece.start:
                 continue
@@ -154,20 +159,23 @@ def _messages(data: mmap.mmap) -> Iterator[_Message]:
         if at + 8 + length > size:
             raise _BrokenError("truncated", at)
         try:
-            kind, count, body = _header(data, at + 8, at + 8 + length)
+            kind, count, body, held = _header(data, at + 8, at + 8 + length)
         except (struct.error, IndexError):
             raise _BrokenError("damaged", at) from None
-        if body < 0 or count < 0:
+        if body < 0 or count < 0 or held < 0:
             raise _BrokenError("damaged", at)
         end = at + 8 + length + body
         if end > size:
             raise _BrokenError("truncated", at)
-        yield _Message(kind, at, end, count)
+        yield _Message(kind, at, end, count, held)
         at = end
 
 
-def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int]:
-    """Of a FlatBuffers table `Message`: what its header is, how many rows that has, and the length of the body."""
+def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int, int]:
+    """Of a FlatBuffers table `Message`: what its header is, how many rows that has, and the length of the body.
+
+    The last one is that of what is compressed in the body, when it is decompressed.
+    """
 
     def number(format: str, at: int) -> int:
         if not start <= at < end:
@@ -183,9 +191,20 @@ def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int]:
     message = start + number("<I", start)
     kind_at, header_at, body_at = field(message, 1), field(message, 2), field(message, 3)
     kind = number("<B", kind_at) if kind_at else 0
-    count = 0
-    if kind == _RECORDS and header_at:
+    body = number("<q", body_at) if body_at else 0
+    count = held = 0
+    if kind in (_DICTIONARY, _RECORDS) and header_at:
         header = header_at + number("<I", header_at)
-        length_at = field(header, 0)
+        if kind == _DICTIONARY and (data_at := field(header, 1)):
+            header = data_at + number("<I", data_at)
+        length_at, buffers_at = field(header, 0), field(header, 2)
         count = number("<q", length_at) if length_at else 0
-    return kind, count, number("<q", body_at) if body_at else 0
+        if field(header, 3) and buffers_at:  # each buffer begins with its length, -1 where it is not compressed
+            buffers = buffers_at + number("<I", buffers_at)
+            for index in range(number("<I", buffers)):
+                at, size = (number("<q", buffers + 4 + 16 * index + 8 * part) for part in (0, 1))
+                if size >= 8:
+                    if not 0 <= at <= body - size:
+                        raise IndexError(at)
+                    held += max(0, int(struct.unpack_from("<q", data, end + at)[0]))
+    return kind, count if kind == _RECORDS else 0, body, held

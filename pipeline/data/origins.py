@@ -24,6 +24,7 @@ from pipeline.data.files import File
 from pipeline.data.indexed import part_files, part_prefix
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS, REPAIR, Manifest
 from pipeline.data.receipts import read_receipts, rejected_path
+from pipeline.data.records import ANY_EXPANSION
 from pipeline.data.sources import Document, Hub, Piece, Position, Reader, Unit, UnitReader
 from pipeline.errors import UserError
 
@@ -207,7 +208,7 @@ class Origins:
             files = tuple(hub["data_files"])
             hub = Hub(hub["path"], hub["name"], hub["split"], settings.get("hub.revision"), files)
         keys = settings.get("text_key", "text"), settings.get("id_key", "id"), tuple(settings["metadata"])
-        return Reader(settings["type"], *keys, hub)
+        return Reader(settings["type"], *keys, hub, ANY_EXPANSION)
 
     @property
     def _kind(self) -> Literal["line", "row", "text"]:

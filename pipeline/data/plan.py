@@ -126,15 +126,16 @@ def find_source_files(config: Config) -> list[SourceFiles]:
 
 def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
     keys = (source.text_key, source.id_key, tuple(source.metadata))
+    expansion = config.data.preprocess.max_expansion
     if source.hub is None:
         files = find_files(source.paths, source.exclude, where, source.type)
-        return SourceFiles(source, Reader(source.type, *keys), files)
+        return SourceFiles(source, Reader(source.type, *keys, None, expansion), files)
     from pipeline.data.hub import hub_files  # `datasets` takes a second to import
 
     revision = source.hub.revision or _planned_revision(config.data_dir / source.name)
     asked = Hub(source.hub.path, source.hub.name, source.hub.split, revision, tuple(source.hub.data_files))
     hub, files = hub_files(asked)
-    return SourceFiles(source, Reader(source.type, *keys, hub), files)
+    return SourceFiles(source, Reader(source.type, *keys, hub, expansion), files)
 
 
 def _planned_revision(folder: Path) -> str | None:

@@ -10,6 +10,7 @@ import xxhash
 
 from pipeline.data.compression import StreamError, open_stream
 from pipeline.data.files import File
+from pipeline.errors import UserError
 
 MAX_RECORD_BYTES = 32 * 2**20
 """A longer file, line or value is rejected without being held."""
@@ -19,6 +20,14 @@ TOO_LONG = f"longer than {MAX_RECORD_BYTES // 2**20} MiB"
 NOT_UTF8 = "not UTF-8"
 HUB_PREFIX = "hf://"
 """Begins the paths of files that lie on the Hugging Face hub."""
+MAX_EXPANSION = 200
+"""Bytes of text that a byte of a table may become by default."""
+ANY_EXPANSION = 2**62
+"""For files that were read before."""
+FREE_BYTES = 64 * 2**20
+"""So much text a table may become however small it is."""
+ROW_BYTES = 64
+"""What a row counts for besides its text: empty ones take time, too."""
 
 Position = tuple[int, int, int, int]
 """Where to read on: (piece, offset in the piece's file, line in the piece, row in the unit).
@@ -50,6 +59,7 @@ class Reader:
         id_key: key or column of the id.
         metadata: keys or columns that are kept beside the text.
         hub: what `hub` streams, with its revision pinned to a commit.
+        max_expansion: bytes of text that a byte of a table may become; see `Cursor.expand`.
     """
 
     type: str
@@ -57,6 +67,7 @@ class Reader:
     id_key: str
     metadata: tuple[str, ...] = ()
     hub: Hub | None = None
+    max_expansion: int = MAX_EXPANSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +171,7 @@ class Cursor:
         self._start = start
         self._counts: dict[int, tuple[int, int]] = {}
         self._first: tuple[int, int] | None = None
+        self._expanded = 0
 
     @property
     def position(self) -> Position:
@@ -193,7 +205,43 @@ class Cursor:
             self.piece, self.offset, self.line = number, -1, 0
         self.ended = False
         self._first = (self.line, self.row)
+        self._expanded = 0
         return self.unit.pieces[number]
+
+    def expand(self, piece: Piece, size: int) -> None:
+        """Count what the rows of a table become, over all links of a piece: a few bytes can stand for billions of rows.
+
+        Raises:
+            UserError: it is more than a file of this size may become.
+        """
+        self._expanded += size
+        self.check_expansion(piece, self._expanded, "its rows make")
+
+    def check_expansion(
+        self, piece: Piece, size: int, what: str, on_disk: int | None = None, free: int = FREE_BYTES
+    ) -> None:
+        """Refuse what a table says that a part of it becomes.
+
+        Args:
+            piece: of the table.
+            size: bytes, more or less.
+            what: becomes so many bytes, for the message.
+            on_disk: of which part; by default of the whole file.
+            free: so much it may be however small that is.
+
+        Raises:
+            UserError: it is too much for what there is on disk.
+        """
+        if piece.file.path.startswith(HUB_PREFIX):
+            return  # nobody knows how large it is
+        limit = max(free, self.reader.max_expansion * (piece.file.size if on_disk is None else on_disk))
+        if size > limit:
+            raise UserError(
+                f"{piece.file.path} has {piece.file.size:,} bytes, and {what} {size:,} bytes or more, above the limit "
+                f"of {limit:,}: a file that is made to exhaust the machine looks like this. Leave it out (exclude); "
+                "or, if you know where it comes from, raise data.preprocess.max_expansion "
+                f"({self.reader.max_expansion}), the bytes of text that a byte on disk may become"
+            )
 
     def count_anew(self) -> None:
         """Count and hash from here on, as a reader does that is started at `position`; but for `bytes_read`."""

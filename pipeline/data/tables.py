@@ -9,14 +9,27 @@ groups. (A Parquet page, and a record batch that is compressed, must be held who
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.lines import metadata_json
-from pipeline.data.records import EMPTY, MAX_RECORD_BYTES, NOT_UTF8, TOO_LONG, Cursor, Document, Piece, Reader
+from pipeline.data.parquet_pages import pages
+from pipeline.data.records import (
+    EMPTY,
+    MAX_RECORD_BYTES,
+    NOT_UTF8,
+    ROW_BYTES,
+    TOO_LONG,
+    Cursor,
+    Document,
+    Piece,
+    Reader,
+)
 from pipeline.errors import UserError
 
 _BATCH_BYTES = 2**22
@@ -24,6 +37,8 @@ _BATCH_BYTES = 2**22
 _BATCH_ROWS = 1024
 """At most so many rows of it: a dictionary of long values tells nothing of how much text its rows become."""
 _READ_BYTES = 2**20
+HELD_BYTES = 2**24
+"""What is held at a time where values repeat, and what a page may ask for however small it is on disk."""
 _LENGTH = struct.Struct("<q")
 
 DAMAGED = (
@@ -57,6 +72,12 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
             f"{path}: column {reader.text_key!r} is of type {kind}, not text; set text_key to a column of strings, "
             f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
         )
+    for name in reader.metadata:
+        if _shares(schema.field(name).type):
+            raise UserError(
+                f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values may "
+                "share bytes, and nobody knows how long they are. Leave it out of metadata, or write it as another type"
+            )
     own_id = [reader.id_key] if len(schema.get_all_field_indices(reader.id_key)) == 1 else []
     return list(dict.fromkeys([reader.text_key, *own_id, *reader.metadata]))
 
@@ -77,8 +98,14 @@ def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """
     path = piece.file.path
     try:
-        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES, page_checksum_verification=True)
+        options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
+        file = pq.ParquetFile(path, **options)
         columns = check_schema(file.schema_arrow, cursor.reader, path)
+        cursor.check_expansion(
+            piece, file.metadata.num_rows * ROW_BYTES, f"{file.metadata.num_rows:,} rows, which take"
+        )
+        if repeated := _repeated(file, columns):
+            file = pq.ParquetFile(path, **options, read_dictionary=repeated)
         groups = list(_groups(file.metadata, piece, columns))
     except DAMAGED as error:
         yield from damaged_file(cursor, piece, "damaged Parquet file", error)
@@ -109,7 +136,7 @@ def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]
                 min(at for at in (chunk.dictionary_page_offset or 0, chunk.data_page_offset, 2**63) if at > 0)
             )
             name = chunk.path_in_schema
-            if any(name == column or name.startswith(f"{column}.") for column in columns):
+            if _is_of(name, columns):
                 wanted += chunk.total_uncompressed_size
         # Whatever a footer says, a row group belongs to one piece.
         begin = min(*begins, piece.file.size - 1) if begins else 0
@@ -125,7 +152,9 @@ def _read_group(
     """The rows of a row group that were not read yet. Batches lie equal wherever the reading begins."""
     first, (low, high) = group.row, ends
     try:
-        batches = file.iter_batches(group.batch_rows, [group.number], columns=columns, use_threads=False)
+        with open(piece.file.path, "rb") as raw:
+            batch_rows = min(group.batch_rows, _look_at_pages(cursor, piece, raw, file, columns, group))
+        batches = file.iter_batches(batch_rows, [group.number], columns=columns, use_threads=False)
         for batch in batches:
             done, more = first - group.row, first + len(batch) - group.row
             share = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
@@ -139,6 +168,42 @@ def _read_group(
         cursor.bytes_read = high
         detail = f"row group {group.number}, from row {first} of the file on: {one_line(error)}"
         yield cursor.rejected(None, first, "damaged Parquet file", detail)
+
+
+def _repeated(file: Any, columns: list[str]) -> list[str]:
+    """Columns of lists: however many values a row has, those of a dictionary are held once."""
+    leaves = (file.schema.column(number) for number in range(len(file.schema.names)))
+    return [leaf.path for leaf in leaves if leaf.max_repetition_level and _is_of(leaf.path, columns)]
+
+
+def _is_of(path: str, columns: list[str]) -> bool:
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
+def _look_at_pages(cursor: Cursor, piece: Piece, raw: BinaryIO, file: Any, columns: list[str], group: _Group) -> int:
+    """Refuse pages that ask for far more memory than they have bytes; returns how many rows can be held at a time.
+
+    Raises:
+        UserError: there is one.
+        pa.ArrowInvalid: a page's header is damaged.
+    """
+    about, longest = file.metadata.row_group(group.number), 1
+    for number in range(about.num_columns):
+        chunk, leaf = about.column(number), file.schema.column(number)
+        if not _is_of(chunk.path_in_schema, columns):
+            continue
+        longest = max(longest, leaf.length or 0)  # of values that are all as long
+        values = stored = 0
+        for page in pages(raw, chunk):
+            values, stored = values + page.values, stored + page.compressed
+            asked = max(page.uncompressed, 8 * page.values if page.by_difference else 0)
+            cursor.check_expansion(piece, asked, "a page asks for", page.compressed, HELD_BYTES)
+            if page.repeats:
+                longest = max(longest, page.uncompressed)
+        if leaf.max_repetition_level:  # a row may have all of them
+            size = values * max(16, leaf.length or 0)
+            cursor.check_expansion(piece, size, f"the lists of {chunk.path_in_schema} take", stored, HELD_BYTES)
+    return max(1, HELD_BYTES // longest)
 
 
 def rows(
@@ -158,7 +223,8 @@ def rows(
     update, length, name = cursor.digest.update, _LENGTH.pack, piece.file.name
     own_ids = reader.id_key in batch.schema.names
     (low, high), count = share, len(batch)
-    step = max(1, min(_BATCH_ROWS, _BATCH_BYTES * count // max(batch.get_total_buffer_size(), 1)))
+    held = max(batch.get_total_buffer_size(), count * max(map(_longest, batch.columns), default=0), 1)
+    step = max(1, min(_BATCH_ROWS, _BATCH_BYTES * count // held))
     for begin in range(0, count, step):
         skip = max(0, cursor.offset - first - begin)
         if skip >= step:
@@ -166,6 +232,8 @@ def rows(
         part = batch.slice(begin, step)
         if not trusted:
             _check_offsets(part)
+        if nested := sum(_expanded(part.column(key)) for key in kept if part.schema.field(key).type.num_fields):
+            cursor.check_expansion(piece, nested, "lists and structs of one batch of rows take", free=HELD_BYTES)
         texts = text_bytes(part.column(reader.text_key))
         ids = values(part.column(reader.id_key)) if own_ids else None
         others = [(key, values(part.column(key))) for key in kept]
@@ -191,6 +259,7 @@ def rows(
                 update(length(len(metadata)))
                 update(metadata)
                 size += len(metadata)
+            cursor.expand(piece, size + ROW_BYTES)
             cursor.offset = row + 1
             cursor.input_bytes += size
             cursor.bytes_read = low + (high - low) * (begin + place + 1) // count
@@ -228,13 +297,72 @@ def text_bytes(column: pa.Array) -> list[bytes | None]:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+        return _of_dictionary(text_bytes, column)
     result: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
     return result
 
 
+def _of_dictionary(read: Callable[[pa.Array], list[Any]], column: pa.DictionaryArray) -> list[Any]:
+    """What `read` makes of the values that are used, each once: where they repeat they are the same object."""
+    used, places = np.unique(np.asarray(column.indices.fill_null(0)), return_inverse=True)
+    if not len(column.dictionary):
+        return [None] * len(column)
+    found = read(column.dictionary.take(pa.array(used)))
+    there = column.indices.is_valid().to_pylist()
+    return [found[place] if valid else None for place, valid in zip(places.tolist(), there, strict=True)]
+
+
+def _longest(column: pa.Array) -> int:
+    """Bytes of the longest value of a column of views, which may share their bytes; 0 for others."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary
+    if not len(column):
+        return 0
+    if not pa.types.is_string_view(column.type) and not pa.types.is_binary_view(column.type):
+        return 0
+    data = column.buffers()[1]
+    views = np.frombuffer(data, np.int32, data.size // 16 * 4).reshape(-1, 4)
+    return int(views[column.offset : column.offset + len(column), 0].max(initial=0))
+
+
+def _shares(kind: pa.DataType, *, inside: bool = False) -> bool:
+    """Whether values of a type may be longer together than the bytes that hold them, and cannot be measured."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if inside and (pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)):
+        return True
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind) or pa.types.is_run_end_encoded(kind):
+        return True
+    if pa.types.is_dictionary(kind):
+        return _shares(kind.value_type, inside=True)
+    return any(_shares(kind.field(number).type, inside=True) for number in range(kind.num_fields))
+
+
+def _expanded(column: pa.Array) -> int:
+    """Bytes that the values of a column have when each is written out, also those of dictionaries inside of others."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        if not _holds_text(kind):
+            return int(column.nbytes)
+        lengths = pc.binary_length(column.dictionary.cast(pa.large_binary()))
+        return int(pc.sum(lengths.take(column.indices.drop_null())).as_py() or 0)
+    if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        return sum(_expanded(column.field(number)) for number in range(kind.num_fields))
+    if pa.types.is_map(kind):
+        return _expanded(column.keys) + _expanded(column.items)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _expanded(column.flatten())
+    return max(int(column.nbytes), 16 * len(column))  # None takes place in a list, too
+
+
 def values(column: pa.Array) -> list[Any]:
     """The values of a column of ids or metadata; what Python cannot hold, or is no UTF-8, as near as it gets."""
+    if pa.types.is_dictionary(column.type):
+        return _of_dictionary(values, column)
     if _holds_text(column.type):
         return [None if raw is None else raw.decode("utf-8", "backslashreplace") for raw in text_bytes(column)]
     try:

@@ -22,6 +22,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.fingerprint import compare, model_fingerprint
 from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.flops import num_parameters
 from pipeline.train.model.kernels.choice import Need, choose_on
 from pipeline.train.parallel import processes
 from pipeline.train.parallel.layout import Layout, resolve
@@ -31,6 +32,9 @@ from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.rank import LAUNCHER
 from pipeline.train.parallel.runner import Runner, build_runner
 from pipeline.train.products import choose_products
+
+_SMALLEST_WEIGHT = 2
+"""Bytes of a weight in a checkpoint at least."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,16 @@ ALONE = Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
 """A process that has all of the model."""
 
 
+def check_has_weights(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+    """Refuse a model that its checkpoint has not the bytes for, before memory is taken for it."""
+    needed, there = _SMALLEST_WEIGHT * num_parameters(spec), checkpoint.size
+    if needed > there:
+        raise UserError(
+            f"{checkpoint.path} has {there:,} bytes, but the model that it names has weights of {needed:,} bytes at "
+            "least: they do not belong together"
+        )
+
+
 def load_for_inference(
     config: Config, step: int | None, ranks: Processes = ALONE, parallel: ParallelConfig | None = None
 ) -> tuple[Setup, ParallelModel, Runner, Checkpoint]:
@@ -145,6 +159,7 @@ def load_for_inference(
         lambda: compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
     )
     setup = set_up(config, Tokenizer.open(checkpoint.path), device, resolve(parallel, ranks.world_size))
+    share(lambda: check_has_weights(checkpoint, setup.spec))
     model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
     # The training's own choice may not be installed here.
     need = Need.of(config.model, setup.spec, config.train, compiled=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -72,7 +73,7 @@ class _InCheckpoint:
     def __post_init__(self) -> None:
         state = self.checkpoint.state()
         self.name = str(self.checkpoint.path)
-        self.model = ModelConfig(**state["fingerprints"]["model"])
+        self.model = _model(state["fingerprints"]["model"], self.name)
         self.positions = longest_windows(state["config"])
         self.tokenizer = Tokenizer.open(self.checkpoint.path)
         found = stored(self.checkpoint).get(self.weights)
@@ -97,13 +98,22 @@ class _Exported:
             if problem := changed(self.folder / name, digest, links=True):
                 raise UserError(f"{problem}; export them again")
         self.name = str(self.folder)
-        self.model = ModelConfig(**about["fingerprints"]["model"])
+        self.model = _model(about["fingerprints"]["model"], self.name)
         self.positions = int(about["positions"])
         self.tokenizer = Tokenizer.open(self.folder)
         self._files, self.tensors = tensors_in(self.folder, about["files"])
 
     def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         return read_tensors(self.folder, self._files, tensors)
+
+
+def _model(values: Any, where: str) -> ModelConfig:
+    """What weights compute, as their folder says; a `UserError` where that is no model, or one of absurd size."""
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UserError(f"{where} says of its model what cannot be: {what}") from None
 
 
 def exported_files(folder: Path, about: Mapping[str, Any]) -> Files:

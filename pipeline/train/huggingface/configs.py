@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import MAX_LAYERS, ModelConfig
 from pipeline.errors import UserError
 from pipeline.train.huggingface.families import FAMILIES, Family
 from pipeline.train.model.config import default_ffn_dim
@@ -61,6 +61,13 @@ class _Source:
         found = self.get(key)
         if found is None:
             raise UserError(f"{self._where} has no {key}")
+        return found
+
+    def need_count(self, key: str, most: int) -> int:
+        """A number of things that are gone through one by one before the rest is checked."""
+        found = self.need(key)
+        if not isinstance(found, int) or not 1 <= found <= most:
+            self.refuse(key, found, f"it must be a whole number from 1 to {most}")
         return found
 
     def must_be(self, key: str, wanted: Collection[Any], default: Any) -> None:
@@ -210,7 +217,7 @@ def _to_gpt2(model: ModelConfig, positions: int) -> tuple[Family, Json]:
 def _from_llama_like(source: _Source, model_type: str) -> Json:
     source.must_be("hidden_act", ("silu",), "silu")
     dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
-    layers = source.need("num_hidden_layers")
+    layers = source.need_count("num_hidden_layers", MAX_LAYERS)
     head_dim = source.get("head_dim", 128 if model_type == "qwen3" else None)
     positions, rope = source.get("max_position_embeddings"), _rope(source)
     # What transformers takes where the key is not there; null means as many as heads.
