@@ -118,9 +118,9 @@ def ports(root: Path) -> None:
         def attack(port: int, pids: list[int], outer: Any = outer, taken: Any = taken, tried: Any = tried) -> None:
             outer += [f"{each}:{port}" for each in outer_addresses() if reached(each, port)]
             if IS_ROOT:
-                with as_other(lambda: put_pickle(port, pids, marker)) as took:
+                with as_other(lambda: put_pickle(port, pids, marker), 10) as took:
                     tried.append(port)
-                    taken += [port] if took else []
+                    taken += [port] if took is True else []  # a store answers at once
 
         with pipeline(*words) as process:
 
