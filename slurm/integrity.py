@@ -132,7 +132,7 @@ def refuse_replaceable(folder: Path, todo: str) -> None:
         if found.st_uid not in (0, os.geteuid()):
             raise UserError(f"{folder}: {each} belongs to the user with id {found.st_uid}, who may replace it; {todo}")
         sticky = found.st_mode & 0o1000 and each != folder
-        group = found.st_mode & 0o020 and not _is_own_group(found.st_gid)
+        group = found.st_mode & 0o020 and not is_own_group(found.st_gid)
         if (group or found.st_mode & 0o002) and not sticky:
             raise UserError(f"{folder}: other users may write to {each}, and so replace what jobs run; {todo}")
 
@@ -141,7 +141,7 @@ def _up(folder: Path) -> list[Path]:
     return [folder, *folder.parents]
 
 
-def _is_own_group(number: int) -> bool:
+def is_own_group(number: int) -> bool:
     """Whether a group is the one that many systems make for each user alone."""
     import grp
     import pwd

@@ -40,11 +40,22 @@ def private_folder(config: Config, run: Path) -> Path | None:
     """
     base = config.slurm.private_dir
     if base is None:
-        umask = int(config.slurm.umask, 8) if config.slurm.umask is not None else 0o022
-        if config.slurm.group is None and umask & 0o022 == 0o022:
+        if config.slurm.group is None and not _others_will_write(config, run):
             return None
         base = Path.home() / ".pipeline"
     return base / f"{run.name}-{value_hash(str(run))[:8]}"
+
+
+def _others_will_write(config: Config, run: Path) -> bool:
+    """Whether folders that this process makes in a run may be written by others than its user."""
+    umask = int(config.slurm.umask, 8) if config.slurm.umask is not None else _umask()
+    if umask & 0o022 == 0o022:
+        return False
+    if umask & 0o002 == 0 or config.slurm.umask is not None:
+        return True
+    # Many systems give each user a group, and all of them the umask 0002.
+    above = next(each for each in (run, *run.absolute().parents) if each.exists()).stat()
+    return not integrity.is_own_group(above.st_gid if above.st_mode & stat.S_ISGID else os.getegid())
 
 
 def make_private(config: Config, run: Path) -> Path | None:

@@ -138,7 +138,7 @@ class SlurmConfig(Section):
     """Unix group of the run folder, whose members may look after the run, too."""
     private_dir: AbsLinePath | None = None
     """Folder for what jobs execute, on a disk that all nodes share; nobody else may write to it or above it. By default
-    the run folder; `~/.pipeline` where `group` or `umask` lets others write there."""
+    the run folder; `~/.pipeline` where `group`, `umask` or the shell's umask lets others write there."""
     umask: str | None = Field(default=None, pattern=r"^0?[0-7]{3}$")
     """Permissions that new files do not get: `0002` lets the group write, and so cancel or go on. By default what
     the shell that submits has."""

@@ -197,6 +197,31 @@ def test_with_a_group_jobs_execute_what_lies_where_only_the_owner_may_write(tmp_
     assert run.stat().st_mode & 0o020 and jobs.folder(run).stat().st_mode & 0o020
 
 
+@pytest.mark.parametrize(
+    ("umask", "keys", "own", "private"),
+    [
+        (0o022, (), False, False),
+        (0o002, (), False, True),
+        (0o002, (), True, False),
+        (0o000, (), True, True),
+        (0o002, ("slurm.umask='0022'",), False, False),
+        (0o022, ("slurm.umask='0002'",), False, True),
+    ],
+)
+def test_a_shell_that_lets_a_group_write_counts_as_the_key_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, keys: tuple[str, ...], own: bool, private: bool
+) -> None:
+    """A colleague could otherwise rename `RUN/slurm/code` after the check, before the next start of a rank."""
+    monkeypatch.setattr(integrity, "is_own_group", lambda number: own)
+    config = load(tiny.write_run(tmp_path), keys)
+    before = os.umask(umask)
+    try:
+        found = permissions.private_folder(config, config.run.dir)
+    finally:
+        os.umask(before)
+    assert (found is not None) == private
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a colleague's place, which only root may")
 def test_a_colleague_of_the_group_goes_on_with_code_of_their_own() -> None:
     import grp

@@ -1,0 +1,114 @@
+"""Attacks of a colleague on a job of `slurm.group`, without a cluster; part of `attack_network.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.config.load import load
+from pipeline.errors import EXIT_REFUSED
+
+try:
+    from benchmarks.attack_victim import IS_ROOT, OTHER, as_other, done, said, victim
+except ModuleNotFoundError:  # run as a script
+    from attack_victim import IS_ROOT, OTHER, as_other, done, said, victim
+
+
+def group(root: Path) -> None:
+    """A colleague of the group before the job starts: the check of its script, run by bash."""
+    import grp
+
+    from slurm import permissions, snapshot
+
+    keys = [f"slurm.group={grp.getgrgid(OTHER if IS_ROOT else os.getgid()).gr_name}", "slurm.umask='0002'"]
+    base = Path(tempfile.mkdtemp(prefix="attack-", dir=Path.home()))
+    keys.append(f"slurm.private_dir={base}")
+    file = victim(root, "grouped")
+    done("preprocess", file)
+    _, text = done("train", file, *keys, "--slurm", "--dry-run")
+    script = text.partition("#!/bin/bash")[2].partition("--- end of script")[0]
+    config = load(file, keys)
+    mask = os.umask(0o022)
+    permissions.honour(config)
+    code = snapshot.take(config.run.dir, (), permissions.make_private(config, config.run.dir))
+    os.umask(mask)
+    assert f"pipeline_code={code}" in script, script or text
+    check = re.sub(r"(?m)^.* -m slurm\.batch .*$", "echo started", script)
+
+    def start() -> tuple[int, str]:
+        ran = subprocess.run(["bash", "-c", check], capture_output=True, text=True, cwd="/", check=False)
+        return ran.returncode, ran.stdout.strip() or ran.stderr.strip().split("\n")[0][:120]
+
+    said("group: nothing was changed", start() == (0, "started"), f"{start()}")
+    module, listed = code / "slurm" / "batch.py", code.with_name(f"{code.name}.sha256")
+    if IS_ROOT:
+
+        def change() -> list[str]:
+            done_to = []
+            for name, does in {
+                "write": lambda: module.open("a").close(),
+                "add": (module.parent / "x.py").touch,
+                "rename": lambda: code.rename(code.with_name("moved")),
+                "list": lambda: listed.open("a").close(),
+                "submission": (code.parents[1] / "submissions" / "x.json").touch,
+            }.items():
+                with suppress(PermissionError):
+                    does()
+                    done_to.append(name)
+            return done_to
+
+        with as_other(change) as did:
+            said("group: a colleague changes code, list or submissions", did == [], f"permitted: {did or 'nothing'}")
+
+    def evil(path: Path) -> Callable[[], object]:
+        path.parent.mkdir(exist_ok=True)
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes((before or b"") + b"\nevil = 1\n")
+        return lambda: path.write_bytes(before) if before is not None else path.unlink()
+
+    def swapped(path: Path, link: bool) -> Callable[[], object]:
+        kept = path.rename(base / "kept")
+        if link:
+            path.symlink_to(kept)
+            return lambda: (path.unlink(), kept.rename(path))
+        subprocess.run(["cp", "-r", kept, path], check=True)
+        (path / "batch.py").write_text("evil = 1\n")
+        return lambda: (subprocess.run(["rm", "-r", path], check=True), kept.rename(path))
+
+    def opened(path: Path) -> Callable[[], object]:
+        path.chmod(0o664)
+        return lambda: path.chmod(0o644)
+
+    bytecode = module.parent / "__pycache__" / f"batch.{sys.implementation.cache_tag}.pyc"
+    forced: dict[str, Callable[[], Callable[[], object]]] = {
+        "a module was changed": lambda: evil(module),
+        "bytecode was added": lambda: evil(bytecode),
+        "sitecustomize.py was added": lambda: evil(code / "sitecustomize.py"),
+        "a name with a line break was added": lambda: evil(code / "slurm" / "batch.py\nf slurm"),
+        "the list was changed": lambda: evil(listed),
+        "a folder was replaced by another": lambda: swapped(code / "slurm", False),
+        "a folder was replaced by a link": lambda: swapped(code / "slurm", True),
+        "the group may write to a module": lambda: opened(module),
+    }
+    for name, does in forced.items():
+        back = does()
+        result, says = start()
+        said(f"group: {name}", result == EXIT_REFUSED and "refused" in says, f"code {result}, {says}")
+        back()
+        assert start() == (0, "started"), name
+    submission = base / "submission.json"
+    submission.write_text("{}")
+    words = [sys.executable, "-m", "slurm.batch", "1", str(submission), "0" * 64]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    said(
+        "group: a submission was changed",
+        ran.returncode == EXIT_REFUSED,
+        f"code {ran.returncode}, {ran.stderr.strip()[-90:]}",
+    )
+    subprocess.run(["rm", "-r", base], check=True)
