@@ -130,6 +130,11 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def shown(text: str) -> str:
+    """A text of a stranger for a message, cut if it is long."""
+    return text if len(text) <= _SHOWN_NAME else f"{text[:_SHOWN_NAME]}..."
+
+
 def plain_name(name: object, where: Path) -> str:
     """A file's name out of a list that may come from a stranger: it must name a file beside the list.
 
@@ -143,7 +148,7 @@ def plain_name(name: object, where: Path) -> str:
     if isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}:
         return name
     raise UserError(
-        f"{where} names {ascii(name)[:_SHOWN_NAME]}, which is not a plain file name: no folder, no '..', no control "
+        f"{where} names {shown(ascii(name))}, which is not a plain file name: no folder, no '..', no control "
         "characters; this program never writes such a name, so do not trust where the files come from"
     )
 

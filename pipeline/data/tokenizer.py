@@ -152,7 +152,12 @@ class Tokenizer:
         if not file.is_file() or not (folder / SPECIAL_FILE).is_file():
             raise UserError(f"{folder} has no tokenizer ({TOKENIZER_FILE} and {SPECIAL_FILE})")
         special = store.get_json(folder / SPECIAL_FILE, "end_of_document", "special_tokens")
-        return cls(_read(file), special["end_of_document"], special["special_tokens"], special.get("allow_special", []))
+        end, tokens, allowed = special["end_of_document"], special["special_tokens"], special.get("allow_special", [])
+        if not all(isinstance(value, list) for value in (tokens, allowed)) or not all(
+            isinstance(token, str) for token in (end, *tokens, *allowed)
+        ):
+            raise UserError(f"{folder / SPECIAL_FILE} is damaged: its tokens are texts, and lists of texts")
+        return cls(_read(file), end, tokens, allowed)
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""

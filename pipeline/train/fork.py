@@ -24,7 +24,7 @@ from pipeline.data.loader import check_run_file
 from pipeline.data.progress import counted
 from pipeline.data.provenance import JOURNAL_FILE, saved_journal
 from pipeline.errors import MachineError, UserError
-from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, record_of
+from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, damage_named, record_of
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.storage import refuse_misfit
 from pipeline.train.checkpoint.tensors import stored
@@ -58,9 +58,10 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
     _check_new(parent, child)
     _check_unused(config)
     checkpoint = Checkpoints.of_run(parent).at(step)
-    state = checkpoint.state()
-    past = saved_journal(parent, state["journal"], step)
-    _check_data(config, state)
+    with damage_named(checkpoint):
+        state = checkpoint.state()
+        past = saved_journal(parent, state["journal"], step)
+        _check_data(config, state)
     plan = plan_run(config, checkpoint, saved=past.forked(step))
     if plan.length.steps <= step:
         raise UserError(
@@ -68,7 +69,9 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
             f"{step:,} steps of {checkpoint.path}; raise train.duration, which counts from the start of the parent"
         )
     _check_start(config, plan, checkpoint)
-    for line in _lines(checkpoint, config, plan, parent, child):
+    with damage_named(checkpoint):
+        lines = list(_lines(checkpoint, config, plan, parent, child))
+    for line in lines:
         say(console, line)
     if dry_run:
         say(console, "fork: nothing was written (--dry-run)")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,3 +278,14 @@ class TestFingerprint:
             path.write_text(json.dumps(json.loads(path.read_text()) | changes))
             prints.add(Tokenizer.load(path, TokenizerConfig(path=path)).fingerprint)
         assert len(prints) == 5
+
+
+@pytest.mark.parametrize("key", ["end_of_document", "special_tokens", "allow_special"])
+@pytest.mark.parametrize("value", [7, [7], {"a": 1}, None])
+def test_special_tokens_of_another_kind_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    config = TokenizerConfig.model_validate({"train": {"vocab_size": 300}})
+    Tokenizer.train(iter(["a boat on the sea"]), config).save(tmp_path)
+    file = tmp_path / "special_tokens.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=r"special_tokens\.json is damaged"):
+        Tokenizer.open(tmp_path)

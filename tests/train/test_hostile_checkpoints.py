@@ -263,6 +263,13 @@ PICKLES = {
     "a name as text": b"cos\nsystem\n.",
     "the state of a class": PROTO + NAME + b"}b.",
     "a call of no class": PROTO + b"N)R.",
+    "a name whose words would never end": PROTO
+    + b")\x94"
+    + b"".join(b"h%c" % n * 2 + b"\x86\x94" for n in range(60))
+    + (NAME + b")\x81}(\x8c\x13state_dict_metadata}\x8c\x0cstorage_data}")
+    + (NAME.replace(b"\x08Metadata", b"\x0dMetadataIndex") + b")\x81}\x8c\x03fqnh\x3csb")
+    + b"\x8c'torch.distributed.checkpoint.filesystem\x8c\x0c_StorageInfo\x93)\x81}("
+    + b"\x8c\x0drelative_path\x8c\x01x\x8c\x06offsetK\0\x8c\x06lengthK\0ubsub.",
     "an extension": PROTO + b"\x82\x01.",
 }
 
@@ -285,6 +292,32 @@ def test_no_other_name_is_imported(module: str, name: str, tmp_path: Path) -> No
 def test_a_list_larger_than_its_tensors_can_need_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not read"):
         read_metadata(listed(tmp_path, pickle.dumps(sharded()) + bytes(2**20), size=100))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *(("parent", 7), ("parent", {"name": "x"}), ("journal", None), ("journal", {"segments": 5})),
+        *(("layout", [1]), ("config", []), ("versions", 1), ("tokens", "many")),
+    ],
+)
+def test_a_state_of_other_kinds_is_refused(
+    key: str, value: object, root: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = orjson.loads((folder_of(run) / "state.json").read_bytes())
+    rewrite(folder_of(run), "state.json", orjson.dumps(state | {key: value}))
+    for command in ("show", "fork"):
+        code, said = call(monkeypatch, capfd, *COMMANDS[command](root, run))
+        assert code in (0, 2) and "mistake in the program" not in said, said
+
+
+def test_a_damaged_state_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = folder_of(run) / "state.json"
+    state.write_bytes(state.read_bytes().replace(b"attempt", b"Attempt", 1))
+    code, said = call(monkeypatch, capfd, "checkpoint", "show", run)
+    assert code == 2 and "state.json has changed" in said
 
 
 def test_a_compressed_tensor_is_not_read(run: Path) -> None:

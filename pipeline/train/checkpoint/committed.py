@@ -7,7 +7,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,26 @@ from pipeline.errors import MachineError, UserError
 
 COMMIT = "COMMIT"
 STATE = "state.json"
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What reading the state or the list of files of a damaged checkpoint may raise."""
+
+
+@contextmanager
+def damage_named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Inside, whatever a damaged or forged state leads to becomes a message that names the checkpoint.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except UNREADABLE as error:
+        problems = checkpoint.problems(full=False)
+        said = "; ".join(problems) if problems else f"{type(error).__name__}: {store.shown(str(error))}"
+        raise UserError(f"checkpoint {checkpoint.path} is damaged or forged: {said}") from error
+
 
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
 

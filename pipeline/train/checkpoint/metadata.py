@@ -101,7 +101,7 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]
             return _Class(name)
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        raise _Forbidden(f"{module}.{name}")
+        raise _Forbidden(store.shown(f"{module}.{name}"))
 
     def _make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack[-1]
@@ -270,8 +270,10 @@ def _places(
     for index, info in stored.items():
         where, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         name, file, begin, length = where["fqn"], place["relative_path"], place["offset"], place["length"]
-        if type(name) is not str or type(file) is not str or file not in sizes:
-            raise ValueError(f"it looks for {name!a} in {file!a}, which COMMIT does not list")
+        if type(name) is not str or type(file) is not str:  # what else it is may take for ever to spell out
+            raise ValueError("the name of a place is no text")
+        if file not in sizes:
+            raise ValueError(f"it looks for {store.shown(name)} in {store.shown(file)}, which COMMIT does not list")
         if not _is_size(begin) or not _is_size(length) or begin + length > sizes[file]:
             raise ValueError(f"it looks for {name} outside of {file}")
         if place.get("transform_descriptors"):

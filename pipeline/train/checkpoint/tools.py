@@ -13,7 +13,7 @@ from rich.console import Console
 from pipeline.config.train import CheckpointConfig
 from pipeline.console import progress
 from pipeline.errors import UserError
-from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.committed import UNREADABLE, damage_named
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import is_permanent
 
@@ -152,16 +152,21 @@ def details(checkpoints: Checkpoints, step: int | None) -> Details:
 
     checkpoint = checkpoints.find(step)
     problems = checkpoint.problems(full=False)
-    try:
+    with damage_named(checkpoint):
         return Details(checkpoint, checkpoint.state(), stored(checkpoint), problems)
-    except UserError:
-        raise
-    except UNREADABLE as error:
-        raise UserError(f"checkpoint {checkpoint.path.name} is damaged: {problems or error}") from error
 
 
-def details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
-    """`details` in words: where it comes from and what it holds, then its tensors."""
+def details_lines(found: Details, *, all_tensors: bool) -> list[str]:
+    """`details` in words: where it comes from and what it holds, then its tensors.
+
+    Raises:
+        UserError: something in its state is of another kind than this program writes.
+    """
+    with damage_named(found.checkpoint):
+        return list(_details_lines(found, all_tensors=all_tensors))
+
+
+def _details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
     state, checkpoint = found.state, found.checkpoint
     yield f"{checkpoint.path}"
     yield f"  step        {checkpoint.step:,}" + (f", {state['tokens']:,} tokens" if "tokens" in state else "")
