@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 
+from pipeline.console import echo
 from pipeline.errors import UserError
 
 
@@ -23,7 +24,7 @@ def main() -> None:
     try:
         run_link(file, int(link), digest)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        echo(f"error: {error}", error=True, flush=True)
         sys.exit(error.exit_code)
 
 

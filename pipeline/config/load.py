@@ -104,8 +104,11 @@ def _validated(
         problems += _override(plain, places, override, failed)
     problems += _interpolate(plain, places, failed)
     for key, value in (values or {}).items():
-        _assign(plain, tuple(key.split(".")), value)
         places[tuple(key.split("."))] = Place(COMMAND_LINE)
+        try:
+            _assign(plain, tuple(key.split(".")), value)
+        except LookupError as error:
+            problems.append(Problem(Place(COMMAND_LINE), f"{key}: {error.args[0]}"))
     for key_path, place in places.items():
         if place.placeholder and key_path not in failed:
             failed.add(key_path)

@@ -445,6 +445,14 @@ def test_data_that_makes_no_sense(tmp_path: Path, override: str, said: str) -> N
     assert said in refused(write(tmp_path), override)
 
 
+def test_a_run_folder_whose_run_file_has_a_list_for_the_section_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("run: [1]\n")
+    with pytest.raises(UserError, match=r"run\.dir: run is a list"):
+        load_run(run)
+
+
 def test_splits_are_shares_or_numbers(tmp_path: Path) -> None:
     config = load(write(tmp_path), ["data.splits={heldout: 0.02, test: 1K documents}"])
     assert config.data.model_dump()["splits"] == {"heldout": 0.02, "test": "1000 documents"}
