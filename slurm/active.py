@@ -15,6 +15,7 @@ from pipeline.config.document import parse
 from pipeline.config.load import dump
 from pipeline.config.problems import show
 from pipeline.console import say
+from pipeline.data import store
 from pipeline.errors import UserError
 from pipeline.train.lock import when
 from slurm import jobs, scheduler, snapshot, transport
@@ -151,7 +152,7 @@ def _differences(submission: Submission, config: Config) -> list[str]:
     try:
         # Not as a config: it may be of another version of the code.
         run_file = record(submission.run, submission.run_file)
-        there = _flat(parse(run_file.read_text(encoding="utf-8"), str(run_file)).value)
+        there = _flat(parse(store.read_bytes(run_file).decode(), str(run_file)).value)
     except (OSError, UserError):
         return []
     here = _flat(parse(dump(config), "").value)

@@ -11,6 +11,7 @@ import orjson
 from rich.console import Console
 
 from pipeline.console import say
+from pipeline.data import store
 from pipeline.errors import EXIT_OK
 from pipeline.eval.benchmarks import benchmarks_are_kept
 from pipeline.eval.reports import evaluated_checkpoint, report_path
@@ -89,7 +90,7 @@ class Evaluations:
     def _last_step(self) -> int | None:
         """Steps of the run if it is trained to its end."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            state = orjson.loads((self._run / "exit.json").read_bytes())
+            state = orjson.loads(store.read_bytes(self._run / "exit.json"))
             if state["code"] == EXIT_OK:
                 return int(state["step"])
         return None

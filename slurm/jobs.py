@@ -134,7 +134,7 @@ def _cancelled_file(run: Path) -> Path:
 def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
     """Whether and by whom the run was cancelled, or a stage of it."""
     with suppress(OSError, ValueError, TypeError):
-        values = orjson.loads(_cancelled_file(run).read_bytes())
+        values = orjson.loads(store.read_bytes(_cancelled_file(run)))
         found = Cancelled(**{**values, "stages": tuple(values.get("stages", ()))})
         return found if stage is None or not found.stages or stage in found.stages else None
     return None

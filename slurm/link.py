@@ -21,6 +21,7 @@ from types import FrameType
 import orjson
 
 from pipeline.console import Console, say
+from pipeline.data import store
 from pipeline.data.machine import node_name
 from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from pipeline.train.checkpoint.manager import Checkpoints
@@ -218,7 +219,7 @@ class Link:
         """What the training has noted of its end, if it has and that is of this launch."""
         if self._submission.stage == "train":
             with suppress(OSError, ValueError, KeyError, TypeError):
-                state = orjson.loads((self._run / "exit.json").read_bytes())
+                state = orjson.loads(store.read_bytes(self._run / "exit.json"))
                 if state["attempt"] > attempt:
                     return Ending(int(state["code"]), str(state["reason"]), agreed=bool(state["agreed"]))
         return None

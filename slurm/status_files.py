@@ -261,7 +261,7 @@ def _rows(run: Path, step: int | None) -> Rows:
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        value = orjson.loads(file.read_bytes())
+        value = orjson.loads(store.read_bytes(file))
     except FileNotFoundError:
         return {}
     if not isinstance(value, dict):

@@ -165,7 +165,7 @@ def _state(now: RunStatus, steps: int) -> str:
 def _exit(run: Path) -> dict[str, Any]:
     """What the training has noted of its end; {} while it runs, and after kill -9."""
     with suppress(OSError, ValueError):
-        value = orjson.loads((run / "exit.json").read_bytes())
+        value = orjson.loads(store.read_bytes(run / "exit.json"))
         return value if isinstance(value, dict) else {}
     return {}
 
@@ -174,7 +174,7 @@ def _evaluated(run: Path) -> tuple[int | None, dict[str, Any]]:
     """The newest evaluated step and its figures over all sources."""
     for file in sorted((run / "eval").glob("step-*.json"), reverse=True):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            value = orjson.loads(file.read_bytes())
+            value = orjson.loads(store.read_bytes(file))
             return int(value["step"]), dict(value["blended"])
     return None, {}
 

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeline.data import store
+
 _BLOCK = 2**16
 """Bytes that are read at once."""
 
@@ -17,7 +19,7 @@ def last_lines(file: Path, lines: int) -> list[str]:
     Bytes that are no UTF-8 are replaced.
     """
     try:
-        with file.open("rb") as opened:
+        with store.open_regular(file) as opened:
             opened.seek(_start_of(opened, lines))
             data = opened.read()
     except OSError:
@@ -80,7 +82,7 @@ class Tail:
             self._opened = None
 
     def _open(self) -> None:
-        opened = self._file.open("rb")
+        opened = store.open_regular(self._file)
         first = self._opened is None
         self.close()
         self._opened = opened

@@ -20,6 +20,7 @@ from pipeline.config.interpolation import Interpolation, InterpolationError, esc
 from pipeline.config.problems import place_of, show, translate
 from pipeline.config.root import Config
 from pipeline.config.schema import KeyPath, dotted
+from pipeline.data import store
 from pipeline.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -199,7 +200,7 @@ def _document(path: Path) -> Document:
     """One file as it is written."""
     name = _shown(path)
     try:
-        document = parse(path.read_text(encoding="utf-8"), name)
+        document = parse(store.read_bytes(path).decode(), name)
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not a UTF-8 text file (byte {error.start})") from None
     if document.value is None:

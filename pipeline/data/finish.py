@@ -156,7 +156,7 @@ class Finish:
         path = self._folder / REPORT_FILE
         text = orjson.dumps(self.report.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         # A finished source may lie on a disk that cannot be written.
-        if not path.exists() or path.read_bytes() != text:
+        if not path.exists() or store.read_bytes(path) != text:
             store.put(path, text)
             self.report.written.append(path)
         return self.report

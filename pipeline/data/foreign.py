@@ -13,6 +13,7 @@ import orjson
 import xxhash
 from tokenizers import pre_tokenizers
 
+from pipeline.data import store
 from pipeline.data.indexed import HEADER, HashedFile, IndexedPart, part_files
 from pipeline.data.manifest import document_ends
 from pipeline.data.merge import StreamedIndex
@@ -66,7 +67,7 @@ def open_foreign(prefix: Path) -> IndexedPart:
     except UserError:
         idx = part_files(prefix)[1]
         if idx.is_file() and idx.stat().st_size >= HEADER.size:
-            with idx.open("rb") as file:
+            with store.open_regular(idx) as file:
                 _, _, _, sequences, bounds = HEADER.unpack(file.read(HEADER.size))
             if sequences and idx.stat().st_size == HEADER.size + 13 * sequences + 8 * bounds:
                 raise UserError(
@@ -110,7 +111,7 @@ def scan(
 
 def token_blocks(part: IndexedPart) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """(first token, ids) of blocks of the `.bin`. Plain reads: mapped pages would count as memory of this process."""
-    with part.bin_path.open("rb") as file:
+    with store.open_regular(part.bin_path) as file:
         for start in range(0, part.tokens, BLOCK):
             ids = np.frombuffer(file.read(min(BLOCK, part.tokens - start) * part.dtype.itemsize), part.dtype)
             if len(ids) != min(BLOCK, part.tokens - start):

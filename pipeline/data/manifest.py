@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,7 @@ class Manifest(_Entry):
     documents: int
     tokens: int
     text_bytes: int
-    dtype: str
+    dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "int64"]
     inner_ends: int = 0
     tokenizer: TokenizerInfo
     settings: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def write_dataset(
 
 def _is_written(folder: Path, manifest: Manifest, parts: bytes, tokenizer: Tokenizer) -> bool:
     try:
-        same = read_manifest(folder) == manifest and (folder / PARTS_FILE).read_bytes() == parts
+        same = read_manifest(folder) == manifest and store.read_bytes(folder / PARTS_FILE) == parts
         return same and tokenizer.is_saved_in(folder)
     except (UserError, OSError, ValueError):
         return False

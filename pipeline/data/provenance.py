@@ -435,7 +435,7 @@ def _steps_done(folder: Path) -> int:
     """Steps of the newest checkpoint, or in the metrics, which have every step."""
     done = max(checkpoint_steps(folder), default=0)
     try:
-        with (folder / "metrics.jsonl").open("rb") as file:
+        with store.open_regular(folder / "metrics.jsonl") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             tail = file.read().splitlines()
     except FileNotFoundError:

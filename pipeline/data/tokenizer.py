@@ -168,7 +168,7 @@ class Tokenizer:
     def is_saved_in(self, folder: Path) -> bool:
         """Whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
         try:
-            if all((folder / name).read_bytes() == data for name, data in self._files.items()):
+            if all(store.read_bytes(folder / name) == data for name, data in self._files.items()):
                 return True
             return Tokenizer.open(folder).fingerprint == self.fingerprint
         except (UserError, OSError):

@@ -62,7 +62,7 @@ def report_path(config: Config, step: int) -> Path:
 def evaluated_checkpoint(report: Path) -> str | None:
     """Fingerprint of the checkpoint that a report is of; None without a sound report."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(orjson.loads(report.read_bytes())["made_with"]["checkpoint"])
+        return str(orjson.loads(store.read_bytes(report))["made_with"]["checkpoint"])
     return None
 
 
@@ -77,7 +77,7 @@ def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
     damaged = []
     for path in report_files(run):
         try:
-            sound.append((_checked(orjson.loads(path.read_bytes())), path.stat().st_mtime))
+            sound.append((_checked(orjson.loads(store.read_bytes(path))), path.stat().st_mtime))
         except FileNotFoundError:
             continue
         except (ValueError, KeyError, TypeError):

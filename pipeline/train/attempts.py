@@ -302,7 +302,7 @@ def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
         if beat.phase == HUNG:  # its watchdog has ended it, and nobody was there to note that
             code, reason = EXIT_HANG, "it hung"
     with suppress(OSError, orjson.JSONDecodeError, TypeError, KeyError):
-        exit_state = orjson.loads((run / "exit.json").read_bytes())
+        exit_state = orjson.loads(store.read_bytes(run / "exit.json"))
         if exit_state["attempt"] == number:
             code, reason = exit_state["code"], exit_state["reason"]
     return _end_line(number, code, reason, step, last - begin["time"]) | {"time": last}
@@ -311,7 +311,7 @@ def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
 def rows_backwards(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines from the last one on, reading no more of it than is asked for."""
     try:
-        file = path.open("rb")
+        file = store.open_regular(path)
     except FileNotFoundError:
         return
     with file:

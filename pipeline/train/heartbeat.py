@@ -17,7 +17,7 @@ from types import TracebackType
 
 import orjson
 
-from pipeline.data import machine
+from pipeline.data import machine, store
 
 HUNG = "hang"
 """The phase of a rank whose watchdog is about to end it."""
@@ -62,7 +62,7 @@ def beat_file(run: Path, rank: int) -> Path:
 def read_beat(file: Path) -> Beat | None:
     """A heartbeat, or None where there is none that can be read."""
     try:
-        values = orjson.loads(file.read_bytes())
+        values = orjson.loads(store.read_bytes(file))
         known = {name: values[name] for name in Beat.__dataclass_fields__ if name in values}
         beat = Beat(**known)
         float(beat.time)

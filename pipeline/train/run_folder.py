@@ -175,7 +175,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
     state: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         if exit_file.stat().st_mtime >= start:
-            state = orjson.loads(exit_file.read_bytes())
+            state = orjson.loads(store.read_bytes(exit_file))
     beat = read_beat(beat_file(run, 0))
     step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None
     with suppress(OSError):  # a full disk, say
@@ -188,7 +188,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
 def last_attempt(run: Path) -> int:
     """Number of the newest attempt at a run, from 1; 0 before the first one."""
     counter = run / "attempt"
-    text = counter.read_text() if counter.exists() else "0"
+    text = store.read_bytes(counter).decode() if counter.exists() else "0"
     if not text.strip().isdecimal():
         raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
     return int(text)

@@ -172,7 +172,12 @@ class TestOpen:
 
     @pytest.mark.parametrize(
         ("changes", "said"),
-        [({"format_version": 9}, "format_version 9"), ({"tokens": "x"}, "tokens: "), ({"dtype": None}, "dtype: ")],
+        [
+            ({"format_version": 9}, "format_version 9"),
+            ({"tokens": "x"}, "tokens: "),
+            ({"dtype": None}, "dtype: "),
+            ({"dtype": "../x"}, "dtype: "),
+        ],
     )
     def test_manifest_of_another_kind(self, source, changes, said):
         path = source / "train" / "manifest.json"

@@ -7,6 +7,8 @@ it is compared with one process in `tests/parallel/test_layouts.py`.
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from pipeline.config.train import RecomputeConfig, TrainConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.parallel import compile
+from pipeline.train.parallel.compat import keep_compiled_code_private
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles, settle
 from tests.train.runs import column, start, train
 
@@ -161,3 +164,21 @@ def test_a_longer_run_is_compiled_as_it_was(root: Path, monkeypatch: pytest.Monk
     fresh = train(root, "fresh", "train.duration=4 steps")
     assert counters["stats"]["unique_graphs"]
     assert column(run, "loss") == pytest.approx(column(fresh, "loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_compiled_code_of_others_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: bool) -> None:
+    """A folder in /tmp that others may write to counts as theirs, whoever made it."""
+    usual = tmp_path / f"pipeline-compiled-{os.getuid()}"
+    if made_before:
+        usual.mkdir()
+        usual.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    keep_compiled_code_private()
+    chosen = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert (chosen == usual) is not made_before
+    assert chosen.parent == tmp_path and chosen.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    keep_compiled_code_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"

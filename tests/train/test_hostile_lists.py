@@ -10,11 +10,14 @@ from typing import Any
 import orjson
 import pytest
 
+from pipeline.config.load import load_run
 from pipeline.data import store
 from pipeline.data.manifest import verify
 from pipeline.data.receipts import files_are_there
 from pipeline.errors import UserError
+from pipeline.train.attempts import rows_backwards
 from pipeline.train.checkpoint.weight_source import open_weights, tensors_of
+from pipeline.train.heartbeat import read_beat
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from slurm.sweep_folder import noted
 from tests.train.runs import start
@@ -55,6 +58,9 @@ def test_an_index_of_hugging_face_names_files_beside_it(name: object, tmp_path: 
     store.put_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"lm_head.weight": name}})
     with pytest.raises(UserError, match=r"index\.json names .* not a plain file name"):
         HuggingFaceFolder(tmp_path).tensors  # noqa: B018
+    store.put_json(tmp_path / "model.safetensors.index.json", {"weight_map": name})
+    with pytest.raises(UserError, match=r"index\.json is damaged: weight_map"):
+        HuggingFaceFolder(tmp_path).tensors  # noqa: B018
 
 
 def test_plans_and_receipts_name_splits_of_their_source(root: Path, tmp_path: Path) -> None:
@@ -85,3 +91,14 @@ def test_a_sweep_names_folders_in_its_own(tmp_path: Path) -> None:
     store.put_json(tmp_path / "sweep.json", {"members": {"../../run": {}}})
     with pytest.raises(UserError, match="not a plain file name"):
         noted(tmp_path)
+
+
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "rank-0000.json", "exit.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="not a regular file"):
+        load_run(tmp_path)
+    with pytest.raises(UserError, match="not a regular file"):
+        next(rows_backwards(tmp_path / "metrics.jsonl"))
+    assert read_beat(tmp_path / "rank-0000.json") is None
+    assert read_beat(Path("/dev/zero")) is None

@@ -316,7 +316,7 @@ def _metrics(
 
 
 def _object(path: Path) -> dict[str, Any]:
-    value = orjson.loads(path.read_bytes())
+    value = orjson.loads(store.read_bytes(path))
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value

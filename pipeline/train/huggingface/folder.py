@@ -179,8 +179,10 @@ class HuggingFaceFolder:
         if (self.folder / SINGLE).is_file():  # before an index, which may be of an earlier save, as transformers does
             return [SINGLE]
         if (index := self.folder / INDEX).is_file():
-            named = store.get_json(index, "weight_map")["weight_map"].values()
-            return sorted({store.plain_name(name, index) for name in named})
+            named = store.get_json(index, "weight_map")["weight_map"]
+            if not isinstance(named, dict):
+                raise UserError(f"{index} is damaged: weight_map is no table of tensors and files; fetch it again")
+            return sorted({store.plain_name(name, index) for name in named.values()})
         found = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if found:
             return found

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import stat
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -142,6 +145,7 @@ def prepare_compiler(budget: float) -> None:
     import torch._functorch.config
 
     lift_recompile_limits()
+    keep_compiled_code_private()
     torch._functorch.config.activation_memory_budget = budget
 
 
@@ -154,6 +158,28 @@ def lift_recompile_limits() -> None:
     import torch._dynamo.config
 
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**20
+
+
+def keep_compiled_code_private() -> None:
+    """Let compiled code be kept in, and run from, a folder that no other user has made or may write to.
+
+    By default torch takes `/tmp/torchinductor_USER`, whoever made it, and runs what it finds there. It names that
+    folder in the environment when it is imported. Read in 2.13.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(_COMPILED, default_cache_dir()) != default_cache_dir():
+        return  # the user's own choice
+    folder = os.path.join(tempfile.gettempdir(), f"pipeline-compiled-{os.getuid()}")
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        folder = tempfile.mkdtemp(prefix="pipeline-compiled-")
+    os.environ[_COMPILED] = folder
+
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def prepare_async_tp(group: dist.ProcessGroup) -> None:

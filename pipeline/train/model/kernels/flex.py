@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.parallel.compat import lift_recompile_limits
+from pipeline.train.parallel.compat import keep_compiled_code_private, lift_recompile_limits
 
 
 class Flex:
@@ -62,6 +62,7 @@ def _compiled(function: Any) -> Any:
     Lengths are few: those of phases, and those of validation, which are 64 times a power of two.
     """
     lift_recompile_limits()
+    keep_compiled_code_private()
     return torch.compile(function, dynamic=False)
 
 
