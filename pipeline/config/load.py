@@ -63,7 +63,7 @@ def load_written(path: Path, overrides: Sequence[str] = (), values: Mapping[str,
     Raises:
         UserError: As for `load`; also where the file includes others or has something to resolve.
     """
-    document = _document(path)
+    document = _document(path, own=False)
     document.written = True
     return _validated(path, [document], overrides, values)
 
@@ -74,7 +74,7 @@ def written_values(path: Path) -> dict[str, Any]:
     Raises:
         UserError: It is no mapping in YAML.
     """
-    values: dict[str, Any] = _document(path).value
+    values: dict[str, Any] = _document(path, own=False).value
     return values
 
 
@@ -196,11 +196,14 @@ def packaged_configs() -> Path:
     return inside if inside.is_dir() else Path(pipeline.__file__).parents[1] / "configs"
 
 
-def _document(path: Path) -> Document:
-    """One file as it is written."""
+def _document(path: Path, *, own: bool = True) -> Document:
+    """One file as it is written.
+
+    The user's `own` may be a pipe (`<(...)`); one of a run folder, which may be a stranger's, is not waited for.
+    """
     name = _shown(path)
     try:
-        document = parse(store.read_bytes(path).decode(), name)
+        document = parse((path.read_bytes() if own else store.read_bytes(path)).decode(), name)
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not a UTF-8 text file (byte {error.start})") from None
     if document.value is None:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from pipeline.config.load import load_run
+from pipeline.config.load import load_written
 from pipeline.data import store
 from pipeline.data.manifest import verify
 from pipeline.data.receipts import files_are_there
@@ -97,7 +97,7 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "rank-0000.json", "exit.json"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match="not a regular file"):
-        load_run(tmp_path)
+        load_written(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="not a regular file"):
         next(rows_backwards(tmp_path / "metrics.jsonl"))
     assert read_beat(tmp_path / "rank-0000.json") is None
