@@ -71,7 +71,8 @@ def plain_copy(model: Decoder) -> Decoder:
 
 @pytest.mark.parametrize("clip_norm", [1e9, 0.05])
 def test_three_steps_equal_plain_pytorch(clip_norm: float) -> None:
-    train = train_config(lr=1e-2, clip_norm=clip_norm)
+    # With a smaller eps a gradient that is rounding alone would move its weight by the whole learning rate.
+    train = train_config(lr=1e-2, clip_norm=clip_norm, eps=1e-3)
     model, _, ours = stepper(train)
     reference = plain_copy(model)
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
