@@ -11,13 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from attack_victim import IS_ROOT, OTHER, as_other, done, said, victim
+
 from pipeline.config.load import load
 from pipeline.errors import EXIT_REFUSED
-
-try:
-    from benchmarks.attack_victim import IS_ROOT, OTHER, as_other, done, said, victim
-except ModuleNotFoundError:  # run as a script
-    from attack_victim import IS_ROOT, OTHER, as_other, done, said, victim
 
 
 def group(root: Path) -> None:

@@ -29,45 +29,25 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-try:
-    from benchmarks import attack_group, attack_server
-    from benchmarks.attack_victim import (
-        IS_ROOT,
-        OTHER,
-        SECONDS,
-        STEPS,
-        as_other,
-        broken,
-        done,
-        family,
-        outer_addresses,
-        pipeline,
-        reached,
-        said,
-        steps,
-        victim,
-        watch,
-    )
-except ModuleNotFoundError:  # run as a script
-    import attack_group
-    import attack_server
-    from attack_victim import (
-        IS_ROOT,
-        OTHER,
-        SECONDS,
-        STEPS,
-        as_other,
-        broken,
-        done,
-        family,
-        outer_addresses,
-        pipeline,
-        reached,
-        said,
-        steps,
-        victim,
-        watch,
-    )
+import attack_group
+import attack_server
+from attack_victim import (
+    IS_ROOT,
+    OTHER,
+    SECONDS,
+    STEPS,
+    as_other,
+    broken,
+    done,
+    family,
+    outer_addresses,
+    pipeline,
+    reached,
+    said,
+    steps,
+    victim,
+    watch,
+)
 
 TWO = ("launch.processes=2", "parallel.dp_shard=2")
 CONNECTIONS = 40

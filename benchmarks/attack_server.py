@@ -12,20 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-try:
-    from benchmarks.attack_victim import (
-        SECONDS,
-        done,
-        family,
-        listeners,
-        outer_addresses,
-        pipeline,
-        reached,
-        said,
-        victim,
-    )
-except ModuleNotFoundError:  # run as a script
-    from attack_victim import SECONDS, done, family, listeners, outer_addresses, pipeline, reached, said, victim
+from attack_victim import SECONDS, done, family, listeners, outer_addresses, pipeline, reached, said, victim
 
 HALF_OPEN = 300
 TIMES = 20

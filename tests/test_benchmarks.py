@@ -167,3 +167,14 @@ def test_peers_on_a_cpu_have_the_same_losses(tmp_path: Path) -> None:
     for side in sides:
         assert side["steps compared"] >= 4
         assert side["largest difference of losses from bare"] < 1e-5
+
+
+@pytest.mark.slow
+def test_crafted_files_are_held_off() -> None:
+    """One kind of each; the script itself says what broke."""
+    words = ["--only", "^(COMMIT|manifest: dtype|a pipe as run/metrics)", "--seed", "1"]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "attack_files.py"), *words], capture_output=True, text=True, timeout=580
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken, 0 ugly" in done.stdout
