@@ -225,7 +225,7 @@ class Cursor:
         Args:
             piece: of the table.
             size: bytes, more or less.
-            what: becomes so many bytes, for the message.
+            what: the part that takes those bytes, for the message.
             on_disk: of which part; by default of the whole file.
             free: so much it may be however small that is.
 

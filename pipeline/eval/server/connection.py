@@ -102,5 +102,5 @@ class Connection(H11Protocol):
 
 
 def limited(most: int) -> type[Connection]:
-    """The connections of a server that has so many places."""
+    """The connections of a server with a limited number of places."""
     return type("LimitedConnection", (Connection,), {"most": most, "waiting": {}})
