@@ -138,9 +138,9 @@ def gather(run: Path) -> RunFacts:
     ):
         if not path.exists():
             problems.append(f"{path.name} is missing: {why}, or it was moved away")
-    values: dict[str, Any] = read(RUN_FILE, lambda: written_values(folder / RUN_FILE), {})
+    values: dict[str, Any] | None = read(RUN_FILE, lambda: written_values(folder / RUN_FILE), None)
     config: Config | None = None
-    if values:
+    if values is not None:
         config = read(RUN_FILE, lambda: load_run(folder), None)
     checkpoint: dict[str, Any] = read("the newest checkpoint", lambda: _checkpoint(folder), {})
     steps, tokens, why = _length(folder, config, read)
@@ -173,7 +173,7 @@ def gather(run: Path) -> RunFacts:
         ),
         goodput=spent,
         config=config,
-        values=values,
+        values=values or {},
         steps=steps,
         tokens=tokens,
         length_reason=why,
