@@ -54,11 +54,11 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """One document a row, of the record batches whose message begins in the piece.
 
     Both the streaming format (as `Dataset.save_to_disk` writes) and the file format are understood. A batch that is
-    damaged is one rejected record. Where the messages end too early, the last record is a rejected one that says so.
+    damaged is lost; where the messages end too early, all that is behind them is.
     """
     path = piece.file.path
     if not piece.file.size:
-        yield from damaged_file(cursor, piece, "truncated Arrow file", EOFError("it is empty"))
+        damaged_file(cursor, piece, "truncated Arrow file", EOFError("it is empty"))
         return
     with open(path, "rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -66,7 +66,7 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         schema = arrow_schema(path)
         columns = check_schema(schema, cursor.reader, path)
     except DAMAGED as error:
-        yield from damaged_file(cursor, piece, "damaged Arrow file", error)
+        damaged_file(cursor, piece, "damaged Arrow file", error)
         return
     batches = _Batches(data, schema, columns)
     base, first, dropped = cursor.bytes_read, 0, cursor.input_bytes
@@ -98,13 +98,13 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
                 raise_if_machine(error)
                 bad, cursor.offset = max(begin, cursor.offset), first
                 detail = f"record batch at byte {message.start}, from row {bad} of the file on: {one_line(error)}"
-                yield cursor.rejected(None, bad, "damaged Arrow file", detail)
+                cursor.damaged("damaged Arrow file", detail, on_disk * (first - bad) // max(message.rows, 1))
     except _BrokenError as error:
         # One of the pieces that the file was cut into has this byte.
         if piece.start <= min(error.byte, piece.file.size - 1) < piece.end:
             cursor.ended = True
             detail = f"there is no whole message at byte {error.byte}, behind row {first}"
-            yield cursor.rejected(None, first, error.reason, detail)
+            cursor.damaged(error.reason, detail, piece.file.size - error.byte)
     cursor.bytes_read = max(cursor.bytes_read, base + piece.end - piece.start)
 
 

@@ -1,8 +1,8 @@
 """Compressed files as plain streams.
 
 All formats may consist of several members (frames, streams) one behind the other, as `cat a.gz b.gz` makes them. A
-stream gives everything that can be decompressed; then it ends, or raises a `StreamError` that tells a file that is cut
-short from one that is damaged. Memory does not depend on what a file claims to hold.
+stream gives what members hold whose checksum is right; then it ends, or raises a `StreamError` that tells a file that
+is cut short from one that is damaged. Memory does not depend on what a file claims to hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _INPUT_BYTES = 2**16
 _OUTPUT_BYTES = 2**18
-"""What is decompressed at a time. What lies less than this before damage may be lost with it."""
+"""What is decompressed at a time."""
+_HELD_BYTES = 2**23
+"""A member that holds no more than this is decompressed once; a larger one twice, the first time for its checksum."""
 _XZ_MEMORY = 2**28
 """What an .xz file may ask for; `xz -9` needs 65 MiB."""
 
@@ -34,12 +36,14 @@ class StreamError(Exception):
     Attributes:
         reason: what to count it under, like `truncated gzip file`.
         detail: what was found, and where.
+        sound: bytes of the compressed file that lie before the member that is damaged.
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, sound: int) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.sound = sound
 
 
 def compression_of(path: str) -> str | None:
@@ -47,27 +51,49 @@ def compression_of(path: str) -> str | None:
     return next((name for suffix, name in FORMATS.items() if path.lower().endswith(suffix)), None)
 
 
-def open_stream(path: str) -> io.BufferedReader:
-    """Open a file, plain or compressed, for reading what is in it."""
+def open_stream(path: str, *, verify: bool = True) -> io.BufferedReader:
+    """Open a file, plain or compressed, for reading what is in it.
+
+    Args:
+        path: of the file.
+        verify: as for `Decompressed`.
+    """
     if (name := compression_of(path)) is None:
         return open(path, "rb")
-    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name), _OUTPUT_BYTES)
+    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name, verify=verify), _OUTPUT_BYTES)
 
 
 class Decompressed(io.RawIOBase):
     """The content of a compressed file.
 
-    Attributes:
-        consumed: bytes of the compressed file that were read so far.
+    Args:
+        file: the compressed bytes.
+        name: of the format.
+        verify: give nothing of a member before its end was read and its checksum held. Otherwise everything that can
+            be decompressed comes at once: for samples of files that are too large to be read to the end.
     """
 
-    def __init__(self, file: BinaryIO | io.RawIOBase, name: str) -> None:
+    def __init__(self, file: BinaryIO | io.RawIOBase, name: str, *, verify: bool = True) -> None:
         self._file = file
         self._name = name
-        self._chunks = self._zstd() if name == "zstd" else self._members()
+        self._input = _Input(file)
+        self._sound = 0
+        self._chunks = self._members(verify)
         self._rest = memoryview(b"")
         self._error: StreamError | None = None
-        self.consumed = 0
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the compressed file that were read for what was given so far."""
+        return self._input.at
+
+    def check_begin(self) -> None:
+        """Look at the first bytes alone.
+
+        Raises:
+            StreamError: the file is empty, or of another kind.
+        """
+        self._find_member()
 
     def readable(self) -> bool:
         """It can be read."""
@@ -77,7 +103,7 @@ class Decompressed(io.RawIOBase):
         """Fill a buffer with some of what comes next; 0 at the end.
 
         Raises:
-            StreamError: everything that could be decompressed was read before. Raised again at every further call.
+            StreamError: everything that is sound was read before. Raised again at every further call.
         """
         if self._error is not None:
             raise self._error
@@ -101,75 +127,124 @@ class Decompressed(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def read_input(self, size: int = _INPUT_BYTES) -> bytes:
-        """The next bytes of the compressed file."""
-        data = self._file.read(size) or b""
-        self.consumed += len(data)
-        return data
-
     def _truncated(self) -> StreamError:
-        return StreamError(f"truncated {self._name} file", f"it ends after {self.consumed} bytes, in the middle")
+        detail = f"it ends after {self._input.at} bytes, in the middle"
+        return StreamError(f"truncated {self._name} file", detail, self._sound)
 
     def _damaged(self, detail: str) -> StreamError:
-        return StreamError(f"damaged {self._name} file", detail)
+        return StreamError(f"damaged {self._name} file", detail, self._sound)
 
-    def _members(self) -> Iterator[bytes]:
-        """What the members of a gzip, bzip2 or xz file hold."""
-        magic = MAGIC[self._name]
-        data, first = self.read_input(), True
-        if not data:
+    def _members(self, verify: bool) -> Iterator[bytes]:
+        """What the members of the file hold."""
+        decode = self._decode_zstd if self._name == "zstd" else self._decode
+        while self._find_member():
+            start = self._input.at
+            if not verify:
+                yield from decode()
+            else:
+                held: list[bytes] | None = []
+                size = 0
+                for out in decode():
+                    size += len(out)
+                    if held is not None:
+                        held.append(out)
+                        if size > _HELD_BYTES:
+                            held = None
+                if held is None:
+                    self._input.seek(start)
+                    yield from decode()
+                else:
+                    yield from held
+            self._sound = self._input.at
+
+    def _find_member(self) -> bool:
+        """Go to where the next member begins; False at the end of the file."""
+        data, magic = self._input.read(), MAGIC[self._name]
+        is_first = not self._sound
+        # Zeros behind a member are padding, as tapes and `xz` make it.
+        while data and self._name != "zstd" and not is_first and not (data := data.lstrip(b"\0")):
+            data = self._input.read()
+        if not data and not is_first:
+            return False
+        while len(data) < len(magic) and (more := self._input.read()):
+            data += more
+        if not _begins(data, magic):
+            place = "it begins with" if is_first else f"what follows behind a {self._name} member begins with"
+            raise self._damaged(f"no {self._name}: {place} bytes {data[:4].hex(' ')}")
+        if len(data) < len(magic):
             raise self._truncated()
-        while True:
-            # Zeros behind a member are padding, as tapes and `xz` make it.
-            while not first and not (data := data.lstrip(b"\0")):
-                if not (data := self.read_input()):
-                    return
-            while len(data) < len(magic) and magic.startswith(data):
-                if not (more := self.read_input()):
-                    raise self._truncated()
-                data += more
-            if not data.startswith(magic):
-                place = "it begins with" if first else f"what follows behind a {self._name} member begins with"
-                raise self._damaged(f"no {self._name}: {place} bytes {data[:4].hex(' ')}")
-            first = False
-            decoder = _DECODERS[self._name]()
-            try:
-                while not decoder.eof:
-                    if out := decoder.decompress(data, _OUTPUT_BYTES):
-                        yield out
-                    # At the end of the file the decoder may still hold output: it is asked until nothing comes.
-                    data = self.read_input() if decoder.needs_input and not decoder.eof else b""
-                    if not data and not out and decoder.needs_input and not decoder.eof:
-                        raise self._truncated()
-            except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise  # the disk, not the data
-                raise self._damaged(f"{error}, before byte {self.consumed} of {self._file_bytes()}") from None
-            data = decoder.unused_data
+        self._input.unread(data)
+        return True
 
-    def _zstd(self) -> Iterator[bytes]:
-        """What the frames of a zstd file hold."""
+    def _decode(self) -> Iterator[bytes]:
+        """What a member of a gzip, bzip2 or xz file holds."""
+        decoder, data = _DECODERS[self._name](), self._input.read()
+        try:
+            while not decoder.eof:
+                if out := decoder.decompress(data, _OUTPUT_BYTES):
+                    yield out
+                # At the end of the file the decoder may still hold output: it is asked until nothing comes.
+                data = self._input.read() if decoder.needs_input and not decoder.eof else b""
+                if not data and not out and decoder.needs_input and not decoder.eof:
+                    raise self._truncated()
+        except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk, not the data
+            raise self._damaged(f"{error}, before byte {self._input.at} of {self._file_bytes()}") from None
+        self._input.unread(decoder.unused_data)
+
+    def _decode_zstd(self) -> Iterator[bytes]:
+        """What a frame of a zstd file holds."""
         import zstandard
 
-        frames = _Frames(self)
+        frame = _Frame(self._input)
         reader = zstandard.ZstdDecompressor().stream_reader(
-            cast(BinaryIO, frames), read_size=_INPUT_BYTES, read_across_frames=True, closefd=False
+            cast(BinaryIO, frame), read_size=_INPUT_BYTES, closefd=False
         )
         while True:
             try:
                 out = reader.read1(_OUTPUT_BYTES)  # `read` would lose what it has before damage
             except zstandard.ZstdError as error:
                 advice = "; compress it again without --long" if "too much memory" in str(error) else ""
-                detail = f"{error}{advice}, before byte {self.consumed} of {self._file_bytes()}"
+                detail = f"{error}{advice}, before byte {self._input.at} of {self._file_bytes()}"
                 raise self._damaged(detail) from None
             if not out:
                 break
             yield out
-        if not frames.complete:  # the library takes this for an end
+        if not frame.is_complete:  # the library takes this for an end
             raise self._truncated()
 
     def _file_bytes(self) -> int:
         return self._file.seek(0, io.SEEK_END)
+
+
+class _Input:
+    """The bytes of a compressed file; what was read too far can be given back.
+
+    Attributes:
+        at: where the next byte lies in the file.
+    """
+
+    def __init__(self, file: BinaryIO | io.RawIOBase) -> None:
+        self._file = file
+        self._rest = b""
+        self.at = 0
+
+    def read(self, size: int = _INPUT_BYTES) -> bytes:
+        """The next bytes, at most about so many; none at the end."""
+        data, self._rest = self._rest or self._file.read(size) or b"", b""
+        self.at += len(data)
+        return data
+
+    def unread(self, data: bytes) -> None:
+        """Give back the bytes that were read last."""
+        self._rest = data + self._rest
+        self.at -= len(data)
+
+    def seek(self, at: int) -> None:
+        """Go to a byte of the file."""
+        self._file.seek(at)
+        self._rest, self.at = b"", at
 
 
 class _Decoder(Protocol):
@@ -213,28 +288,28 @@ _DECODERS: dict[str, Callable[[], _Decoder]] = {
 }
 
 
-class _Frames:
-    """Follows the frames and blocks of a zstd file (RFC 8878, section 3.1) as it is read, to know where one is cut."""
+class _Frame:
+    """Follows the blocks of a zstd frame (RFC 8878, section 3.1) as it is read, to know where it ends or is cut."""
 
-    def __init__(self, source: Decompressed) -> None:
+    def __init__(self, source: _Input) -> None:
         self._source = source
         self._state = "magic"
         self._head = b""
         self._skip = 0
-        self._held = b""
         self._checksum = False
-        self._any = False
 
     @property
-    def complete(self) -> bool:
-        """Whether what was read so far ends with a frame."""
-        return self._any and self._state == "magic" and not self._head and not self._skip
+    def is_complete(self) -> bool:
+        """Whether all of it was read."""
+        return self._state == "end" and not self._skip
 
     def read(self, size: int) -> bytes:
-        """The next bytes of the file, at most to the end of a frame: damage behind it must not take it along."""
-        data, self._held = self._held or self._source.read_input(size), b""
+        """The next bytes of the frame, none behind its end."""
+        if self.is_complete:
+            return b""
+        data = self._source.read(size)
         at = 0
-        while at < len(data) and self._state != "unknown":
+        while at < len(data) and self._state != "unknown" and not self.is_complete:
             if self._skip:
                 step = min(self._skip, len(data) - at)
                 self._skip -= step
@@ -245,20 +320,19 @@ class _Frames:
                     self._advance(int.from_bytes(self._head, "little"))
                     self._head = b""
             at += step
-            if self.complete:
-                self._held = data[at:]
-                return data[:at]
+        if self.is_complete:
+            self._source.unread(data[at:])
+            return data[:at]
         return data
 
     def _advance(self, head: int) -> None:
         if self._state == "magic":
-            self._any = True
             if head == int.from_bytes(MAGIC["zstd"], "little"):
                 self._state = "descriptor"
             else:  # a frame to skip, or something that the library will refuse
                 self._state = "size" if head >> 4 == 0x184D2A5 else "unknown"
         elif self._state == "size":
-            self._state, self._skip = "magic", head
+            self._state, self._skip = "end", head
         elif self._state == "descriptor":
             single = head >> 5 & 1
             self._checksum = bool(head >> 2 & 1)
@@ -268,9 +342,17 @@ class _Frames:
             last, type, size = head & 1, head >> 1 & 3, head >> 3
             self._skip = 1 if type == 1 else size
             if last:
-                self._state = "magic"
+                self._state = "end"
                 self._skip += 4 * self._checksum
 
 
 _WANTED = {"magic": 4, "size": 4, "descriptor": 1, "block": 3}
 """Bytes of the field that each state waits for."""
+
+
+def _begins(data: bytes, magic: bytes) -> bool:
+    """Whether a member may begin with these bytes, if there are enough of them; in zstd also a frame to skip."""
+    head = data[: len(magic)]
+    if magic.startswith(head):
+        return True
+    return magic == MAGIC["zstd"] and head[0] >> 4 == 5 and b"\x2a\x4d\x18".startswith(head[1:])

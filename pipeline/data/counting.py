@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,8 @@ from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import Smallest, UnitJob, make_sample_hashes
 from pipeline.data.workers import ATTEMPTS, Advanced, Done, Workers
 from pipeline.errors import MachineError, UserError
+
+_NONE: Mapping[str, tuple[str, str]] = {}
 
 
 def find_splits(config: Config, console: Console, sources: list[SourceFiles]) -> dict[str, Splits]:
@@ -58,11 +61,15 @@ def _planned(config: Config, found: SourceFiles) -> Splits | None:
     return splits_from_settings(config.data, ends)
 
 
-def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) -> Splits:
+def _counted(
+    config: Config, console: Console, found: SourceFiles, wanted: int, dropped: Mapping[str, tuple[str, str]] = _NONE
+) -> Splits:
     """Read all documents for the smallest hashes among them: one more than wanted, to see that some are left."""
     settings = config.data.preprocess
+    damaged: dict[str, tuple[str, str]] = {}
     say(console, f"{found.source.name}: looking at all documents, because data.splits has numbers of them")
     source = counting_job(found, config, Splits((), (), config.data.split_by == "id"))
+    source = replace(source, reader=replace(source.reader, dropped=dropped))
     jobs = [UnitJob(source, unit) for unit in cut_units(found, settings.seed, settings.unit_bytes)]
     smallest: list[int] = []
     records = 0
@@ -78,12 +85,16 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
             elif isinstance(event, Done):
                 smallest = list(heapq.merge(smallest, event.result.hashes))[: wanted + 1]
                 records += event.result.records
+                damaged |= {each.file.name: (each.reason, each.detail) for each in event.result.damaged}
                 rejected += event.result.rejected
                 line.unit_done(0)
             else:
                 say(console, str(event))
                 if event.is_last:
                     raise MachineError(f"{event.job} could not be counted in {ATTEMPTS} attempts: {event.how}")
+    if settings.on_damaged_file == "drop" and damaged.keys() - dropped.keys():
+        say(console, f"{found.source.name}: again, without {counted(len(damaged), 'damaged file')}")
+        return _counted(config, console, found, wanted, damaged)
     if len(smallest) < wanted:
         bad = Counter({reason: count for reason, count in rejected.items() if reason != EMPTY})
         if bad.total() > len(smallest):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +14,7 @@ from pipeline.console import say
 from pipeline.data.cache import cache_folder
 from pipeline.data.compression import FORMATS, MAGIC, compression_of
 from pipeline.data.counting import known_splits
+from pipeline.data.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
 from pipeline.data.engines import Choice, Engine, choose_engine, open_engine
 from pipeline.data.plan import SourceFiles, counting_job, cut_units, make_plan
 from pipeline.data.progress import NOTHING_TO_DO, counted, size
@@ -64,6 +65,7 @@ class Sample:
     rejected: Counter[str] = field(default_factory=Counter)
     details: dict[str, str] = field(default_factory=dict)
     first_bad: str = ""
+    damaged: list[DamagedFile] = field(default_factory=list)
 
     @property
     def bad(self) -> int:
@@ -121,9 +123,13 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         column.justify = "right"
     seconds = 0.0
     samples = {}
-    problems = []
+    problems: list[str] = []
+    notes: list[str] = []
     for found in sources:
         check_columns(found.files, found.reader)
+        if damaged := look_at_ends(found.files, found.reader):
+            refuses = settings.on_damaged_file == "fail"
+            (problems if refuses else notes).append(str(damaged_error(found.source.name, damaged, found.bytes)))
         units = cut_units(found, settings.seed, settings.unit_bytes)
         samples[found.source.name] = sample = take_sample(units, counting_job(found, config, _unknown(config)), engine)
         if sample.bad and not sample.documents:
@@ -144,6 +150,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     if problems:
         raise UserError("\n".join(problems))
     console.print(table)
+    for note in notes:
+        say(console, note)
     states = {state.name: state for state in read_state(config)}
     for found in sources:
         more = len(found.files) - _FILES_SHOWN
@@ -152,6 +160,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         sample = samples[found.source.name]
         if sample.bad:
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
+        for each in sample.damaged:
+            say(console, f"{found.source.name}: {each}")
         if made := _made(config, found, tokenizer, states[found.source.name]):
             say(console, f"{found.source.name}: {made}")
     read = size(sum(sample.text_bytes for sample in samples.values()))
@@ -243,7 +253,7 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
     batches = None if engine is None else _Batches(engine, min(source.max_document_bytes, engine.batch_bytes))
     is_enough, started = False, time.perf_counter()
     for unit in units:
-        reader, before = UnitReader(unit, source.reader), sample.disk_bytes
+        reader, before = UnitReader(unit, replace(source.reader, verify=False)), sample.disk_bytes
         for document in reader:
             raw = document.text.encode()
             reason = source.reason_against(document, raw)
@@ -260,6 +270,7 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
             if is_enough := is_full or time.perf_counter() - started > SAMPLE_S:
                 break
         sample.disk_bytes = before + max(reader.bytes_read, 1)
+        sample.damaged += damaged_files(unit, reader.damage)
         if is_enough:
             break
     if batches is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import json
 import os
@@ -9,8 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from stat import S_ISREG
 
 from pipeline.errors import UserError
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +38,14 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
         type: of the source. With `arrow` a path may be a folder of `Dataset.save_to_disk`, which stands for its data.
 
     Raises:
-        UserError: a pattern matches no file.
+        UserError: a pattern matches no file, or something that cannot be read as one.
     """
     unwanted = [_Exclude(pattern) for pattern in exclude]
     found: dict[str, str] = {}
     for pattern in paths:
         full = os.path.abspath(os.path.expanduser(pattern))
         # A file whose own name has a bracket in it is that file.
-        literal = os.path.isfile(full)
+        literal = os.path.lexists(full) and not os.path.isdir(full)
         if type == "arrow" and os.path.isdir(full):
             for path in _saved_dataset(full, f"{key}.paths"):
                 found.setdefault(path, os.path.relpath(path, full))
@@ -59,13 +63,33 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
     # Two globs may find different files under one name; their paths tell them apart.
     times = Counter(found.values())
     files = []
+    strange: dict[str, str] = {}
     for path, name in found.items():
-        stat = os.stat(path)
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            if not os.path.islink(path):
+                raise
+            is_loop = error.errno == errno.ELOOP
+            strange[path] = (
+                "a link that leads back to itself" if is_loop else f"a link to {os.readlink(path)}, which is not there"
+            )
+            continue
+        if not S_ISREG(stat.st_mode):
+            strange[path] = "no file but a pipe, a socket or a device"
+            continue
         if not _is_utf8(path):
             raise UserError(
                 f"{key}.paths: the name of the file {os.fsencode(path)!r} is not UTF-8; rename it (`convmv` does many)"
             )
         files.append(File(path if times[name] > 1 else name, path, stat.st_size, stat.st_mtime_ns))
+    if strange:
+        first = [f"{path} is {what}" for path, what in sorted(strange.items())[:_SHOWN]]
+        more = f" and {len(strange) - _SHOWN:,} more like these" if len(strange) > _SHOWN else ""
+        raise UserError(
+            f"{key}.paths: {'; '.join(first)}{more}; put the {'files' if len(strange) > 1 else 'file'} there, or leave "
+            f"{'them' if len(strange) > 1 else 'it'} out with {key}.exclude"
+        )
     return sorted(files, key=lambda file: file.name)
 
 
@@ -107,7 +131,7 @@ def _saved_dataset(folder: str, key: str) -> list[str]:
 
 
 def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """The files below `folder` that the parts of a glob match.
+    """The files below `folder` that the parts of a glob match, and whatever else is no folder.
 
     Like `glob.iglob`: links are followed and hidden names need a dot in the glob. But a link to a folder that it lies
     in is passed over, which would give every document dozens of times, and a folder that cannot be read is an error.
@@ -125,7 +149,7 @@ def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -
         path = os.path.join(folder, part)
         if rest:
             yield from _matches(path, rest, above)
-        elif os.path.isfile(path):
+        elif os.path.lexists(path) and not os.path.isdir(path):
             yield path
         return
     if part == "**":
@@ -145,7 +169,7 @@ def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -
         elif fnmatch.fnmatchcase(name, part):
             if rest and is_folder:
                 yield from _matches(path, rest, above)
-            elif not rest and not is_folder and os.path.isfile(path):
+            elif not rest and not is_folder:
                 yield path
 
 

@@ -16,6 +16,7 @@ import xxhash
 
 from pipeline.config.root import Config
 from pipeline.data import store
+from pipeline.data.damage import DAMAGED_FILE, DamagedFile, damage_in, damaged_error
 from pipeline.data.hashing import file_hash
 from pipeline.data.indexed import HashedFile
 from pipeline.data.manifest import PART, write_dataset
@@ -59,14 +60,24 @@ class SourceReport:
     """Engines that gave other ids than `tokenizers`, with the evidence: what they wrote was made again."""
     first_rejected: dict[str, str] = field(default_factory=dict)
     """By reason, file and line of the first."""
+    damaged: list[DamagedFile] = field(default_factory=list)
+    """What cannot be read of its files."""
+    bytes: int = 0
+    """Of its files on disk."""
     written: list[Path] = field(default_factory=list)
     """Datasets and files that this run finished or mended."""
+
+    @property
+    def lost(self) -> int:
+        """Bytes on disk whose text is missing."""
+        return sum(each.lost for each in self.damaged)
 
     def as_json(self) -> dict[str, Any]:
         """What goes into `report.json`."""
         return {
             "checked": self.checked,
             "condemned": self.condemned,
+            "damaged": {"files": len({each.file.name for each in self.damaged}), "bytes": self.lost},
             "engines": self.engines,
             "records": self.records,
             "rejected": self.rejected,
@@ -102,7 +113,9 @@ class Finish:
         self._tokenizer = tokenizer
         self._start_over = start_over
         self._folder = config.data_dir / plan.found.source.name
-        self.report = SourceReport(plan.found.source.name, self._folder, len(plan.units), condemned=condemned)
+        self.report = SourceReport(
+            plan.found.source.name, self._folder, len(plan.units), condemned=condemned, bytes=plan.found.bytes
+        )
         self.parts: dict[str, npt.NDArray[Any]] = {}
         """`PART` records of each split in the order of the dataset."""
 
@@ -110,7 +123,7 @@ class Finish:
         """Sum up the receipts, collect the rejected records.
 
         Raises:
-            UserError: too many records are bad, or nothing is left to train on.
+            UserError: a file is damaged, too many records are bad, or nothing is left to train on.
         """
         report, seed = self.report, self._config.data.preprocess.seed
         rejected: Counter[str] = Counter()
@@ -121,6 +134,7 @@ class Finish:
         for receipt in self._links(self._plan.units):
             rejected.update(receipt["rejected"])
             engines[receipt["engine"]] += 1
+            report.damaged += damage_in(self._plan.units[receipt["unit"]], receipt)
             report.records += receipt["records"]
             report.checked += receipt["checked"]
             unit, link = receipt["unit"], receipt["link"]
@@ -134,7 +148,15 @@ class Finish:
         report.engines = dict(sorted(engines.items()))
         places = np.argsort(np.array(order, dtype=np.uint64), kind="stable")
         self.parts = {name: np.array(table, dtype=PART)[places] for name, table in rows.items()}
+        report.damaged.sort(key=lambda each: (each.file.name, each.detail))
         report.first_rejected = self._write_rejected()
+        self._write_damaged()
+        if report.damaged and self._config.data.preprocess.on_damaged_file == "fail":
+            ways = (
+                "What was made stays. A repaired file of the same size is read again by the same command; else fetch "
+                f"the files again and {self._start_over}"
+            )
+            raise damaged_error(report.name, report.damaged, report.bytes, ways)
         self._check_rejected(rejected)
         if not report.splits[TRAIN].documents:
             raise self._nothing_to_train_on(rejected)
@@ -187,6 +209,27 @@ class Finish:
                 f"{_reasons(rejected)}. The first is {first['where']} ({first['reason']}); all are in {path}. Either "
                 f"mend the data or the source's settings and {self._start_over}; or raise the limit"
             )
+
+    def _write_damaged(self) -> None:
+        path = self._folder / DAMAGED_FILE
+        lines = b"".join(
+            orjson.dumps(
+                {
+                    "file": each.file.path,
+                    "bytes": each.file.size,
+                    "lost": each.lost,
+                    "reason": each.reason,
+                    "detail": each.detail,
+                },
+                option=orjson.OPT_APPEND_NEWLINE,
+            )
+            for each in self.report.damaged
+        )
+        if not lines:
+            if path.exists():
+                path.unlink(missing_ok=True)
+        elif not path.exists() or store.read_bytes(path) != lines:  # it may lie on a disk that cannot be written
+            store.put(path, lines)
 
     def _write_rejected(self) -> dict[str, str]:
         """Collect the rejected records in the order of the files, with lines counted from each file's start.

@@ -105,7 +105,8 @@ def read_shard(cursor: Cursor, piece: Piece) -> Iterator[Document]:
                     "files of one kind with hub.data_files or hub.name"
                 ) from error
             cursor.ended = True
-            yield cursor.rejected(None, first, "damaged shard", f"from row {first} on: {one_line(error)}")
+            left = max(0, base + span - cursor.bytes_read)
+            cursor.damaged("damaged shard", f"from row {first} on: {one_line(error)}", left)
             break
         except OSError as error:
             if error.filename is None:

@@ -10,20 +10,22 @@ from typing import Any, BinaryIO
 import orjson
 
 from pipeline.data.compression import Decompressed, StreamError, compression_of, open_stream
-from pipeline.data.records import EMPTY, MAX_RECORD_BYTES, NOT_UTF8, TOO_LONG, Cursor, Document, Piece
+from pipeline.data.records import EMPTY, NOT_UTF8, Cursor, Document, Piece
 
 _BOM = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
+CUT_FILE = "truncated JSON lines file"
+"""The reason where a file ends inside of a record: nobody knows what was behind it."""
 
 
 def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """One document a file. A byte order mark is no part of the text; line ends stay as they are."""
-    path = piece.file.path
+    path, longest = piece.file.path, cursor.reader.max_record_bytes
     try:
-        with open_stream(path) as stream:
+        with open_stream(path, verify=cursor.reader.verify) as stream:
             # A plain file that is too long is not even begun to be held; of a compressed one nobody knows before.
-            limit = MAX_RECORD_BYTES + 1 if compression_of(path) or piece.file.size <= MAX_RECORD_BYTES else 0
+            limit = longest + 1 if compression_of(path) or piece.file.size <= longest else 0
             raw = b"".join(_chunks(stream, limit))
             cursor.digest.update(raw)
             size = len(raw)
@@ -35,14 +37,14 @@ def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     except StreamError as error:
         cursor.bytes_read += piece.file.size
         cursor.ended = True
-        yield cursor.rejected(None, 0, error.reason, error.detail)
+        cursor.damaged(error.reason, error.detail, piece.file.size)  # a part of a text is none
         return
     cursor.input_bytes += size
     cursor.bytes_read += piece.file.size
     cursor.offset = size
     cursor.ended = True
     if too_long:
-        yield cursor.rejected(None, 0, TOO_LONG, f"{size} bytes")
+        yield cursor.rejected(None, 0, cursor.reader.too_long, f"{size} bytes")
         return
     try:
         text = raw.decode("utf-8-sig")
@@ -69,7 +71,7 @@ def _chunks(stream: BinaryIO, limit: int) -> Iterator[bytes]:
 def read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """One JSON object a line; blank lines hold no record. Of a key that is there twice the last value counts.
 
-    Where a compressed file is cut or damaged, its last record is a rejected one that says so.
+    Of a compressed file that is cut or damaged, the records of its sound members are given.
     """
     path = piece.file.path
     if compression_of(path) is None:
@@ -77,7 +79,7 @@ def read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             _seek(file, piece, cursor)
             yield from _lines(cursor, piece, file, piece.end, None)
         return
-    with open_stream(path) as stream:
+    with open_stream(path, verify=cursor.reader.verify) as stream:
         source = stream.raw
         assert isinstance(source, Decompressed)
         try:
@@ -85,8 +87,9 @@ def read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             yield from _lines(cursor, piece, stream, 2**63, source)
         except StreamError as error:
             cursor.ended = True
-            detail = f"{error.detail}; byte {cursor.offset} of what it holds is the first that could not be read"
-            yield cursor.rejected(cursor.line, cursor.offset, error.reason, detail)
+            cursor.bytes_read += piece.file.size - error.sound
+            taken = f"{error.detail}; {cursor.line:,} lines before that are sound"
+            cursor.damaged(error.reason, taken, piece.file.size - error.sound)
 
 
 def _seek(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
@@ -118,14 +121,15 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
     """The records of the lines that begin before `end`. This is the loop that runs for every record of a corpus."""
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
     text_key, id_key, prefix = reader.text_key, reader.id_key, f"{piece.file.name}@"
+    longest = reader.max_record_bytes
     readline, update, loads = file.readline, cursor.digest.update, orjson.loads
     position, line = cursor.offset, cursor.line
     consumed = source.consumed if source else 0
-    while position < end and (raw := readline(MAX_RECORD_BYTES)):
+    while position < end and (raw := readline(longest)):
         byte, size = position, len(raw)
         update(raw)
         position += size
-        too_long = size == MAX_RECORD_BYTES and not raw.endswith(b"\n")
+        too_long = size == longest and not raw.endswith(b"\n")
         if too_long:
             raw = raw[:200]
             while rest := readline(_CHUNK_BYTES):
@@ -144,7 +148,7 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             cursor.bytes_read += source.consumed - consumed
             consumed = source.consumed
         if too_long:
-            yield cursor.rejected(line - 1, byte, TOO_LONG, f"{position - byte} bytes", raw)
+            yield cursor.rejected(line - 1, byte, reader.too_long, f"{position - byte} bytes", raw)
             continue
         if byte == 0 and raw.startswith(_BOM):
             raw = raw[len(_BOM) :]
@@ -153,6 +157,9 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
         except orjson.JSONDecodeError as error:
             if raw and not raw.isspace():
                 reason, detail = _json_reason(raw, error)
+                if reason == CUT_FILE:
+                    cursor.damaged(reason, f"the line of byte {byte} ends inside of its record", size)
+                    continue
                 yield cursor.rejected(line - 1, byte, reason, detail, raw)
             continue
         text = record.get(text_key) if type(record) is dict else None
@@ -203,12 +210,12 @@ def _text_reason(record: Any, text_key: str) -> tuple[str, str]:
 
 def _json_reason(raw: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
     """Why a line is no JSON: (one of a few reasons, the detail)."""
+    if not raw.endswith(b"\n") and raw.lstrip().startswith(b"{"):
+        return CUT_FILE, ""
     try:
         text = raw.decode()
     except UnicodeDecodeError as bad:
         return NOT_UTF8, f"byte 0x{raw[bad.start]:02x} at column {bad.start + 1}"
-    if not raw.endswith(b"\n"):
-        return "cut line", "the file ends inside of it"
     if error.pos >= len(text.rstrip("\r\n")):
         return "cut line", f"the line ends inside {'a string' if 'in string' in error.msg else 'the record'}"
     try:

@@ -24,7 +24,7 @@ from pipeline.data.files import File
 from pipeline.data.indexed import part_files, part_prefix
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS, REPAIR, Manifest
 from pipeline.data.receipts import read_receipts, rejected_path
-from pipeline.data.records import ANY_EXPANSION
+from pipeline.data.records import ANY_EXPANSION, MAX_RECORD_BYTES
 from pipeline.data.sources import Document, Hub, Piece, Position, Reader, Unit, UnitReader
 from pipeline.errors import UserError
 
@@ -208,7 +208,9 @@ class Origins:
             files = tuple(hub["data_files"])
             hub = Hub(hub["path"], hub["name"], hub["split"], settings.get("hub.revision"), files)
         keys = settings.get("text_key", "text"), settings.get("id_key", "id"), tuple(settings["metadata"])
-        return Reader(settings["type"], *keys, hub, ANY_EXPANSION)
+        longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
+        # What is in the dataset was sound when it was read.
+        return Reader(settings["type"], *keys, hub, ANY_EXPANSION, longest, verify=False)
 
     @property
     def _kind(self) -> Literal["line", "row", "text"]:
@@ -257,7 +259,9 @@ class Origins:
         result = []
         for receipt in self._receipts(unit):
             start: Position = tuple(receipt["start"])
-            damaged = any(reason.startswith(("truncated ", "damaged ")) for reason in receipt["rejected"])
+            # Datasets of earlier versions count damage among the rejected records.
+            before = any(reason.startswith(("truncated ", "damaged ")) for reason in receipt["rejected"])
+            damaged = before or bool(receipt.get("damaged"))
             row = start[3]
             pieces = sorted((int(number), counts) for number, counts in receipt["pieces"].items())
             for number, (lines, records) in pieces:

@@ -20,12 +20,12 @@ from pipeline.data.hashing import key, value_hash
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS, Manifest
 from pipeline.data.receipts import MANIFEST_FILE
 from pipeline.data.sources import Hub, Reader, Unit, cut, expected_text_bytes, unit_size
-from pipeline.data.splits import Splits
+from pipeline.data.splits import Splits, documents_wanted
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.unit import SourceJob, identity
 from pipeline.errors import UserError
 
-CODE_VERSION = "2"
+CODE_VERSION = "3"
 """Raised whenever this stage would write other bytes for the same input and config."""
 _NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "hub.revision")
 
@@ -126,16 +126,16 @@ def find_source_files(config: Config) -> list[SourceFiles]:
 
 def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
     keys = (source.text_key, source.id_key, tuple(source.metadata))
-    expansion = config.data.preprocess.max_expansion
+    limits = config.data.preprocess.max_expansion, config.data.preprocess.max_record_bytes
     if source.hub is None:
         files = find_files(source.paths, source.exclude, where, source.type)
-        return SourceFiles(source, Reader(source.type, *keys, None, expansion), files)
+        return SourceFiles(source, Reader(source.type, *keys, None, *limits), files)
     from pipeline.data.hub import hub_files  # `datasets` takes a second to import
 
     revision = source.hub.revision or _planned_revision(config.data_dir / source.name)
     asked = Hub(source.hub.path, source.hub.name, source.hub.split, revision, tuple(source.hub.data_files))
     hub, files = hub_files(asked)
-    return SourceFiles(source, Reader(source.type, *keys, hub, expansion), files)
+    return SourceFiles(source, Reader(source.type, *keys, hub, *limits), files)
 
 
 def _planned_revision(folder: Path) -> str | None:
@@ -208,12 +208,15 @@ def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
         "data.preprocess.seed": preprocess.seed,
         "data.preprocess.unit_bytes": preprocess.unit_bytes,
         "data.preprocess.max_document_bytes": preprocess.max_document_bytes,
+        "data.preprocess.max_record_bytes": preprocess.max_record_bytes,
         "data.preprocess.on_long_document": preprocess.on_long_document,
         "data.preprocess.shuffle": preprocess.shuffle,
         "name": source.name,
         "type": source.type,
         "metadata": sorted(source.metadata),
     }
+    if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
+        settings["data.preprocess.on_damaged_file"] = "drop"  # splits of so many documents are counted without them
     if source.type != "text":
         settings |= {"id_key": source.id_key, "text_key": source.text_key}
     if source.hub is not None:

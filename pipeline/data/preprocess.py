@@ -19,6 +19,7 @@ from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.cache import cache_folder
 from pipeline.data.counting import find_splits
+from pipeline.data.damage import damage_in, damaged_error, look_at_ends
 from pipeline.data.dataset import Dataset
 from pipeline.data.engines import Choice, choose_engine
 from pipeline.data.finish import Finish, SourceReport
@@ -34,7 +35,15 @@ from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, prepare_tokenizer, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenizing import Outcome, tokenize_units
-from pipeline.data.unit import CONDEMNED_FILE, SourceJob, UnitJob, input_stat, read_condemned, receipt_stands
+from pipeline.data.unit import (
+    CONDEMNED_FILE,
+    SourceJob,
+    UnitJob,
+    damage_stands,
+    input_stat,
+    read_condemned,
+    receipt_stands,
+)
 from pipeline.data.workers import ATTEMPTS
 from pipeline.errors import MachineError, UserError
 
@@ -102,6 +111,7 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
         return PreprocessReport()
     for found in sources:
         check_columns(found.files, found.reader)
+        _refuse_damaged(config, found)
     splits = find_splits(config, console, sources)
     tokenizer = _tokenizer(config, console, sources, splits)
     for number, source in enumerate(config.data.sources):
@@ -120,6 +130,15 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
         _remove_stale(config, plans)
 
 
+def _refuse_damaged(config: Config, found: SourceFiles) -> None:
+    """Refuse files that are plainly damaged before there is a plan of them."""
+    planned = (config.data_dir / found.source.name / PLAN_FILE).exists()
+    if config.data.preprocess.on_damaged_file != "fail" or planned:
+        return
+    if damaged := look_at_ends(found.files, found.reader):
+        raise damaged_error(found.source.name, damaged, found.bytes)
+
+
 def _freeze(plan: Plan, folder: Path) -> None:
     """Freeze a plan; of two commands with other plans, one is refused."""
     if (folder / PLAN_FILE).exists():
@@ -134,6 +153,7 @@ class _Found:
     """What a round found of a source."""
 
     receipts: Receipts
+    job: SourceJob
     is_shuffled: bool
     """Whether a global shuffle has taken all documents out of the parts of the units."""
 
@@ -233,12 +253,13 @@ class _Stage:
         Manifests are taken back if parts will be made again with other bytes, or by a whole first pass.
         """
         condemned = self._condemned()
-        source = self._jobs[plan.found.source.name]
         found = self._find(plan, condemned)
+        source = found.job
         manifests = [path for name in plan.splits.names if (path := source.folder / name / MANIFEST_FILE).exists()]
         if manifests and self._is_retracted(plan, found, condemned):
             with self._shuffling.alone(plan):
                 found = self._find(plan, condemned)  # another command may just have made them again
+                source = found.job
                 if self._is_retracted(plan, found, condemned):
                     for path in manifests:
                         path.unlink(missing_ok=True)
@@ -249,16 +270,33 @@ class _Stage:
     def _find(self, plan: Plan, condemned: dict[str, str]) -> _Found:
         """Read the receipts of a source."""
         receipts = Receipts(self._jobs[plan.found.source.name].folder)
-        found = _Found(receipts, self._shuffling.is_done(plan, receipts, condemned))
+        job = self._dropping(plan, receipts)
+        is_shuffled = self._shuffling.is_done(plan, receipts, condemned) and _damage_stands(job, plan, receipts)
+        found = _Found(receipts, job, is_shuffled)
         self._found[plan.found.source.name] = found
         return found
 
     def _is_retracted(self, plan: Plan, found: _Found, condemned: dict[str, str]) -> bool:
         if self._config.data.preprocess.shuffle == "global":
             return not found.is_shuffled
+        if not _damage_stands(found.job, plan, found.receipts):
+            return True
         return bool(condemned) and any(
             receipt["engine"] in condemned for unit in plan.units for receipt in found.receipts.of(unit.index)
         )
+
+    def _dropping(self, plan: Plan, receipts: Receipts) -> SourceJob:
+        """The job of a source; with `on_damaged_file: drop`, without the files that were seen to be damaged."""
+        job = self._jobs[plan.found.source.name]
+        if self._config.data.preprocess.on_damaged_file != "drop":
+            return job
+        dropped: dict[str, tuple[str, str]] = {}
+        for unit in plan.units:
+            for receipt in receipts.of(unit.index):
+                if receipt["config_hash"] == job.config_hash and receipt["input"]["stat"] == input_stat(unit):
+                    for damaged in damage_in(unit, receipt):
+                        dropped.setdefault(damaged.file.name, (damaged.reason, damaged.detail))
+        return replace(job, reader=replace(job.reader, dropped=dropped))
 
     def _choose_engine(self) -> Choice:
         setting, condemned = self._config.data.preprocess.engine, set(self._condemned())
@@ -282,10 +320,15 @@ class _Stage:
         return report
 
 
+def _damage_stands(source: SourceJob, plan: Plan, receipts: Receipts) -> bool:
+    """Whether no link was made with other files dropped than are now, or of damaged files that are others by now."""
+    return all(damage_stands(source, unit, receipt) for unit in plan.units for receipt in receipts.of(unit.index))
+
+
 def _is_done(source: SourceJob, unit: Unit, receipts: Receipts, condemned: dict[str, str]) -> bool:
     position, stat = START, input_stat(unit)
     for receipt in receipts.of(unit.index):
-        if not receipt_stands(source, receipt, position, condemned) or receipt["input"]["stat"] != stat:
+        if not receipt_stands(source, unit, receipt, position, condemned) or receipt["input"]["stat"] != stat:
             return False
         if receipt["last"]:
             return True

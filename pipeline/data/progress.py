@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from pipeline.console import say
+from pipeline.data.damage import DAMAGED_FILE, in_words
 from pipeline.data.receipts import TRAIN
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
         splits: what the run file asks for.
     """
     table = Table("source", "split", "documents", "tokens", "text", "bytes/token", "rejected", title="preprocess")
+    has_damage = any(source.damaged for source in report.sources)
+    if has_damage:
+        table.add_column("unread input")
     for column in table.columns[2:]:
         column.justify = "right"
     for source in report.sources:
@@ -127,6 +131,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                 size(split.text_bytes),
                 f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-",
                 f"{sum(source.rejected.values()):,}" if name == TRAIN else "",
+                *([size(source.lost) if name == TRAIN else ""] if has_damage else []),
             )
     if report.sources:
         console.print(table)
@@ -141,6 +146,8 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                     f"{source.name}: none of {documents} went to {name} (data.splits.{name} is {wanted}); nothing to "
                     "evaluate on",
                 )
+        if source.damaged:
+            say(console, f"{source.name}: {in_words(source.damaged, source.bytes)}, see {source.folder / DAMAGED_FILE}")
         if source.rejected:
             rejected = sum(source.rejected.values())
             file = source.folder / "rejected.jsonl"

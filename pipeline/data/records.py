@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -13,10 +14,9 @@ from pipeline.data.files import File
 from pipeline.errors import UserError
 
 MAX_RECORD_BYTES = 32 * 2**20
-"""A longer file, line or value is rejected without being held."""
+"""A longer file, line or value is rejected without being held, by default."""
 EMPTY = "empty document"
 """The one reason that is no error: the record is sound, there is only nothing in it."""
-TOO_LONG = f"longer than {MAX_RECORD_BYTES // 2**20} MiB"
 NOT_UTF8 = "not UTF-8"
 HUB_PREFIX = "hf://"
 """Begins the paths of files that lie on the Hugging Face hub."""
@@ -60,6 +60,9 @@ class Reader:
         metadata: keys or columns that are kept beside the text.
         hub: what `hub` streams, with its revision pinned to a commit.
         max_expansion: bytes of text that a byte of a table may become; see `Cursor.expand`.
+        max_record_bytes: a longer file, line or value is rejected.
+        verify: whether all of a compressed member is read before any of its text is given. Samples do without.
+        dropped: damaged files of which nothing is taken, by name, with the reason and the detail.
     """
 
     type: str
@@ -68,6 +71,14 @@ class Reader:
     metadata: tuple[str, ...] = ()
     hub: Hub | None = None
     max_expansion: int = MAX_EXPANSION
+    max_record_bytes: int = MAX_RECORD_BYTES
+    verify: bool = True
+    dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def too_long(self) -> str:
+        """The reason to reject a longer record."""
+        return f"longer than data.preprocess.max_record_bytes ({self.max_record_bytes})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +155,23 @@ class Document:
     metadata: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What could not be read of a file.
+
+    Attributes:
+        piece: number of the piece of the unit.
+        reason: one of a few, like `truncated gzip file`.
+        detail: what was found, and where.
+        lost: bytes on disk whose text is missing.
+    """
+
+    piece: int
+    reason: str
+    detail: str
+    lost: int
+
+
 class Cursor:
     """How far the reading of a unit has come; right after every document, while what yields it waits.
 
@@ -158,6 +186,7 @@ class Cursor:
         input_bytes: bytes of decompressed lines and text, or of the values of columns, since the start.
         bytes_read: bytes on disk since the start; for compressed files and tables about as many.
         digest: of what `input_bytes` counts.
+        damage: what could not be read since the start.
     """
 
     def __init__(self, unit: Unit, reader: Reader, start: Position) -> None:
@@ -168,6 +197,7 @@ class Cursor:
         self.input_bytes = 0
         self.bytes_read = 0
         self.digest = xxhash.xxh3_128()
+        self.damage: list[Damage] = []
         self._start = start
         self._counts: dict[int, tuple[int, int]] = {}
         self._first: tuple[int, int] | None = None
@@ -250,6 +280,11 @@ class Cursor:
         self._first = (self.line, self.row)
         self.input_bytes = 0
         self.digest.reset()
+        self.damage = []
+
+    def damaged(self, reason: str, detail: str, lost: int) -> None:
+        """Take note of what cannot be read of the piece. It is no record, and has no row."""
+        self.damage.append(Damage(self.piece, reason, printable(detail), lost))
 
     def rejected(self, line: int | None, byte: int, reason: str, detail: str, raw: bytes = b"") -> Document:
         """A rejected record, of which `raw` is the beginning. It counts as read."""
@@ -272,7 +307,7 @@ def printable(text: str, keep: str = "") -> str:
 def line_of(path: str, byte: int) -> int:
     """Line number, from 1, of a byte of a (decompressed) file. Reads everything before it."""
     line = 1
-    with open_stream(path) as stream:
+    with open_stream(path, verify=False) as stream:
         try:
             while byte > 0 and (chunk := stream.read(min(2**20, byte))):
                 line += chunk.count(b"\n")

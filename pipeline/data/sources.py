@@ -141,6 +141,11 @@ class UnitReader(Cursor):
     def __iter__(self) -> Iterator[Document]:
         for number in range(self.piece, len(self.unit.pieces)):
             piece = self.enter(number)
+            if piece.file.name in self.reader.dropped:
+                self.bytes_read += piece.end - piece.start
+                self.ended = True
+                self.damaged(*self.reader.dropped[piece.file.name], piece.end - piece.start)
+                continue
             _check_unchanged(piece.file)
             yield from self._read(piece)
 

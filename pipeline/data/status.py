@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +21,13 @@ from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import store
+from pipeline.data.damage import DamagedFile, in_words
+from pipeline.data.files import File
 from pipeline.data.leases import PATIENCE_S, read_leases
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS
 from pipeline.data.progress import NOTHING_TO_DO, WIDE, counted, size
 from pipeline.data.receipts import MANIFEST_FILE
+from pipeline.data.records import Damage
 from pipeline.data.tally import Counts, Tally, whole
 from pipeline.data.tokenizer_stage import ORIGIN_FILE, tokenizer_folder
 from pipeline.data.tokenizing import FAILURES_FILE
@@ -102,6 +107,7 @@ class SourceState:
         records: read so far.
         rejected: records by reason.
         engines: receipts by the engine that made them.
+        damaged: what could not be read of its files.
         unreadable: damaged receipts; what they stand for is made again.
         rate: bytes a second, None if it is not known.
         workers: who has a lease.
@@ -122,6 +128,7 @@ class SourceState:
     records: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     engines: Counter[str] = field(default_factory=Counter)
+    damaged: list[DamagedFile] = field(default_factory=list)
     unreadable: int = 0
     rate: float | None = None
     workers: list[Worker] = field(default_factory=list)
@@ -211,6 +218,9 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
     state.splits = {name: tally.splits.get(name, Counts()) for name in names}
     state.records, state.rejected, state.engines = tally.records, tally.rejected, tally.engines
     state.unreadable = tally.unreadable
+    with suppress(TypeError, ValueError, IndexError):  # a plan that is damaged, too
+        found = [_damaged(plan, unit, damage) for unit, damage in tally.damaged]
+        state.damaged = sorted(found, key=lambda each: (each.file.name, each.detail))
     state.failures = [
         failure for failure in _read_failures(folder) if failure.unit < len(sizes) and failure.unit not in tally.done
     ]
@@ -231,6 +241,11 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
         state.state = "finished" if finished else "tokenized"
         state.rate = None  # nothing is left to be read
     return state
+
+
+def _damaged(plan: Any, unit: int, damage: Damage) -> DamagedFile:
+    name, path, size = plan["files"][plan["units"][unit][damage.piece][0]]
+    return DamagedFile(File(str(name), str(path), whole(size), 0), damage.reason, damage.detail, damage.lost)
 
 
 def _rate(tally: Tally, held: dict[int, Worker], reached: dict[int, int], planned: float, now: float) -> float | None:
@@ -368,6 +383,11 @@ def _details(state: SourceState, now: float) -> Iterator[str]:
     if state.rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in state.rejected.most_common())
         yield f"rejected: {state.rejected.total():,} of {counted(state.records, 'record')}: {reasons}"
+    if state.damaged:
+        yield in_words(state.damaged, state.bytes)
+        yield from map(str, state.damaged[:SHOWN])
+        if len(state.damaged) > SHOWN:
+            yield f"and {len(state.damaged) - SHOWN:,} more"
     if state.unreadable:
         yield f"{counted(state.unreadable, 'receipt')} cannot be read; what they stand for is made again"
     for worker in state.workers[:SHOWN]:

@@ -21,10 +21,8 @@ from pipeline.data.lines import metadata_json
 from pipeline.data.parquet_pages import pages
 from pipeline.data.records import (
     EMPTY,
-    MAX_RECORD_BYTES,
     NOT_UTF8,
     ROW_BYTES,
-    TOO_LONG,
     Cursor,
     Document,
     Piece,
@@ -83,18 +81,20 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
 
 
 class _Group(NamedTuple):
-    """A row group: its number, its first row in the file, and how many rows it has in all and a batch."""
+    """A row group: its number, its first row in the file, how many rows it has in all and a batch, and its size."""
 
     number: int
     row: int
     rows: int
     batch_rows: int
+    bytes: int
+    """On disk."""
 
 
 def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """One document a row, of the row groups whose first byte lies in the piece.
 
-    What is damaged is one rejected record: the file if it has no sound footer, else the rest of a row group.
+    Where a row group is damaged, the rest of it is lost; without a sound footer all of the file is.
     """
     path = piece.file.path
     try:
@@ -108,7 +108,7 @@ def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             file = pq.ParquetFile(path, **options, read_dictionary=repeated)
         groups = list(_groups(file.metadata, piece, columns))
     except DAMAGED as error:
-        yield from damaged_file(cursor, piece, "damaged Parquet file", error)
+        damaged_file(cursor, piece, "damaged Parquet file", error)
         return
     with file:
         total, span = sum(group.rows for group in groups), piece.end - piece.start
@@ -128,13 +128,14 @@ def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]
     row = 0
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
-        begins, wanted = [], 0
+        begins, wanted, stored = [], 0, 0
         for number in range(group.num_columns):
             chunk = group.column(number)
             # Some writers put 0 where there is no dictionary.
             begins.append(
                 min(at for at in (chunk.dictionary_page_offset or 0, chunk.data_page_offset, 2**63) if at > 0)
             )
+            stored += chunk.total_compressed_size
             name = chunk.path_in_schema
             if _is_of(name, columns):
                 wanted += chunk.total_uncompressed_size
@@ -142,8 +143,10 @@ def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]
         begin = min(*begins, piece.file.size - 1) if begins else 0
         if group.num_rows and piece.start <= begin < piece.end:
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.num_rows // max(wanted, 1)))
-            yield _Group(index, row, group.num_rows, rows)
+            yield _Group(index, row, group.num_rows, rows, stored)
         row += group.num_rows
+    if row != metadata.num_rows:
+        raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, and {row} in its row groups")
 
 
 def _read_group(
@@ -167,7 +170,7 @@ def _read_group(
         cursor.offset = group.row + group.rows
         cursor.bytes_read = high
         detail = f"row group {group.number}, from row {first} of the file on: {one_line(error)}"
-        yield cursor.rejected(None, first, "damaged Parquet file", detail)
+        cursor.damaged("damaged Parquet file", detail, group.bytes * (group.row + group.rows - first) // group.rows)
 
 
 def _repeated(file: Any, columns: list[str]) -> list[str]:
@@ -200,6 +203,8 @@ def _look_at_pages(cursor: Cursor, piece: Piece, raw: BinaryIO, file: Any, colum
             cursor.check_expansion(piece, asked, "a page asks for", page.compressed, HELD_BYTES)
             if page.repeats:
                 longest = max(longest, page.uncompressed)
+        if not leaf.max_repetition_level and values != group.rows:
+            raise pa.ArrowInvalid(f"{chunk.path_in_schema} has {values} values in {group.rows} rows")
         if leaf.max_repetition_level:  # a row may have all of them
             size = values * max(16, leaf.length or 0)
             cursor.check_expansion(piece, size, f"the lists of {chunk.path_in_schema} take", stored, HELD_BYTES)
@@ -266,8 +271,8 @@ def rows(
             if raw is None:
                 yield cursor.rejected(None, row, "text is null", "")
                 continue
-            if len(raw) > MAX_RECORD_BYTES:
-                yield cursor.rejected(None, row, TOO_LONG, f"{len(raw)} bytes", raw)
+            if len(raw) > reader.max_record_bytes:
+                yield cursor.rejected(None, row, reader.too_long, f"{len(raw)} bytes", raw)
                 continue
             try:
                 text = raw.decode()
@@ -394,13 +399,13 @@ def _check_offsets(batch: pa.RecordBatch) -> None:
                 raise
 
 
-def damaged_file(cursor: Cursor, piece: Piece, reason: str, error: Exception) -> Iterator[Document]:
-    """A file that cannot be opened is one rejected record, however many pieces it was cut into."""
+def damaged_file(cursor: Cursor, piece: Piece, reason: str, error: Exception) -> None:
+    """Take note of a file that cannot be opened, once however many pieces it was cut into."""
     raise_if_machine(error)
     cursor.bytes_read += piece.end - piece.start
     cursor.ended = True
     if piece.start == 0:
-        yield cursor.rejected(None, 0, reason, one_line(error))
+        cursor.damaged(reason, one_line(error), piece.file.size)
 
 
 def raise_if_machine(error: Exception) -> None:

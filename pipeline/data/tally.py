@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from pipeline.data.records import Damage
+
 _MAX_RECEIPT = 2**26
 """A longer file is no receipt."""
 _READERS = 8
@@ -44,6 +46,7 @@ class _Receipt:
     engine: str
     splits: dict[str, Counts]
     time: float
+    damaged: list[Damage]
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Tally:
         rejected: records by reason.
         engines: links by the engine that made them.
         unreadable: receipts that are damaged.
+        damaged: (unit, what could not be read of its input).
     """
 
     sizes: list[int]
@@ -77,6 +81,7 @@ class Tally:
     rejected: Counter[str] = field(default_factory=Counter)
     engines: Counter[str] = field(default_factory=Counter)
     unreadable: int = 0
+    damaged: list[tuple[int, Damage]] = field(default_factory=list)
 
     def read(self, receipts: Path) -> None:
         """Add all receipts below a folder."""
@@ -128,6 +133,10 @@ class Tally:
                     for name, split in value["splits"].items()
                 },
                 time=stat.st_mtime,
+                damaged=[
+                    Damage(whole(each["piece"]), str(each["reason"]), str(each["detail"]), whole(each["lost"]))
+                    for each in value.get("damaged", [])
+                ],
             )
         except FileNotFoundError:
             return None
@@ -151,6 +160,7 @@ class Tally:
             self.links.append((receipt.time, receipt.read, unit))
             self.records += receipt.records
             self.rejected.update(receipt.rejected)
+            self.damaged += [(unit, damage) for damage in receipt.damaged]
             self.engines[receipt.engine] += 1
             for name, counts in receipt.splits.items():
                 self.splits.setdefault(name, Counts()).add(counts)
@@ -168,6 +178,7 @@ class Tally:
         self.rejected.update(other.rejected)
         self.engines.update(other.engines)
         self.unreadable += other.unreadable
+        self.damaged += other.damaged
 
 
 def whole(value: Any) -> int:

@@ -156,6 +156,8 @@ class _Run:
             # Bytes that were only estimated, or passed over, count now.
             self._line.advance(event.job.unit.bytes - event.advanced)
             self._line.unit_done(event.result.tokens)
+            for damaged in event.result.damaged:
+                say(self._console, f"warning: {event.job.unit.source}: {damaged}")
             self._watch_rejected(event.job, event.result)
         else:
             self._lost(event)

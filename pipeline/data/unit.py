@@ -6,7 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ import numpy as np
 import orjson
 
 from pipeline.data import store
+from pipeline.data.damage import DamagedFile, damage_in, damaged_files
 from pipeline.data.engines import Check, Engine, Which, open_engine
 from pipeline.data.hashing import key, value_hash
-from pipeline.data.indexed import HashedFile, part_prefix
+from pipeline.data.indexed import HashedFile, metadata_file, part_files, part_prefix
 from pipeline.data.leases import Lease, Watch, take
 from pipeline.data.receipts import MANIFEST_FILE, files_are_there, read_receipt, receipt_path, rejected_path
 from pipeline.data.sources import EMPTY, START, Document, Position, Reader, Unit, UnitReader, line_of, where
@@ -84,6 +85,7 @@ class UnitDone:
     tokens: int
     records: int
     rejected: dict[str, int]
+    damaged: list[DamagedFile]
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Smallest(NamedTuple):
     records: int
     rejected: Counter[str]
     """Records by reason."""
+    damaged: list[DamagedFile]
 
 
 class Condemned(Exception):
@@ -189,7 +192,7 @@ def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> Smallest:
                 progress(reader.bytes_read - reported)
                 reported = reader.bytes_read
     progress(reader.bytes_read - reported)
-    return Smallest(sorted(found)[:wanted], reader.records, rejected)
+    return Smallest(sorted(found)[:wanted], reader.records, rejected, damaged_files(job.unit, reader.damage))
 
 
 def identity(unit: Unit) -> str:
@@ -240,11 +243,12 @@ class _Worker:
     def run(self) -> UnitDone:
         position, link, made, tokens, records = START, 0, 0, 0, 0
         rejected: Counter[str] = Counter()
+        damaged: list[DamagedFile] = []
         reader: UnitReader | None = None
         condemned = read_condemned(self._bench.condemned)
         while True:
             receipt = read_receipt(self._source.folder, self._unit.index, link)
-            if receipt_stands(self._source, receipt, position, condemned):
+            if receipt_stands(self._source, self._unit, receipt, position, condemned):
                 reader = None
                 if receipt["input"]["stat"] != self._stat:
                     self._check_same_input(receipt)
@@ -260,8 +264,9 @@ class _Worker:
                 tokens += sum(split["tokens"] for split in receipt["splits"].values())
                 records += receipt["records"]
                 rejected.update(receipt["rejected"])
+                damaged += damage_in(self._unit, receipt)
             if receipt["last"]:
-                return UnitDone(made, tokens, records, dict(rejected))
+                return UnitDone(made, tokens, records, dict(rejected), damaged)
             position, link = tuple(receipt["next"]), link + 1
 
     def _advance(self, amount: int) -> None:
@@ -274,7 +279,7 @@ class _Worker:
         source, unit, bench = self._source, self._unit, self._bench
         receipt_path(source.folder, unit.index, link).parent.mkdir(parents=True, exist_ok=True)
         if self._job.engine == "tokenizers":
-            bench.words.look_at(unit, source.reader)
+            bench.words.look_at(unit, replace(source.reader, verify=False))
         rejected: Counter[str] = Counter()
         last = True
         with ExitStack() as stack:
@@ -326,6 +331,8 @@ class _Worker:
                 "pieces": {str(piece): counts for piece, counts in reader.pieces.items()},
                 "records": reader.records,
                 "rejected": dict(rejected),
+                "damaged": [asdict(damage) for damage in reader.damage],
+                "dropped": _dropped(source, unit),
                 "checked": checked,
                 "splits": {
                     name: spool.commit(
@@ -337,7 +344,21 @@ class _Worker:
             if rejects.size:
                 rejects.commit()
             store.put_json(receipt_path(source.folder, unit.index, link), receipt)
+        if last:
+            self._remove_behind(link)
         return receipt
+
+    def _remove_behind(self, last: int) -> None:
+        """Remove links of a time when the unit had more: before a damaged file of it was dropped."""
+        link = last + 1
+        while (path := receipt_path(self._source.folder, self._unit.index, link)).exists():
+            for name in self._source.splits.names:
+                prefix = part_prefix(self._source.folder / name / self._source.below, self._unit.index, link)
+                for file in (*part_files(prefix), metadata_file(prefix)):
+                    file.unlink(missing_ok=True)
+            rejected_path(self._source.folder, self._unit.index, link).unlink(missing_ok=True)
+            path.unlink()
+            link += 1
 
     def _check_on_error(self, document: Document) -> None:
         if self._source.fail_on_error and document.reason != EMPTY:
@@ -474,15 +495,29 @@ def read_condemned(path: Path) -> dict[str, str]:
         return {}
 
 
-def receipt_stands(source: SourceJob, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
+def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
     """Whether a receipt is of this config, begins where the link begins, and its files are there."""
     return (
         receipt is not None
         and receipt["config_hash"] == source.config_hash
         and tuple(receipt["start"]) == start
         and receipt["engine"] not in condemned
+        and damage_stands(source, unit, receipt)
         and (not source.has_parts or files_are_there(source.folder, receipt, source.below) or _is_shuffled(source))
     )
+
+
+def damage_stands(source: SourceJob, unit: Unit, receipt: Any) -> bool:
+    """Whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
+    dropped = receipt.get("dropped", [])
+    if dropped != _dropped(source, unit):
+        return False
+    return not (dropped or receipt.get("damaged")) or bool(receipt["input"]["stat"] == input_stat(unit))
+
+
+def _dropped(source: SourceJob, unit: Unit) -> list[str]:
+    """Names of the files of a unit of which nothing is to be taken."""
+    return sorted({piece.file.name for piece in unit.pieces} & source.reader.dropped.keys())
 
 
 def _is_shuffled(source: SourceJob) -> bool:
