@@ -430,7 +430,8 @@ class ResumeConfig(Section):
 
     from_: int | Literal["latest"] | None = Field(default=None, alias="from")
     """The step of the checkpoint; later ones are moved to `abandoned`. `latest`: there must be one. By default the
-    latest one that can be trusted, and a run that never had one starts."""
+    latest one that can be trusted, and a run that never had one starts. A start that would lose more than one save
+    needs the step here."""
     verify_on_load: Literal["full", "size"] = "full"
     """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""
     allow: list[Literal["data", "tokenizer", "objective", "model", "code"]] = Field(default_factory=list)

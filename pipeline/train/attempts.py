@@ -175,6 +175,11 @@ def settle(run: Path) -> None:
         append(run, {**_signs(run, begins[last]), "event": _END, "attempt": last})
 
 
+def first_steps(run: Path) -> dict[int, int]:
+    """Number of each attempt that the ledger has, and the step that it began at."""
+    return {number: line["first_step"] for number, line in _entries(run)[0].items()}
+
+
 def last_begun(run: Path) -> int:
     """Number of the last attempt that the ledger has; 0 before the first one."""
     return max(_entries(run)[0], default=0)

@@ -26,6 +26,7 @@ from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.processes import Processes, share
 from pipeline.train.parallel.watchdog import Watchdog
 from pipeline.train.plan import RunPlan, plan_run
+from pipeline.train.rollback import rollback_lines
 from pipeline.train.run_folder import RunFolder, open_run, refuse_lost_checkpoints
 from pipeline.train.setup import check_tokenizer
 from pipeline.train.versions import code_hash, versions
@@ -52,12 +53,16 @@ def open_run_everywhere(
     def report(line: str) -> None:
         say(console, f"warning: {line}")
 
-    checkpoint = resume_point(checkpoints, config.resume, report)
+    damage: list[str] = []
+    checkpoint = resume_point(checkpoints, config.resume, damage.append)
     plans: list[RunPlan] = []
 
     def plan() -> None:
         if checkpoint is None:
             refuse_lost_checkpoints(config.run.dir)
+        else:
+            for line in rollback_lines(checkpoints, checkpoint, config, damage):
+                report(line)
         plans.append(plan_run(config, checkpoint))
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:

@@ -219,6 +219,19 @@ def test_a_renamed_checkpoint_is_not_what_its_name_says(checkpoints: Checkpoints
         checkpoints.at(20)
 
 
+@pytest.mark.parametrize("latest", [20, 30])
+def test_a_copy_of_an_older_one_is_named_and_the_one_before_it_counts(checkpoints: Checkpoints, latest: int) -> None:
+    save(checkpoints, 10, 20)
+    shutil.copytree(checkpoints.folder / "step-00000010", checkpoints.folder / "step-00000030")
+    point_to(checkpoints, latest)
+    said: list[str] = []
+    found = resume(checkpoints, said.append)
+    assert found is not None
+    assert found.step == 20
+    assert "step-00000030/COMMIT is of step 10: the folder is a copy" in said[0]
+    assert [each.step for each in checkpoints.all()] == [10, 20]
+
+
 def test_going_back_moves_later_ones_away_and_begins_a_new_line(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10, 20, 30, 40)
     damage(checkpoints, 20)

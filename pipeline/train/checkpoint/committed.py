@@ -82,8 +82,10 @@ class Checkpoint:
         """What it descends from; None for the first one of a run.
 
         Raises:
-            UNREADABLE: its state is damaged.
+            UNREADABLE: its state is damaged, or that of another step.
         """
+        if self._commit()["step"] != self.step:
+            raise ValueError(f"{self.path / COMMIT} is of another step")
         if record_of(self.path / STATE) != self.files()[STATE]:
             raise ValueError(f"{self.path / STATE} has changed since it was written")
         value = self.state()["parent"]
@@ -141,7 +143,7 @@ class Checkpoint:
         except UNREADABLE as error:
             return [f"{self.path / COMMIT} is damaged: {error}"]
         if step != self.step:
-            return [f"{self.path / COMMIT} is of step {step}: the folder was renamed"]
+            return [f"{self.path / COMMIT} is of step {step}: the folder is a copy of another one, or was renamed"]
         found = []
         for name, (size, digest) in files.items():
             path = self.path / name

@@ -160,13 +160,14 @@ class Checkpoints:
                     "set run.dir to a new folder to train from the start"
                 )
             return None
-        damaged: list[str] = []
+        later = [each for each in self.all() if each.step > head.step]
+        damaged = [_damaged(each, problems) for each in later if (problems := each.problems(full=False))]
         for checkpoint in self._line(head, damaged.append):
             if not (problems := verify(checkpoint)):
                 for line in damaged:
                     report(line)
                 return checkpoint
-            damaged.append(f"checkpoint {checkpoint.path.name} is damaged: " + "; ".join(problems))
+            damaged.append(_damaged(checkpoint, problems))
         raise UserError(
             "no checkpoint can be trusted, and starting again from random weights would not be what you asked for:\n  "
             + "\n  ".join(damaged)
@@ -190,7 +191,7 @@ class Checkpoints:
             if not (problems := verify(checkpoint)):
                 self._go_back_to(checkpoint, report)
                 return checkpoint
-            report(f"checkpoint {checkpoint.path.name} is damaged: " + "; ".join(problems))
+            report(_damaged(checkpoint, problems))
         return None
 
     def follow(self, step: int, report: Callable[[str], None], verify: Verify = Checkpoint.problems) -> Checkpoint:
@@ -203,9 +204,8 @@ class Checkpoints:
             UserError: it is not there, or damaged.
         """
         head = self._head(report)
-        found, followed = self._there().get(step), self._followed()
         # Since it was followed it may be gone, by retention, or another one, after a rewind to before it.
-        again = isinstance(followed, dict) and followed.get("step") == step
+        found, again = self._there().get(step), self.was_followed(step)
         if head is None or (found is None and not again):
             raise self.not_there(step)
         if found is None:
@@ -221,7 +221,7 @@ class Checkpoints:
             if latest.step > step:
                 report(
                     f"resume.from={step} was followed before: going on from step {latest.step}; to go back to step "
-                    f"{step} once more, remove {self.folder / _FOLLOWED}"
+                    f"{step} once more, remove {self.followed_file}"
                 )
             return latest
         if problems := verify(found):
@@ -243,9 +243,30 @@ class Checkpoints:
         """
         self._go_back_to(checkpoint, report)
         if followed is None:
-            (self.folder / _FOLLOWED).unlink(missing_ok=True)
+            self.followed_file.unlink(missing_ok=True)
         elif self._followed() != {"step": followed}:
-            store.put_json(self.folder / _FOLLOWED, {"step": followed})
+            store.put_json(self.followed_file, {"step": followed})
+
+    def saved_last(self) -> tuple[int, list[str]]:
+        """The step that `latest` names, 0 if that cannot be read; and why it cannot be resumed from, if it cannot."""
+        path, name = self.folder / _LATEST, self._read(_LATEST)
+        number = name.removeprefix("step-")
+        if name.startswith("step-") and number.isdecimal():
+            there = (self.folder / name).is_dir()
+            return int(number), [] if there else [f"{path} names {name}, but {self.folder / name} is not there"]
+        if name:
+            return 0, [f"{path} is damaged: it says {store.shown(name)!r}, which is not the name of a checkpoint"]
+        return 0, [f"{path} is empty" if path.exists() else f"{path} is missing"]
+
+    @property
+    def followed_file(self) -> Path:
+        """Notes the step of `resume.from` that was followed, so that it is followed once."""
+        return self.folder / _FOLLOWED
+
+    def was_followed(self, step: int) -> bool:
+        """Whether the run went back to this step because `resume.from` named it, and has the same one since."""
+        followed = self._followed()
+        return isinstance(followed, dict) and followed.get("step") == step
 
     def begin(self, step: int, attempt: int) -> Path:
         """The empty folder in which a checkpoint is written, under a name that no reader takes for one.
@@ -383,7 +404,7 @@ class Checkpoints:
 
     def _followed(self) -> Any:
         try:
-            return store.get_json(self.folder / _FOLLOWED)
+            return store.get_json(self.followed_file)
         except (FileNotFoundError, UserError):
             return None
 
@@ -470,6 +491,10 @@ def _descends(child: Checkpoint, parent: Checkpoint) -> bool:
     if origin is None or origin.name != parent.path.name or child.problems(full=False):
         return False
     return origin.fingerprint in (None, _fingerprint(parent))
+
+
+def _damaged(checkpoint: Checkpoint, problems: Sequence[str]) -> str:
+    return f"checkpoint {checkpoint.path.name} is damaged: {'; '.join(problems)}"
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str | None:

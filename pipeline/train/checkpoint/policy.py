@@ -6,6 +6,7 @@ folder, with the rules of that folder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from pipeline.config.train import CheckpointConfig
@@ -38,3 +39,18 @@ def doomed(config: CheckpointConfig, steps: Sequence[int], latest: int | None, g
     newest = sorted(steps)[-config.keep :]
     stay = {latest, *good, *newest}
     return [step for step in sorted(steps) if step < latest and step not in stay and not is_permanent(config, step)]
+
+
+def saves_lost(config: CheckpointConfig, step: int, reached: int, saved: Collection[int]) -> int:
+    """Saves that a run loses which resumes from an older checkpoint than its last one.
+
+    Args:
+        config: says how often the run saves, which counts where the record does not go back to `step`.
+        step: of the checkpoint that it resumes from.
+        reached: step that it saved last.
+        saved: steps of its saves, as far as they were recorded.
+    """
+    if reached <= step:
+        return 0
+    recorded = 1 + sum(step < each < reached for each in saved)
+    return recorded if step in saved else max(recorded, math.ceil((reached - step) / config.every_steps))
