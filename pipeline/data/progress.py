@@ -118,7 +118,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
     table = Table("source", "split", "documents", "tokens", "text", "bytes/token", "rejected", title="preprocess")
     has_damage = any(source.damaged for source in report.sources)
     if has_damage:
-        table.add_column("unread input")
+        table.add_column("unread")
     for column in table.columns[2:]:
         column.justify = "right"
     for source in report.sources:

@@ -11,6 +11,7 @@ import sys
 import pytest
 import zstandard
 
+from pipeline.data import compression
 from pipeline.data.compression import Decompressed, StreamError, compression_of, open_stream
 
 FORMATS = {
@@ -120,16 +121,31 @@ def test_cut_anywhere(tmp_path, suffix):
 
 
 @ALL
-def test_what_lies_before_the_cut_is_there(tmp_path, suffix):
+def test_a_member_that_is_cut(tmp_path, suffix):
+    """Nothing of it is given, however much could be decompressed; a sample may have that."""
     name, compress = FORMATS[suffix]
     data = some_bytes(4_000_000)
-    packed = compress(data)
-    got, error = read_all(write(tmp_path, suffix, packed[: len(packed) * 3 // 4]))
-    assert error.reason == f"truncated {name} file"
-    assert f"ends after {len(packed) * 3 // 4} bytes" in error.detail
+    first, packed = compress(b"first"), compress(data)
+    path = write(tmp_path, suffix, first + packed[: len(packed) * 3 // 4])
+    got, error = read_all(path)
+    assert (got, error.reason, error.sound) == (b"first", f"truncated {name} file", len(first))
+    assert f"ends after {len(first) + len(packed) * 3 // 4} bytes" in error.detail
+    with open_stream(path, verify=False) as stream:
+        got = stream.read(3_000_000)
     # A block of bzip2 is 900 kB.
-    assert len(data) // 2 < len(got) < len(data)
-    assert data.startswith(got)
+    assert len(data) // 2 < len(got)
+    assert (b"first" + data).startswith(got)
+
+
+@ALL
+def test_members_that_are_too_large_to_be_held(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(compression, "_HELD_BYTES", 1000)
+    compress = FORMATS[suffix][1]
+    parts = [some_bytes(n, n) for n in (10, 0, 300_000, 1001, 70_000, 1)]
+    packed = [compress(part) for part in parts]
+    assert read_all(write(tmp_path, suffix, b"".join(packed))) == (b"".join(parts), None)
+    got, error = read_all(write(tmp_path, suffix, b"".join(packed)[: -len(packed[-1]) - 9]))
+    assert (got, error.sound) == (b"".join(parts[:4]), sum(map(len, packed[:4])))
 
 
 @ALL

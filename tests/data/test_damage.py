@@ -139,13 +139,15 @@ def test_a_damaged_file_fails_the_stage_unless_it_is_said_what_to_do(tmp_path, t
         assert f"{tmp_path}/b.jsonl.zst: truncated zstd file" in shown
         assert "1 file cannot be read to its end" in shown and "on_damaged_file: keep" in shown
     assert not list(config.data_dir.rglob("manifest.json"))
-    assert f"b.jsonl.zst: truncated zstd file, {half - len(_members(2, 1))} B of 1.5 kB is lost" in capsys.readouterr().out
+    assert (
+        f"b.jsonl.zst: truncated zstd file, {half - len(_members(2, 1))} B of 1.5 kB is lost" in capsys.readouterr().out
+    )
     print_status(Console(quiet=False), config)
     assert "b.jsonl.zst: truncated zstd file" in " ".join(capsys.readouterr().out.split())
     keep = _config(tmp_path, tokenizer, "*.jsonl.*", on_damaged_file="keep")
     report = preprocess(keep)
     assert report.units_done == 0  # what was made is what is kept
-    assert "unread input" in capsys.readouterr().out
+    assert "unread" in capsys.readouterr().out
     assert (report.documents, report.rejected) == (120 + 30 + 120, {"s": {}})
     (line,) = map(orjson.loads, (config.data_dir / "s" / "damaged.jsonl").open("rb"))
     assert (line["file"], line["bytes"]) == (f"{tmp_path}/b.jsonl.zst", half)
