@@ -59,7 +59,7 @@ def in_words(damaged: Sequence[DamagedFile], total: int) -> str:
     files, lost = len({each.file.name for each in damaged}), sum(each.lost for each in damaged)
     return (
         f"{counted(files, 'file')} cannot be read to {'its' if files == 1 else 'their'} end; {size(lost)} of "
-        f"{size(total)} ({100 * lost / max(total, 1):.2g} %) {'is' if files == 1 else 'are'} lost"
+        f"{size(total)} ({100 * lost / max(total, 1):.3g} %) {'is' if files == 1 else 'are'} lost"
     )
 
 

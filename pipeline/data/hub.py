@@ -20,6 +20,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
+from pipeline.data.compression import StreamError, compression_of, open_stream
 from pipeline.data.files import File
 from pipeline.data.records import HUB_PREFIX, Cursor, Document, Hub, Piece, Reader
 from pipeline.data.tables import check_schema, one_line, read_parquet, rows
@@ -85,6 +86,16 @@ def read_shard(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     if os.path.isfile(piece.file.path) and _is_parquet(_builder(hub)):
         yield from read_parquet(cursor, piece)  # the same rows, but `datasets` holds whole row groups
         return
+    if cursor.reader.verify and os.path.isfile(piece.file.path) and compression_of(piece.file.path):
+        try:
+            with open_stream(piece.file.path) as whole:  # `datasets` would give what lies before damage
+                while whole.read1():
+                    pass
+        except StreamError as error:
+            cursor.bytes_read += piece.end - piece.start
+            cursor.ended = True
+            cursor.damaged(error.reason, error.detail, piece.file.size)
+            return
     shard, count = int(found[1]), int(found[2])
     stream = _stream(hub, (reader.text_key, reader.id_key, *reader.metadata))
     if _shards(stream) != count:

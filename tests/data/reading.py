@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.data.files import File, find_files
+from pipeline.data.records import Damage
 from pipeline.data.sources import Document, Piece, Reader, Unit, UnitReader, cut
 
 LINES = Reader("jsonl", "text", "id", ("url",))
@@ -23,6 +24,18 @@ def read(path: Path | list[Path], reader: Reader, size: int = 2**40) -> list[Doc
     return [d for unit in units(files(*paths, type=reader.type), reader, size) for d in UnitReader(unit, reader)]
 
 
+def damage(path: Path | list[Path], reader: Reader, size: int = 2**40) -> list[Damage]:
+    """What could not be read."""
+    paths = path if isinstance(path, list) else [path]
+    found: list[Damage] = []
+    for unit in units(files(*paths, type=reader.type), reader, size):
+        through = UnitReader(unit, reader)
+        for _ in through:
+            pass
+        found += through.damage
+    return found
+
+
 def together(*units: Unit) -> Unit:
     """One unit of the pieces of several, which may lie in one file."""
     return Unit(0, "s", tuple(piece for unit in units for piece in unit.pieces))
@@ -35,10 +48,11 @@ def middle(unit: Unit, start: int, end: int) -> Unit:
 def check_resume(unit: Unit, reader: Reader) -> list[Document]:
     """Started at the position behind any record, a reader yields the rest, and its counts add up to the whole."""
     whole = UnitReader(unit, reader)
-    documents, seen = [], []
+    documents, seen, damage = [], [], []
     for document in whole:
         documents.append(document)
         seen.append((whole.position, whole.input_bytes, whole.bytes_read, whole.records, whole.pieces))
+        damage.append(len(whole.damage))
         assert whole.records == len(documents) == document.row + 1 == whole.position[3]
     assert [s[1] for s in seen] == sorted(s[1] for s in seen)
     assert [s[2] for s in seen] == sorted(s[2] for s in seen)
@@ -46,6 +60,7 @@ def check_resume(unit: Unit, reader: Reader) -> list[Document]:
     for number, (position, input_bytes, _, records, pieces) in enumerate(seen):
         rest = UnitReader(unit, reader, position)
         assert list(rest) == documents[number + 1 :]
+        assert rest.damage == whole.damage[damage[number] :]
         assert input_bytes + rest.input_bytes == whole.input_bytes
         assert records + rest.records == whole.records
         first = {piece: pieces.get(piece, (0, 0)) for piece in whole.pieces}

@@ -131,7 +131,7 @@ def test_a_member_that_is_cut(tmp_path, suffix):
     assert (got, error.reason, error.sound) == (b"first", f"truncated {name} file", len(first))
     assert f"ends after {len(first) + len(packed) * 3 // 4} bytes" in error.detail
     with open_stream(path, verify=False) as stream:
-        got = stream.read(3_000_000)
+        got = stream.read(2_100_000)
     # A block of bzip2 is 900 kB.
     assert len(data) // 2 < len(got)
     assert (b"first" + data).startswith(got)

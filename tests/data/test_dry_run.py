@@ -159,7 +159,7 @@ def test_files_of_another_kind(tmp_path, head, hint, type):
 
 def test_a_compressed_file_with_the_name_of_a_table(tmp_path):
     (tmp_path / "a.parquet").write_bytes(gzip.compress(b"words"))
-    with pytest.raises(UserError, match=r"damaged Parquet file .*; it is gzip-compressed: decompress it"):
+    with pytest.raises(UserError, match=r"damaged Parquet file, .*; it is gzip-compressed: decompress it"):
         dry_run(tmp_path, [{"name": "s", "type": "parquet", "paths": [f"{tmp_path}/a.parquet"]}])
 
 

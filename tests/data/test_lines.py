@@ -15,7 +15,7 @@ import zstandard
 
 from pipeline.data.records import MAX_RECORD_BYTES
 from pipeline.data.sources import EMPTY, Reader, UnitReader, line_of
-from tests.data.reading import LINES, check_chain, check_resume, files, middle, read, together, units
+from tests.data.reading import LINES, check_chain, check_resume, damage, files, middle, read, together, units
 
 TEXT = Reader("text", "text", "id")
 COMPRESS = {
@@ -118,21 +118,26 @@ def test_a_compressed_file_is_never_cut(tmp_path, suffix):
 @COMPRESSED
 @pytest.mark.parametrize("part", [0.4, 0.9])
 def test_a_truncated_file(tmp_path, suffix, part):
-    """The records before the cut, then one that says where it is; a restart behind it yields nothing."""
-    raw = [orjson.dumps({"text": random.Random(i).randbytes(150).hex()}) + b"\n" for i in range(9000)]
-    path = write(tmp_path, suffix, b"".join(raw))
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
-    *good, bad = read(path, LINES)
+    """The records of the members before the cut, and what is lost; a restart behind it yields nothing."""
+    raw = [orjson.dumps({"text": random.Random(i).randbytes(150).hex()}) + b"\n" for i in range(900)]
+    first = [write(tmp_path, suffix, b"".join(raw[at : at + 50])).read_bytes() for at in range(0, 900, 50)]
+    path = write(tmp_path, suffix, b"")
+    whole = b"".join(first)
+    path.write_bytes(whole[: int(len(whole) * part)])
+    good = read(path, LINES)
+    (bad,) = damage(path, LINES)
     name = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}[suffix]
     assert bad.reason == f"truncated {name} file"
-    assert len(raw) * part / 2 < len(good) < len(raw) * part * 1.1
+    assert len(good) % 50 == 0
+    assert len(raw) * part - 60 < len(good) <= len(raw) * part * 1.1
+    assert bad.lost == path.stat().st_size - sum(map(len, first[: len(good) // 50]))
     assert [d.text for d in good] == [json.loads(line)["text"] for line in raw[: len(good)]]
-    assert (bad.byte, bad.line, bad.row) == (sum(map(len, raw[: len(good)])), len(good), len(good))
-    assert line_of(str(path), bad.byte) == len(good) + 1
+    assert f"{len(good)} lines before that are sound" in bad.detail
+    assert line_of(str(path), sum(map(len, raw[: len(good)]))) == len(good) + 1
     (unit,) = units(files(path), LINES)
     reader = UnitReader(unit, LINES)
     list(reader)
-    assert reader.position == (1, -1, 0, len(good) + 1)
+    assert reader.position == (1, -1, 0, len(good))
     assert list(UnitReader(unit, LINES, reader.position)) == []
 
 
@@ -143,8 +148,9 @@ def test_resume_before_and_behind_a_cut(tmp_path, suffix):
     cut.write_bytes(cut.read_bytes()[:-5])
     (unit,) = units(files(cut, write(tmp_path, suffix, b"".join(mixed_lines(10, 1)), "b")), LINES)
     documents = check_resume(unit, LINES)
-    assert sum(str(d.reason).startswith("truncated") for d in documents) == 1
-    assert documents[-1].piece == 1
+    assert {document.piece for document in documents} == {1}
+    (bad,) = damage(cut, LINES)
+    assert bad.reason.startswith("truncated")
 
 
 @COMPRESSED
@@ -164,9 +170,8 @@ def test_text_that_is_compressed(tmp_path, suffix):
         (f"a.txt{suffix}", "one\r\n\x00"),
         (f"f.txt{suffix}", "last"),
     ]
-    reasons = [d.reason for d in got if d.reason]
-    assert reasons[:3] == [EMPTY, "not UTF-8", "longer than 32 MiB"]
-    assert reasons[3].startswith("truncated ")
+    assert [d.reason for d in got if d.reason] == [EMPTY, "not UTF-8", TEXT.too_long]
+    assert [bad.reason.split()[0] for bad in damage(paths, TEXT)] == ["truncated"]
 
 
 def test_metadata(tmp_path):
@@ -215,5 +220,5 @@ print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.st
 """
     run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     documents, peak = run.stdout.splitlines()
-    assert documents == "[('longer than 32 MiB', '', 0), (None, 'next', 1)]"
+    assert documents == "[('longer than data.preprocess.max_record_bytes (33554432)', '', 0), (None, 'next', 1)]"
     assert int(peak) < 180_000  # kB; Python and what is imported are 50 MB of it

@@ -61,9 +61,11 @@ def _write(root: Path) -> dict[str, tuple[dict[str, Any], Places]]:
     # Blank lines of all kinds, at the beginning and the end, too.
     blank = "\ufeff\n \t\n" + "".join(json.dumps(r) + "\n" + "\r\n" * (i % 5 == 0) for i, r in enumerate(made)) + "\n\n"
     (root / "blank.jsonl").write_text(blank)
-    # One blank line and the record that says where the file is cut: as many lines as records, but other ones.
-    cut = gzip.compress(("\n" + "".join(json.dumps(record) + "\n" for record in made)).encode(), mtime=0)
-    (root / "cut.jsonl.gz").write_bytes(cut[: len(cut) // 2])
+    # The last of three members is cut, and what lies before it is there.
+    whole_lines = ("\n" + "".join(json.dumps(record) + "\n" for record in made[:60])).encode()
+    half = len(whole_lines) // 2
+    sound = gzip.compress(whole_lines[:half], mtime=0) + gzip.compress(whole_lines[half:], mtime=0)
+    (root / "cut.jsonl.gz").write_bytes(sound + gzip.compress(json.dumps(made[60]).encode())[:-3])
     table = pa.table(
         {
             "id": [str(r["id"]) if "id" in r else None for r in made],
@@ -92,14 +94,6 @@ def _write(root: Path) -> dict[str, tuple[dict[str, Any], Places]]:
         raw = (root / name).read_bytes()
         return _lines(root / name, gzip.decompress(raw) if name.endswith(".gz") else raw)
 
-    inflated = gzip.GzipFile(root / "cut.jsonl.gz")
-    head = bytearray()
-    try:
-        while chunk := inflated.read(64):
-            head += chunk
-    except EOFError:
-        pass
-    whole_lines = head[: head.rfind(b"\n") + 1]
     table_file = root / "e.parquet"
     jsonl: dict[str, Any] = {"type": "jsonl"}
     parquet = {"type": "parquet", "text_key": "body"}
@@ -108,7 +102,7 @@ def _write(root: Path) -> dict[str, tuple[dict[str, Any], Places]]:
         "blank": (jsonl | {"paths": [f"{root}/blank.jsonl"]}, lines("blank.jsonl")),
         "plain": (jsonl | {"paths": [f"{root}/[ab].jsonl"]}, lines("a.jsonl") | lines("b.jsonl")),
         "gz": (jsonl | {"paths": [f"{root}/c.jsonl.gz"]}, lines("c.jsonl.gz")),
-        "cut": (jsonl | {"paths": [f"{root}/cut.jsonl.gz"]}, _lines(root / "cut.jsonl.gz", bytes(whole_lines))),
+        "cut": (jsonl | {"paths": [f"{root}/cut.jsonl.gz"]}, _lines(root / "cut.jsonl.gz", whole_lines)),
         "pq": (
             parquet | {"paths": [f"{root}/e.parquet"]},
             _rows(table_file, pq.read_table(table_file)),
@@ -129,6 +123,7 @@ Made = tuple[Config, dict[str, Places]]
 def _make(root: Path, shuffle: str, only: set[str] | None = None) -> Made:
     written = {name: value for name, value in _write(root / "corpus").items() if only is None or name in only}
     settings = {"unit_bytes": 16000, "max_error_rate": 0.5, "max_document_bytes": 3000, "shuffle": shuffle}
+    settings["on_damaged_file"] = "keep"
     config = make_config(root, [value | {"name": name} for name, (value, _) in written.items()], preprocess=settings)
     preprocess(config)
     return config, {name: places for name, (_, places) in written.items()}

@@ -22,6 +22,7 @@ from pipeline.data.sources import (
     unit_size,
 )
 from pipeline.errors import UserError
+from tests.data.reading import damage
 
 TEXT = Reader("text", "text", "id")
 JSONL = Reader("jsonl", "text", "id")
@@ -115,7 +116,6 @@ class TestFiles:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(name)
         (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
-        (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
         theirs = {os.path.abspath(p) for p in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(p)}
         if not theirs:
             with pytest.raises(UserError, match="matches no file"):
@@ -237,7 +237,7 @@ class TestText:
         (tmp_path / "a.txt").write_bytes(b"")
         with (tmp_path / "b.txt").open("wb") as file:
             file.truncate(MAX_RECORD_BYTES + 1)
-        assert [d.reason for d in documents([tmp_path / "*"], TEXT)] == [EMPTY, "longer than 32 MiB"]
+        assert [d.reason for d in documents([tmp_path / "*"], TEXT)] == [EMPTY, TEXT.too_long]
 
 
 class TestJsonl:
@@ -273,7 +273,9 @@ class TestJsonl:
 
     def test_a_cut_last_line(self, tmp_path):
         path = lines(tmp_path, b'{"text": "whole"}\n', b'{"text": "cu')
-        assert [d.reason for d in documents([path], JSONL)] == [None, "cut line"]
+        assert [d.reason for d in documents([path], JSONL)] == [None]
+        (bad,) = damage(path, JSONL)
+        assert (bad.reason, bad.lost) == ("truncated JSON lines file", 12)
 
     @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
     @pytest.mark.parametrize(
@@ -335,7 +337,7 @@ class TestJsonl:
         path = lines(tmp_path, b'{"text": "' + b"x" * (MAX_RECORD_BYTES + 5) + b'"}\n', b'{"text": "next"}\n')
         units, readers = read([path], JSONL)
         first, second = units[0]
-        assert (first.reason, second.text, second.line) == ("longer than 32 MiB", "next", 1)
+        assert (first.reason, second.text, second.line) == (JSONL.too_long, "next", 1)
         assert readers[0].bytes_read == path.stat().st_size
 
     def test_input_hash_is_of_the_bytes(self, tmp_path):
