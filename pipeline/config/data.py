@@ -122,8 +122,8 @@ class PreprocessConfig(Section):
     `fail`: the stage fails when all else is done, and names these files. `keep`: the text before the damage stays, as
     far as checksums hold. `drop`: nothing of these files is taken."""
     max_record_bytes: Bytes = Field(default=32 * 2**20, ge=2**10, le=2**30)
-    """A longer record (a text file, a line, a value of a table) is rejected. A worker takes up to 12 times as much
-    memory."""
+    """A longer record (a text file, a line, a value of a table) is rejected. A worker takes about five times as much
+    memory as the longest record has bytes."""
     max_expansion: int = Field(default=200, ge=1)
     """Bytes of text that a byte of a Parquet or Arrow file may become. One of which more comes, and more than 64 MiB,
     is refused: some hundred bytes can stand for billions of rows."""
