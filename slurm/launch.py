@@ -42,6 +42,7 @@ from pipeline.train.parallel.compat import OneNode, WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, STORE, read_error
 from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
+from pipeline.train.planning.fit import check_memory
 from pipeline.train.run_folder import note_end
 from slurm.failures import TAIL, Ended, causes, error_file, first_of, log_file
 from slurm.tails import last_lines
@@ -77,8 +78,11 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     logs = _log_folder(config.run.dir / "logs")
     exit_file = config.run.dir / "exit.json"
     start = time.time()
+    console = console or Console()
     try:
-        _launch_stage("train", config, processes, logs, console or Console())
+        for line in check_memory(config, processes):
+            say(console, f"warning: {line}")
+        _launch_stage("train", config, processes, logs, console)
     except BaseException as end:  # a second Ctrl-C, too
         # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.
         if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):

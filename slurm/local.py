@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config
-from pipeline.console import Console
+from pipeline.console import Console, say
 from pipeline.errors import MachineError, Stopped, UserError
 from slurm.ledger import Ledger
 
@@ -89,6 +89,7 @@ def _train_here(config: Config, console: Console | None) -> int:
     try:
         from pipeline.train.trainer import train as stage
 
+        _check_memory(config, console)
         return stage(config, console)
     except (Stopped, KeyboardInterrupt) as end:
         from pipeline.train.lock import is_held
@@ -113,14 +114,32 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
     ledger = nullcontext() if own or ranks.rank else _ledger(config).stage("train")
     # Our launcher itself knows of a signal that comes before the training listens.
     with ledger, nullcontext() if own else _terminate_stops():
+        _check_memory(config, console)
         return stage(config, console)
 
 
-def check_layout(config: Config) -> None:
-    """Show what a run's layout over processes comes to; see `pipeline.train.parallel.check`. Leaves no trace."""
-    from pipeline.train.parallel.check import check
+def _check_memory(config: Config, console: Console | None) -> None:
+    from pipeline.train.planning.fit import check_memory
 
-    check(config)
+    for line in check_memory(config):
+        say(console or Console(), f"warning: {line}")
+
+
+def check_layout(config: Config) -> None:
+    """Show what a run's layout over processes comes to, and whether it fits this machine. Leaves no trace.
+
+    See `pipeline.train.parallel.check` and `pipeline.train.planning.fit`.
+    """
+    from pipeline.train.parallel.check import check
+    from pipeline.train.planning.fit import check_memory, is_meant_for_this_machine
+
+    console = Console()
+    processes = check(config, console).world_size
+    if not is_meant_for_this_machine(config, processes):
+        say(console, "the memory of this machine is not compared: the run is for other machines")
+        return
+    for line in check_memory(config, processes):
+        say(console, f"warning: {line}")
 
 
 def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport | None:
