@@ -32,7 +32,7 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
     if dry_run:
         stage(config, dry_run=True)
         return
-    with _ledger(config).stage("preprocess"), _terminate_stops():
+    with _stage(config, "preprocess"), _terminate_stops():
         stage(config, units=units)
 
 
@@ -75,7 +75,7 @@ def train(config: Config, console: Console | None = None) -> int:
 
     processes = config.launch.processes or fixed_processes(config.parallel)
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
-    with _ledger(config).stage("train"), _terminate_stops():
+    with _stage(config, "train"), _terminate_stops():
         if processes > 1:
             from slurm.launch import launch_training
 
@@ -111,7 +111,7 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
         )
     from pipeline.train.trainer import train as stage
 
-    ledger = nullcontext() if own or ranks.rank else _ledger(config).stage("train")
+    ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
     # Our launcher itself knows of a signal that comes before the training listens.
     with ledger, nullcontext() if own else _terminate_stops():
         _check_memory(config, console)
@@ -223,6 +223,15 @@ def run(config: Config, console: Console | None = None) -> None:
     report = report or evaluate(config, step, console)
     assert report is not None, "the run folder was written to just now"
     show(config, summarize(config, report, _ledger(config).seconds(), console), console)
+
+
+@contextmanager
+def _stage(config: Config, name: str) -> Iterator[None]:
+    """A stage with its lines in the ledger; where a new run is refused, its folder is not left behind."""
+    from pipeline.train.run_folder import no_trace_if_refused
+
+    with no_trace_if_refused(config.run.dir), _ledger(config).stage(name):
+        yield
 
 
 def _ledger(config: Config) -> Ledger:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from pipeline.config import Config
 from pipeline.data.host_memory import host_memory
@@ -43,7 +44,7 @@ def check_memory(config: Config, processes: int = 1) -> list[str]:
     """Compare what the processes of a training on this machine need with the memory that it has for them.
 
     Refused is what cannot fit: weights, moments and gradients alone are too large. Ranks of our own launcher look at
-    their GPUs only, since the launcher has looked at the machine. No process group may exist yet.
+    their GPUs only, since the launcher has looked at the machine. This comes before the process group.
 
     Args:
         config: the run.
@@ -66,8 +67,8 @@ def check_memory(config: Config, processes: int = 1) -> list[str]:
     footprints = _footprints(config, layout, spec)
     for place in places:
         _refuse(place, [footprints[_pp_rank(layout, each)].states for each in place.ranks], again=rank is not None)
-    if rank is not None and rank.rank:
-        return []  # rank 0 speaks for all
+    if (rank is not None and rank.rank) or dist.is_initialized():
+        return []  # rank 0 speaks for all; and where a group exists nothing can be estimated
     held = [footprints[_pp_rank(layout, each)].total for place in places for each in place.ranks]
     if not any(_may_be_tight(config, layout, spec, place, max(held)) for place in places):
         return []  # an estimate takes seconds
