@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pipeline.config import Config
 from pipeline.console import Console, say
 from pipeline.errors import MachineError, Stopped, UserError
+from pipeline.signals import stop_signals
 from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -36,16 +37,12 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
         stage(config, units=units)
 
 
-_STOPS = (signal.SIGTERM, signal.SIGUSR2)
-"""What schedulers send at the end of the time, or some time before."""
-
-
 @contextmanager
 def _terminate_stops() -> Iterator[None]:
-    """These signals end the stage as Ctrl-C does, and it says so."""
+    """`stop_signals` end the stage as Ctrl-C does, and it says so."""
 
     def stop(number: int, frame: object) -> None:
-        for each in _STOPS:
+        for each in before:
             signal.signal(each, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
         name = signal.Signals(number).name
         raise Stopped(f"{name} came; what was committed is kept, the same command goes on from there")
@@ -53,7 +50,7 @@ def _terminate_stops() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.signal(each, stop) for each in _STOPS}
+    before = {each: signal.signal(each, stop) for each in stop_signals()}
     try:
         yield
     finally:
