@@ -46,6 +46,7 @@ from pipeline.train.parallel.watchdog import STACKS_SIGNAL
 from pipeline.train.planning.fit import check_memory
 from pipeline.train.run_folder import note_end
 from slurm.failures import TAIL, Ended, causes, error_file, first_of, log_file
+from slurm.room import check_room
 from slurm.tails import last_lines
 
 RANK_COMMAND = (sys.executable, "-m", "pipeline")
@@ -80,7 +81,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     start = time.time()
     console = console or Console()
     try:
-        for line in check_memory(config, processes):
+        for line in [*check_memory(config, processes), *check_room(config)]:
             say(console, f"warning: {line}")
         _launch_stage("train", config, processes, logs, console)
     except BaseException as end:  # a second Ctrl-C, too

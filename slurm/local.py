@@ -86,7 +86,7 @@ def _train_here(config: Config, console: Console | None) -> int:
     try:
         from pipeline.train.trainer import train as stage
 
-        _check_memory(config, console)
+        _check_machine(config, console)
         return stage(config, console)
     except (Stopped, KeyboardInterrupt) as end:
         from pipeline.train.lock import is_held
@@ -111,14 +111,16 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
     ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
     # Our launcher itself knows of a signal that comes before the training listens.
     with ledger, nullcontext() if own else _terminate_stops():
-        _check_memory(config, console)
+        _check_machine(config, console, room=False)  # of a job, looked at before it was sent
         return stage(config, console)
 
 
-def _check_memory(config: Config, console: Console | None) -> None:
+def _check_machine(config: Config, console: Console | None, *, room: bool = True) -> None:
+    """Refuse what this machine has no memory or no disk for, and warn where either is tight."""
     from pipeline.train.planning.fit import check_memory
+    from slurm.room import check_room
 
-    for line in check_memory(config):
+    for line in [*check_memory(config), *(check_room(config) if room else ())]:
         say(console or Console(), f"warning: {line}")
 
 
