@@ -10,13 +10,14 @@ import sys
 
 from pipeline.console import echo
 from pipeline.errors import UserError
+from pipeline.signals import stop_signals
 
 
 def main() -> None:
     """Be the batch process."""
     # Until the link listens to them: a signal ahead of the time limit, say, must not end what has just begun. Not
     # SIG_IGN, which the processes that are started from here would have, too.
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT):
+    for number in (*stop_signals(), signal.SIGCONT):
         signal.signal(number, lambda *_: None)
     link, file, digest = sys.argv[1:]
     from slurm.link import run_link

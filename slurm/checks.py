@@ -17,8 +17,8 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.loader import check_run_file
 from pipeline.data.opening import dataset_folder
 from pipeline.data.plan import find_source_files
-from pipeline.data.progress import size
 from pipeline.data.receipts import TRAIN
+from pipeline.data.room import free_space, nearest
 from pipeline.data.sources import check_columns
 from pipeline.errors import UserError
 from pipeline.eval.perplexity import heldout_splits
@@ -31,15 +31,14 @@ from pipeline.train.start import open_validation
 from pipeline.words import duration, minutes
 from slurm.cluster_checks import check_cluster
 from slurm.findings import Findings
-from slurm.forecast import START_S, Forecast, forecast, free_space, links_needed, nearest
+from slurm.forecast import START_S, Forecast, forecast, links_needed
 from slurm.jobs import Where
 from slurm.plan import PlannedJob, eval_job
 from slurm.reserve import signal_seconds
+from slurm.room import checkpoints_room
 
 _FEW_FILES = 10_000
 """Inodes below which a warning is due."""
-_TIGHT = 2
-"""Times the room that checkpoints need, below which it is tight."""
 
 
 def check(
@@ -224,23 +223,12 @@ def _check_evaluation(
 
 def _check_room(config: Config, ahead: Forecast, found: Findings) -> None:
     """Disk for the checkpoints."""
-    disk = ahead.disk
-    if disk is None or (ahead.course is not None and not ahead.course.steps_left):
-        return
-    where = f"run.dir={config.run.dir} has {size(disk.free)} free"
-    todo = "make room, or set run.dir to a folder on another disk"
-    if disk.free < disk.each:
-        found.problem(f"{where}, and a checkpoint needs {size(disk.each)}; {todo}")
-    elif disk.free < _TIGHT * disk.needed:
-        rules = config.train.checkpoint
-        fewer = "lower train.checkpoint.keep"
-        if rules.keep_every is not None:
-            fewer += ", raise train.checkpoint.keep_every"
-        less = "less" if disk.free < disk.needed else "not much more"
-        found.warn(
-            f"{where}, {less} than the {size(disk.needed)} that checkpoints still take (up to {disk.most:,} at a time, "
-            f"{disk.there:,} are there): {todo}, or {fewer}"
-        )
+    if ahead.disk is not None:
+        problem, warning = checkpoints_room(config, ahead.disk, ahead.course)
+        if problem:
+            found.problem(problem)
+        if warning:
+            found.warn(warning)
 
 
 def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Findings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pipeline.data.journal import Journal
 from pipeline.data.opening import dataset_folder, open_datasets
 from pipeline.data.paper import Assumed, planned_journal
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN
+from pipeline.data.room import free_space
 from pipeline.data.sampler import Sampler
 from pipeline.errors import UserError
 from pipeline.train.attempts import attempts, metrics_path, rows_backwards
@@ -120,7 +120,7 @@ def forecast(config: Config, site: SiteConfig, job: PlannedJob) -> Forecast:
     with suppress(UserError, OSError):  # what is wrong with the data is not told here
         course = read_course(config, spec)
     seconds, how = _duration(config, site, job, course)
-    return Forecast(course, seconds, how, None if spec is None else _disk(config, spec, course))
+    return Forecast(course, seconds, how, None if spec is None else checkpoints_disk(config, spec, course))
 
 
 def read_course(config: Config, spec: DecoderSpec | None) -> Course:
@@ -200,17 +200,6 @@ def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:
     return for_ever + sum(1 for step in others if rules.keep_every is None or step % rules.keep_every)
 
 
-def free_space(path: Path) -> tuple[int, int | None]:
-    """Bytes and inodes that this user may still use where a path is or would be; None: no number of inodes."""
-    stat = os.statvfs(nearest(path))
-    return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
-
-
-def nearest(path: Path) -> Path:
-    """A path if it exists and can be seen, else the nearest folder above it that does."""
-    return next(each for each in (path, *path.parents) if os.path.exists(each))
-
-
 def _duration(config: Config, site: SiteConfig, job: PlannedJob, course: Course | None) -> tuple[float | None, str]:
     """Seconds of the steps that remain, and where the number comes from."""
     if course is None:
@@ -245,7 +234,14 @@ def _measured(run: Path, processes: int) -> tuple[float, str] | None:
     return rate * processes / had, f"measured in the last steps of this run{on}"
 
 
-def _disk(config: Config, spec: DecoderSpec, course: Course | None) -> Disk:
+def checkpoints_disk(config: Config, spec: DecoderSpec, course: Course | None) -> Disk:
+    """What the checkpoints of a run take, and what the disk of `run.dir` has.
+
+    Args:
+        config: the run.
+        spec: its model.
+        course: how long it is; None where that is not known.
+    """
     checkpoints = Checkpoints.of_run(config.run.dir)
     there, rules = checkpoints.all(), config.train.checkpoint
     each = checkpoint_bytes(config, spec)

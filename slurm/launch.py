@@ -38,18 +38,20 @@ from pipeline.errors import (
     Stopped,
     UserError,
 )
+from pipeline.signals import stop_signals
 from pipeline.train.parallel.compat import OneNode, WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, STORE, read_error
 from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
+from pipeline.train.planning.fit import check_memory
 from pipeline.train.run_folder import note_end
 from slurm.failures import TAIL, Ended, causes, error_file, first_of, log_file
+from slurm.room import check_room
 from slurm.tails import last_lines
 
 RANK_COMMAND = (sys.executable, "-m", "pipeline")
 """What a rank runs, before the stage and the run file."""
 LaunchedStage = Literal["train", "eval"]
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 _TAKEN_BY_TORCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AFTER_FAILURE = 5.0
 """Seconds that the other ranks have to end by themselves, time enough for rank 0 to note how far it came."""
@@ -77,8 +79,11 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     logs = _log_folder(config.run.dir / "logs")
     exit_file = config.run.dir / "exit.json"
     start = time.time()
+    console = console or Console()
     try:
-        _launch_stage("train", config, processes, logs, console or Console())
+        for line in [*check_memory(config, processes), *check_room(config)]:
+            say(console, f"warning: {line}")
+        _launch_stage("train", config, processes, logs, console)
     except BaseException as end:  # a second Ctrl-C, too
         # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.
         if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
@@ -291,7 +296,8 @@ class _Signals:
     def __init__(self, ranks: _Ranks, stage: LaunchedStage) -> None:
         self._ranks = ranks
         self._what = b"Stopping after this step" if stage == "train" else b"Stopping"
-        self._before = {number: signal.getsignal(number) for number in {*_FORWARDED, *_TAKEN_BY_TORCH}}
+        self._forwarded = (*stop_signals(), signal.SIGINT)
+        self._before = {number: signal.getsignal(number) for number in {*self._forwarded, *_TAKEN_BY_TORCH}}
         self._here = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> None:
@@ -306,7 +312,7 @@ class _Signals:
         """Put our handlers in place."""
         if self._here:
             for number, handler in self._before.items():
-                signal.signal(number, self._on_signal if number in _FORWARDED else handler)
+                signal.signal(number, self._on_signal if number in self._forwarded else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

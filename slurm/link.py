@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import orjson
 
@@ -24,6 +25,7 @@ from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.machine import node_name
 from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from pipeline.signals import stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.lock import clear
 from pipeline.train.run_folder import last_attempt
@@ -162,7 +164,7 @@ class Link:
         if submission.stage == "train":
             self._wait_for_the_last()
             self._watch_over()
-        attempt = last_attempt(self._run)
+        before = last_attempt(self._run), self._exit_file()
         launch = begin(
             self._run,
             submission.stage,
@@ -191,14 +193,14 @@ class Link:
             where = f" on {', '.join(nodes)}" if nodes else ""
             self._say(f"launch {number}: {submission.processes} processes{where}; logs are in {logs}")
             status = step.run(self._look, self._started)
-            ending = self._judge(step, status, launch, attempt)
+            ending = self._judge(step, status, launch, before)
         how = self._decide(launch, ending)
         end(self._run, launch, how)
         return how
 
-    def _judge(self, step: Step, status: int, launch: Launch, attempt: int) -> Ending:
+    def _judge(self, step: Step, status: int, launch: Launch, before: tuple[int, Any]) -> Ending:
         """How the processes ended: what they say themselves counts more than srun's exit code."""
-        state = self._exit_state(attempt)
+        state = self._exit_state(*before)
         if state is not None and state.agreed:
             return state
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
@@ -215,9 +217,21 @@ class Link:
         text = f"{'srun' if step.nodes else 'the process'} left with {status}: {said or 'it said nothing'}"
         return Ending(status if status > 0 and not step.nodes else EXIT_OTHER, text, failed_nodes=lost)
 
-    def _exit_state(self, attempt: int) -> Ending | None:
-        """What the training has noted of its end, if it has and that is of this launch."""
-        if self._submission.stage == "train":
+    def _exit_file(self) -> Any:
+        """What tells one `exit.json` from another: each is a new file."""
+        with suppress(OSError):
+            stat = (self._run / "exit.json").stat()
+            return stat.st_ino, stat.st_mtime_ns
+        return None
+
+    def _exit_state(self, attempt: int, before: Any) -> Ending | None:
+        """What the training has noted of its end, if it has and that is of this launch.
+
+        Args:
+            attempt: the last one before the launch. A start that is refused has the next number and does not count.
+            before: `_exit_file` then.
+        """
+        if self._submission.stage == "train" and self._exit_file() != before:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 state = orjson.loads(store.read_bytes(self._run / "exit.json"))
                 if state["attempt"] > attempt:
@@ -402,12 +416,13 @@ class Link:
         """Note signals. The scheduler itself signals the processes of steps."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._told.add(number)
+            # The end of a terminal is the end of a job that runs in it.
+            self._told.add(signal.SIGTERM if number == signal.SIGHUP else number)
             if self._allocation is None and self._step is not None and number != signal.SIGCONT:
                 with suppress(ProcessLookupError):
                     self._step.send_signal(number)
 
-        numbers = (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGINT, signal.SIGHUP)
+        numbers = (*stop_signals(), signal.SIGCONT, signal.SIGINT)
         before = {number: signal.signal(number, note) for number in numbers}
         try:
             yield

@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config
-from pipeline.console import Console
+from pipeline.console import Console, say
 from pipeline.errors import MachineError, Stopped, UserError
+from pipeline.signals import stop_signals
 from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -32,20 +33,16 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
     if dry_run:
         stage(config, dry_run=True)
         return
-    with _ledger(config).stage("preprocess"), _terminate_stops():
+    with _stage(config, "preprocess"), _terminate_stops():
         stage(config, units=units)
-
-
-_STOPS = (signal.SIGTERM, signal.SIGUSR2)
-"""What schedulers send at the end of the time, or some time before."""
 
 
 @contextmanager
 def _terminate_stops() -> Iterator[None]:
-    """These signals end the stage as Ctrl-C does, and it says so."""
+    """`stop_signals` end the stage as Ctrl-C does, and it says so."""
 
     def stop(number: int, frame: object) -> None:
-        for each in _STOPS:
+        for each in before:
             signal.signal(each, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
         name = signal.Signals(number).name
         raise Stopped(f"{name} came; what was committed is kept, the same command goes on from there")
@@ -53,7 +50,7 @@ def _terminate_stops() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.signal(each, stop) for each in _STOPS}
+    before = {each: signal.signal(each, stop) for each in stop_signals()}
     try:
         yield
     finally:
@@ -75,7 +72,7 @@ def train(config: Config, console: Console | None = None) -> int:
 
     processes = config.launch.processes or fixed_processes(config.parallel)
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
-    with _ledger(config).stage("train"), _terminate_stops():
+    with _stage(config, "train"), _terminate_stops():
         if processes > 1:
             from slurm.launch import launch_training
 
@@ -89,6 +86,7 @@ def _train_here(config: Config, console: Console | None) -> int:
     try:
         from pipeline.train.trainer import train as stage
 
+        _check_machine(config, console)
         return stage(config, console)
     except (Stopped, KeyboardInterrupt) as end:
         from pipeline.train.lock import is_held
@@ -110,17 +108,37 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
         )
     from pipeline.train.trainer import train as stage
 
-    ledger = nullcontext() if own or ranks.rank else _ledger(config).stage("train")
+    ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
     # Our launcher itself knows of a signal that comes before the training listens.
     with ledger, nullcontext() if own else _terminate_stops():
+        _check_machine(config, console, room=False)  # of a job, looked at before it was sent
         return stage(config, console)
 
 
-def check_layout(config: Config) -> None:
-    """Show what a run's layout over processes comes to; see `pipeline.train.parallel.check`. Leaves no trace."""
-    from pipeline.train.parallel.check import check
+def _check_machine(config: Config, console: Console | None, *, room: bool = True) -> None:
+    """Refuse what this machine has no memory or no disk for, and warn where either is tight."""
+    from pipeline.train.planning.fit import check_memory
+    from slurm.room import check_room
 
-    check(config)
+    for line in [*check_memory(config), *(check_room(config) if room else ())]:
+        say(console or Console(), f"warning: {line}")
+
+
+def check_layout(config: Config) -> None:
+    """Show what a run's layout over processes comes to, and whether it fits this machine. Leaves no trace.
+
+    See `pipeline.train.parallel.check` and `pipeline.train.planning.fit`.
+    """
+    from pipeline.train.parallel.check import check
+    from pipeline.train.planning.fit import check_memory, is_meant_for_this_machine
+
+    console = Console()
+    processes = check(config, console).world_size
+    if not is_meant_for_this_machine(config, processes):
+        say(console, "the memory of this machine is not compared: the run is for other machines")
+        return
+    for line in check_memory(config, processes):
+        say(console, f"warning: {line}")
 
 
 def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport | None:
@@ -204,6 +222,15 @@ def run(config: Config, console: Console | None = None) -> None:
     report = report or evaluate(config, step, console)
     assert report is not None, "the run folder was written to just now"
     show(config, summarize(config, report, _ledger(config).seconds(), console), console)
+
+
+@contextmanager
+def _stage(config: Config, name: str) -> Iterator[None]:
+    """A stage with its lines in the ledger; where a new run is refused, its folder is not left behind."""
+    from pipeline.train.run_folder import no_trace_if_refused
+
+    with no_trace_if_refused(config.run.dir), _ledger(config).stage(name):
+        yield
 
 
 def _ledger(config: Config) -> Ledger:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,14 @@ def gpu_of_the_test(request: pytest.FixtureRequest) -> None:
     """What is marked `gpu` is skipped where there is none."""
     if request.node.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP is not ignored, by this process and those that it starts, also where the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,6 +29,7 @@ from pipeline.data.opening import dataset_folder, open_datasets
 from pipeline.data.plan import Plan, SourceFiles, find_source_files, make_plan, source_job
 from pipeline.data.progress import NOTHING_TO_DO, counted, print_report
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN, Receipts
+from pipeline.data.room import dataset_warning
 from pipeline.data.shuffling import Shuffling
 from pipeline.data.sources import START, Unit, check_columns
 from pipeline.data.splits import Splits
@@ -119,6 +120,8 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
             _check_dataset(config, number, source, tokenizer)
     if not sources:
         say(console, NOTHING_TO_DO)
+    if not units and (warning := dataset_warning(config, sources, tokenizer.dtype.itemsize)):
+        say(console, f"warning: {warning}")
     plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
     for plan in plans:
         _freeze(plan, config.data_dir / plan.found.source.name)

@@ -271,6 +271,7 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked so far
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal tells all its processes; the parent ends this one
     signal.signal(signal.SIGTERM, _leave)  # so that files being written are removed
 
     def progress(amount: int) -> None:

@@ -359,7 +359,10 @@ def _quiet() -> Iterator[None]:
     It would fork as many as the machine has cores, of a process that has threads and perhaps a GPU.
     """
     import datasets
+    from lm_eval import evaluator
 
+    # It asks git which commit the current folder is at, and git complains where that is none of its own. Not kept here.
+    commit, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
     log = logging.getLogger("lm_eval")
     level, bars = log.level, datasets.utils.logging.is_progress_bar_enabled()
     before = os.environ.get("DISABLE_MULTIPROC")
@@ -369,6 +372,7 @@ def _quiet() -> Iterator[None]:
     try:
         yield
     finally:
+        evaluator.get_git_commit_hash = commit
         log.setLevel(level)
         if bars:
             datasets.utils.logging.enable_progress_bar()

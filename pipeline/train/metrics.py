@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -75,6 +76,7 @@ class TensorBoard:
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        _silence_writers()
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge)
         self._purge = None
 
@@ -123,6 +125,20 @@ class TensorBoard:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _silence_writers() -> None:
+    """Print no traceback of a TensorBoard thread that meets a full disk; the next row raises its error."""
+    before = threading.excepthook
+    if getattr(before, "__name__", "") == "of_writers":
+        return
+
+    def of_writers(arguments: threading.ExceptHookArgs) -> None:
+        writes = type(arguments.thread).__module__.startswith("tensorboard.")
+        if not (writes and isinstance(arguments.exc_value, OSError)):
+            before(arguments)
+
+    threading.excepthook = of_writers
 
 
 class Wandb:

@@ -5,6 +5,8 @@ One process at a time trains in a run folder: the one that has its lock.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,13 +16,42 @@ from typing import Any
 import orjson
 
 from pipeline.data import store
-from pipeline.errors import EXIT_OK, EXIT_STOPPED, MachineError, Stopped, UserError, exit_code
-from pipeline.train.attempts import Running, correct, last_begun, metrics_path, rows_backwards, settle
+from pipeline.errors import (
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    MachineError,
+    RankFailed,
+    Stopped,
+    UserError,
+    exit_code,
+)
+from pipeline.train.attempts import (
+    Running,
+    correct,
+    last_begun,
+    ledger_path,
+    metrics_path,
+    rows_backwards,
+    settle,
+)
 from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import beat_file, read_beat
 from pipeline.train.lock import Lock
 
-__all__ = ["RunFolder", "last_attempt", "make_writable", "metrics_path", "open_run", "read_metrics"]
+__all__ = [
+    "RunFolder",
+    "last_attempt",
+    "make_writable",
+    "metrics_path",
+    "no_trace_if_refused",
+    "open_run",
+    "read_metrics",
+]
+
+
+_OF_A_START = {"ledger.jsonl", "exit.json", "heartbeats", "logs"}
+_GUARD = "lock.guard"
 
 
 @dataclass
@@ -51,6 +82,7 @@ class RunFolder:
             layout: processes by axis.
             config: hash of what it is started with.
         """
+        _count(self.path, self.attempt)
         self.running = Running(self.path, self.attempt, first_step, layout, config)
 
     def next_attempt(self, *, write: bool) -> None:
@@ -60,6 +92,7 @@ class RunFolder:
             return
         self.assert_mine()
         self.attempt = _next_attempt(self.path)
+        _count(self.path, self.attempt)
         if self.lock is not None:
             self.lock.note(self.attempt)
         if self.running is not None:
@@ -135,7 +168,9 @@ def make_writable(path: Path) -> None:
 
 @contextmanager
 def open_run(path: Path) -> Iterator[RunFolder]:
-    """Lock a run folder for this process, count the attempt, and write `exit.json` when it ends.
+    """Lock a run folder for this process, and write `exit.json` when it ends.
+
+    The attempt counts when it begins; one that is refused before leaves its number to the next.
 
     Raises:
         UserError: the folder is not writable, or another process trains in it.
@@ -196,6 +231,43 @@ def last_attempt(run: Path) -> int:
 
 def _next_attempt(run: Path) -> int:
     # The ledger counts, too: metrics of an attempt with a lower number than one before it would be passed over.
-    attempt = max(last_attempt(run), last_begun(run)) + 1
+    return max(last_attempt(run), last_begun(run)) + 1
+
+
+def _count(run: Path, attempt: int) -> None:
     store.put(run / "attempt", f"{attempt}\n".encode())
-    return attempt
+
+
+@contextmanager
+def no_trace_if_refused(run: Path) -> Iterator[None]:
+    """Remove a run folder that was made inside where what was started is refused (exit code 2) before it began.
+
+    It stays where there is more in it than the files of a start, or where the message names logs in it.
+    """
+    made = [folder for folder in (run, *run.parents) if not folder.exists()]
+    try:
+        yield
+    except (UserError, RankFailed) as error:
+        names_logs = isinstance(error, RankFailed) and not error.said
+        if made and exit_code(error) == EXIT_REFUSED and not names_logs:
+            with suppress(OSError, UserError):  # somebody else is in it
+                _remove_start(run)
+                for folder in made:
+                    folder.rmdir()
+        raise
+
+
+def _remove_start(run: Path) -> None:
+    """Remove the files of this process's start from a run folder in which nobody has begun anything."""
+    lock = Lock.take(run)
+    try:
+        there = {path.name for path in run.iterdir()} - {"lock", _GUARD}
+        mine = all(line.get("pid") == os.getpid() for line in store.read_json_lines(ledger_path(run)))
+        if not mine or last_begun(run) or not there <= _OF_A_START:
+            return
+        for name in there:
+            path = run / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        lock.release()
+    (run / _GUARD).unlink(missing_ok=True)

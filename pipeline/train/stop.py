@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+from pipeline.signals import stop_signals
+
 _ALLOCATION_END = "SLURM_JOB_END_TIME"
 """Set by SLURM in a job that has a time limit: when it ends, in seconds since 1970."""
 
@@ -31,7 +32,7 @@ class Wish(NamedTuple):
 
 
 class Requests:
-    """A context manager that listens for SIGTERM, SIGUSR2, Ctrl-C, the clock, and files in the run folder.
+    """A context manager that listens for `stop_signals`, Ctrl-C, the clock, and files in the run folder.
 
     A second Ctrl-C does not wait for the step to end.
 
@@ -74,7 +75,7 @@ class Requests:
 
     def __enter__(self) -> Requests:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in (*stop_signals(), signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

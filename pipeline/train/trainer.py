@@ -340,6 +340,8 @@ class Trainer:
             for step in range(first, total):
                 with self._profile.step(step + 1):
                     self._step(on_device, first, requests, metrics)
+                    if step == first:
+                        processes.start_is_over()
                     if self._profile.ends_with(step + 1):
                         self._flush(metrics)
                 if self._profile.ends_with(step + 1):

@@ -175,15 +175,20 @@ def test_a_worker_that_dies_while_documents_are_counted(corpus, done, tmp_path):
     check_finished(config, expected)
 
 
-def test_sigterm_ends_it_with_a_word(run):
-    """As a scheduler does at the end of the time: the exit code says that it may be started again."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("hangup")
+def test_a_signal_ends_it_with_a_word(run, number):
+    """As a scheduler or a closed terminal sends it: the exit code says that it may be started again."""
     config, file = run
     process = start(file)
     wait_for(lambda: receipts(config) >= 2, process)
     held = workers(process.pid)
-    process.send_signal(signal.SIGTERM)
+    if number == signal.SIGHUP:
+        os.killpg(process.pid, number)  # the workers get it, too
+    else:
+        process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 75, said
-    assert "stopped: SIGTERM came; what was committed is kept" in said.replace("\n", " ")
+    assert f"stopped: {number.name} came; what was committed is kept" in said.replace("\n", " ")
     gone(held)
     assert left_behind(config) == []

@@ -451,6 +451,19 @@ def test_what_cannot_be_done_is_said(root: Path, tmp_path: Path) -> None:
         fails(message, tasks=["local_generate"], include_path=str(tasks))
 
 
+def test_git_is_not_asked_about_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Outside of a checkout it says "fatal: not a git repository" on the terminal."""
+    evaluator = pytest.importorskip("lm_eval.evaluator")
+    monkeypatch.chdir(tmp_path)
+    before = evaluator.get_git_commit_hash
+    with harness_module._quiet():
+        evaluator.get_git_commit_hash()
+    assert capfd.readouterr().err == ""
+    assert evaluator.get_git_commit_hash is before
+
+
 def test_prefetch_has_to_know_where_and_what(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path)
     with pytest.raises(UserError, match="eval.harness is not set, so there is nothing to fetch"):

@@ -169,8 +169,13 @@ def test_a_rank_that_just_exits_is_told_with_the_end_of_its_log(start: Callable[
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR2, signal.SIGINT))],
+    [
+        signal.SIGTERM,
+        signal.SIGHUP,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR2, signal.SIGINT)),
+    ],
 )
+@pytest.mark.usefixtures("hangup")
 def test_signals_stop_the_run_in_order(start: Callable[..., Launched], number: signal.Signals) -> None:
     launched = start("stop")
     launched.pids(folder="listening")

@@ -8,7 +8,8 @@ from pipeline.errors import EXIT_STOPPED, Stopped
 from slurm import local
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])
+@pytest.mark.usefixtures("hangup")
 def test_a_scheduler_that_ends_a_stage_gets_the_code_of_a_stop(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(Stopped, match=f"{number.name} came") as stopped, local._terminate_stops():

@@ -112,7 +112,7 @@ def test_one_that_was_refused_before_it_began_is_no_attempt_at_training(tmp_path
     with pytest.raises(UserError), open_run(tmp_path):
         raise UserError("no data")
     attempt(tmp_path, 0, 1)
-    assert outcomes(tmp_path) == [(2, 0, 1, "done")]
+    assert outcomes(tmp_path) == [(1, 0, 1, "done")], "the refused one leaves its number to the next"
 
 
 def test_a_killed_attempt_is_known_by_its_metrics(tmp_path: Path) -> None:

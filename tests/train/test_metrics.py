@@ -2,6 +2,7 @@
 
 import errno
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,42 @@ def test_tensorboard_goes_back_though_its_disk_is_full(tmp_path: Path, monkeypat
     events.Reload()
     values = [(event.step, event.value) for event in events.Scalars("loss")]
     assert [value for value in values if value[0] > 1] == [(2, 2.0), (3, 2.0)]
+
+
+def test_a_full_disk_is_a_line_for_tensorboard_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread dies of it; another one goes on when there is room."""
+    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
+    tracebacks: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    full = [True]
+
+    class Writer(event_file_writer.RecordWriter):  # type: ignore[misc]
+        def write(self, data: bytes) -> None:
+            if full[0] and b"loss" in data:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().write(data)
+
+    monkeypatch.setattr(event_file_writer, "RecordWriter", Writer)
+    sink = TensorBoard(tmp_path, 0)
+    with Metrics([sink]) as metrics:
+        metrics.write({"step": 1, "loss": 1.0})
+        sink._writer._get_file_writer().event_writer._async_writer._worker.join(60)
+        metrics.write({"step": 2, "loss": 2.0})
+        full[0] = False
+        metrics.write({"step": 3, "loss": 3.0})
+    assert [text.partition("Errno")[0] for text in caplog.messages] == [
+        "TensorBoard: [",
+        "TensorBoard: written again; 0 rows were lost",
+    ]
+    assert tracebacks == []
+    steps = set()
+    for path in tmp_path.iterdir():
+        events = EventAccumulator(str(path))
+        events.Reload()
+        steps |= {event.step for event in events.Scalars("loss")} if "loss" in events.Tags()["scalars"] else set()
+    assert steps == {1, 2, 3}
 
 
 def test_a_bar_goes_back_with_a_run_that_does() -> None:

@@ -17,6 +17,7 @@ def test_attempts_are_counted(tmp_path: Path) -> None:
     for expected in (1, 2, 3):
         with open_run(tmp_path / "run") as folder:
             assert folder.attempt == expected
+            folder.begin(0, layout={"dp": 1}, config="")
     assert not (tmp_path / "run" / "lock").exists()
 
 

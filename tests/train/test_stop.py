@@ -16,6 +16,7 @@ from pipeline.config.load import load
 from pipeline.errors import Stopped
 from pipeline.train import trainer
 from pipeline.train.stop import Requests, Wish
+from slurm.local import _terminate_stops
 from tests.train.runs import exact, train
 
 NOTHING = Wish(stop=False, save=False)
@@ -26,7 +27,8 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("hangup")
 def test_signals_ask_for_a_stop(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with Requests(tmp_path) as requests:
@@ -35,6 +37,15 @@ def test_signals_ask_for_a_stop(tmp_path: Path, number: signal.Signals) -> None:
         assert requests.reason() == number.name
         assert requests.wish() == Wish(stop=True, save=False)
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.usefixtures("hangup")
+def test_the_end_of_a_terminal_stays_ignored_under_nohup(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Requests(tmp_path) as requests, _terminate_stops():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert requests.wish() == NOTHING
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_rank_that_is_not_the_first_listens_to_signals_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

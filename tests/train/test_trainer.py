@@ -166,8 +166,9 @@ def test_precision_may_change_on_resume(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["SIGTERM", *(pytest.param(how, marks=pytest.mark.slow) for how in ("file", "SIGINT", "SIGUSR2"))]
+    "how", ["SIGTERM", *(pytest.param(how, marks=pytest.mark.slow) for how in ("file", "SIGINT", "SIGUSR2", "SIGHUP"))]
 )
+@pytest.mark.usefixtures("hangup")
 def test_a_stop_request_saves_and_the_run_goes_on(root: Path, straight: list[dict[str, Any]], how: str) -> None:
     run = root / f"stopped-{how}"
     long = ["train", root / "run.yaml", f"run.dir={run}", "train.schedule.type=constant", "train.duration=100000 steps"]

@@ -24,6 +24,7 @@ from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.connection import limited
 from pipeline.eval.server.watch import Watch, load_served
 from pipeline.eval.server.worker import Worker
+from pipeline.signals import stop_signals
 
 KEY_VARIABLE = "PIPELINE_API_KEY"
 _LEAST_KEY = 16
@@ -58,7 +59,7 @@ def read_key(file: Path | None) -> str | None:
 
 
 def serve(config: Config, step: int | None, key_file: Path | None, console: Console) -> None:
-    """Answer requests with a checkpoint until SIGTERM or SIGINT.
+    """Answer requests with a checkpoint until SIGTERM, SIGHUP or SIGINT.
 
     Args:
         config: resolved config; the `serve:` section and `eval.weights` count.
@@ -175,7 +176,8 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        ends = (set(stop_signals()) | {signal.SIGINT}) - {signal.SIGUSR2}
+        before = {number: signal.signal(number, self.handle_exit) for number in ends}
         try:
             yield
         finally:

@@ -29,6 +29,7 @@ from pipeline.errors import (
     exit_code,
 )
 from pipeline.train.parallel.compat import record_collectives
+from pipeline.train.parallel.peers import Peers, is_watched
 from pipeline.train.parallel.rank import STORE, Processes, of_environment, record_error
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "of_environment",
     "record_error",
     "share",
+    "start_is_over",
     "wait_for_all",
 ]
 
@@ -62,6 +64,7 @@ class _Joined:
     """What `join` made. torch has one process group in a process, and so it is one here."""
 
     store: Any = None
+    peers: Peers | None = None
     cpu_group: dist.ProcessGroup | None = None
     background_group: dist.ProcessGroup | None = None
     backend = ""
@@ -134,6 +137,9 @@ def _meet(processes: Processes, init_seconds: float) -> Any:
             f"two processes have RANK={processes.rank}, the second one is on {socket.gethostname()}; give every "
             "process a rank of its own (torchrun: a --node-rank of its own to every node)"
         )
+    if not is_watched(os.environ):
+        with suppress(OSError, RuntimeError):  # then a dead one is noticed later
+            _Joined.peers = Peers(processes, store, where.rpartition(":")[0])
     missing = [f"rank {rank}" for rank in range(processes.world_size)]
     try:
         store.wait(missing, wait)
@@ -296,6 +302,13 @@ def wait_for_all() -> None:
         pause = min(2 * pause, 1.0)
 
 
+def start_is_over() -> None:
+    """The first step is made: from now on a rank that dies is noticed by the collectives, and others may leave."""
+    if _Joined.peers is not None:
+        _Joined.peers.over()
+        _Joined.peers = None
+
+
 def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -317,6 +330,8 @@ def leave(code: int) -> NoReturn:
     An end that all have agreed on is waited for, within limits: launchers kill the other ranks as soon as one has left
     with a code that is not 0, and rank 0 has more to close than the others.
     """
+    if code in _AGREED:
+        start_is_over()
     if code in _AGREED and _Joined.store is not None and _world() > 1:
         with suppress(Exception):  # those who are gone need not be waited for
             _Joined.store.set(f"left {dist.get_rank()}", "")

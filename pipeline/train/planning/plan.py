@@ -15,6 +15,7 @@ from pipeline.train.parallel.course import StepShape, step_counts, step_shapes
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules import check_layout, layout_warnings
+from pipeline.train.planning.activations import DeviceType
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.memory import RankMemory, memory
 from pipeline.train.planning.timing import StepSeconds, assumptions, recompute_flops_per_token, step_time
@@ -165,7 +166,7 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
         )
     spec = planned_spec(config)
     counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 0}
-    largest, needed = _most_memory(config, layout, spec, counts)
+    largest, needed = most_memory(config, layout, spec, counts)
     padded = num_parameters(spec)
     tables = 1 if spec.tie_embeddings else 2
     parameters = [rank.count for rank in needed]
@@ -205,10 +206,14 @@ def planned_spec(config: Config) -> DecoderSpec:
     return decoder_spec(config.model, size, config.max_positions)
 
 
-def _most_memory(
-    config: Config, layout: Layout, spec: DecoderSpec, shapes: Iterable[StepShape]
+def most_memory(
+    config: Config,
+    layout: Layout,
+    spec: DecoderSpec,
+    shapes: Iterable[StepShape],
+    device_type: DeviceType = "cuda",
 ) -> tuple[StepShape, list[RankMemory]]:
-    """The shape of step that needs the most, and what it needs."""
+    """The shape of step that needs the most, and what it needs by pp rank; see `memory`."""
 
     def sizes(shape: StepShape) -> tuple[int, int, int]:
         # More windows, longer ones and more micro-batches never need less.
@@ -218,7 +223,7 @@ def _most_memory(
     for shape in sorted(shapes, key=sizes, reverse=True):
         if not any(all(a >= b for a, b in zip(sizes(other), sizes(shape), strict=True)) for other in largest):
             largest.append(shape)
-    needed = [(shape, memory(config, layout, spec, shape)) for shape in largest]
+    needed = [(shape, memory(config, layout, spec, shape, device_type)) for shape in largest]
     return max(needed, key=lambda each: max(rank.total for rank in each[1]))
 
 

@@ -48,7 +48,14 @@ def _started(*arguments: object, **environment: str) -> Iterator[tuple[subproces
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
+@pytest.mark.usefixtures("hangup")
 def test_a_signal_ends_it_cleanly(run_file: Path, number: signal.Signals) -> None:
     folder = load(run_file).run.dir
     # The folder of a run that may have been moved, as in `pipeline status`.

@@ -1,0 +1,14 @@
+"""The signals that ask a process to stop."""
+
+from __future__ import annotations
+
+import signal
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM and SIGUSR2, which schedulers send, and SIGHUP, which the end of a terminal or login sends.
+
+    A process under `nohup` has been started with SIGHUP ignored, and goes on ignoring it.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGUSR2) if ignored else (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)

@@ -1,0 +1,187 @@
+"""The memory of this machine against what the processes of a run that are on it need, before a model is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config import Config
+from pipeline.data.host_memory import host_memory
+from pipeline.data.machine import node_name
+from pipeline.errors import MachineError, UserError
+from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.parallel.check import vocabulary
+from pipeline.train.parallel.course import step_shapes
+from pipeline.train.parallel.footprint import MASTER_BYTES, Footprint, footprint
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.rank import LAUNCHER, Processes, is_rank, of_environment
+from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.stages import split_stages
+
+_FEW = 16
+"""Processes that are started for a try also where there are fewer cores."""
+_ELEMENTS_PER_TOKEN = 40
+"""More than a layer keeps and works with per token, in multiples of its width and that of its mlp."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Memory that some ranks share."""
+
+    ranks: Sequence[int]
+    name: str
+    free: int
+    total: int
+    device_type: Literal["cpu", "cuda"]
+
+
+def check_memory(config: Config, processes: int = 1) -> list[str]:
+    """Compare what the processes of a training on this machine need with the memory that it has for them.
+
+    Refused is what cannot fit: weights, moments and gradients alone are too large. Ranks of our own launcher look at
+    their GPUs only, since the launcher has looked at the machine. This comes before the process group.
+
+    Args:
+        config: the run.
+        processes: of the run, all on this machine; where this process is a rank, the environment tells.
+
+    Returns:
+        Warnings: what may not fit, as estimated with activations.
+
+    Raises:
+        UserError: the layout is refused, or the model does not fit.
+        MachineError: the model would fit if other programs left this machine; a scheduler may start the rank again.
+    """
+    rank = of_environment() if is_rank() else None
+    layout = check_layout(config, rank.world_size if rank else processes)
+    try:
+        spec = decoder_spec(config.model, vocabulary(config)[0], config.max_positions)
+    except UserError:
+        return []  # there is no tokenizer yet, which the training says better
+    places = _places(config, rank or Processes(0, processes, 0, processes))
+    footprints = _footprints(config, layout, spec)
+    for place in places:
+        _refuse(place, [footprints[_pp_rank(layout, each)].states for each in place.ranks], again=rank is not None)
+    if (rank is not None and rank.rank) or dist.is_initialized():
+        return []  # rank 0 speaks for all; and where a group exists nothing can be estimated
+    held = [footprints[_pp_rank(layout, each)].total for place in places for each in place.ranks]
+    if not any(_may_be_tight(config, layout, spec, place, max(held)) for place in places):
+        return []  # an estimate takes seconds
+    return [line for place in places for line in _estimate(config, layout, spec, place)]
+
+
+def is_meant_for_this_machine(config: Config, processes: int) -> bool:
+    """Whether a layout that is only looked at would probably run here: all of it, and without a cluster."""
+    if is_rank() or "slurm" in config.model_fields_set:
+        return False
+    gpus = torch.cuda.device_count() if config.launch.device != "cpu" and torch.cuda.is_available() else 0
+    if config.launch.device == "cuda" and not gpus:
+        return False
+    return processes <= (gpus or max(_FEW, os.cpu_count() or 1))
+
+
+def _places(config: Config, ranks: Processes) -> list[_Place]:
+    """The memories that the ranks of this machine use, of which this process knows."""
+    own = LAUNCHER in os.environ and is_rank()
+    here = range(ranks.rank - ranks.local_rank, ranks.rank - ranks.local_rank + ranks.local_world_size)
+    if config.launch.device == "cpu" or not torch.cuda.is_available():
+        found = None if own or config.launch.device == "cuda" else host_memory()
+        if found is None:
+            return []
+        name = f"the memory of {node_name()}" + (" (limited by its cgroup)" if found.limited else "")
+        return [_Place(here, name, found.free, found.total, "cpu")]
+    if ranks.local_world_size > torch.cuda.device_count():
+        return []  # which is refused in other words
+    if not is_rank() and ranks.world_size > 1:
+        return []  # a launcher must take no memory of GPUs: its ranks look themselves
+    free, total = torch.cuda.mem_get_info(ranks.local_rank)
+    return [_Place([ranks.rank], f"GPU {ranks.local_rank} of {node_name()}", free, total, "cuda")]
+
+
+def _footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
+    """By pp rank."""
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    train = config.train
+    return [
+        footprint(
+            spec,
+            [stage.part for stage in stages if stage.rank == rank],
+            config.parallel,
+            layout,
+            train.precision.compute,
+            averages=train.ema is not None,
+            optimizer=train.optimizer,
+            fp8=train.precision.fp8,
+        )
+        for rank in range(layout.pp)
+    ]
+
+
+def _pp_rank(layout: Layout, rank: int) -> int:
+    return rank // (layout.world_size // layout.pp)
+
+
+def _refuse(place: _Place, states: Sequence[int], *, again: bool) -> None:
+    """An error where the states of the ranks do not fit.
+
+    Args:
+        place: what they share.
+        states: bytes by rank.
+        again: whether a scheduler starts the rank again after a `MachineError`.
+    """
+    if sum(states) <= place.free:
+        return
+    other = "other programs use the rest; end those, or " if sum(states) <= place.total else ""
+    kind = MachineError if other and again else UserError
+    raise kind(
+        f"the model does not fit into {place.name}: weights, moments and gradients alone need {_needs(states)}, and "
+        f"{_gib(place.free)} GiB of {_gib(place.total)} GiB are free; {other}{_SHARDS}, set "
+        "train.optimizer.states=bf16, or take a smaller model (model.layers, model.dim)"
+    )
+
+
+_SHARDS = "shard the model over more machines or GPUs (parallel.dp_shard, tp or pp)"
+
+
+def _needs(sizes: Sequence[int]) -> str:
+    """`149 GiB`, or `74.5 GiB per process x 2 processes on this machine = 149 GiB`."""
+    if len(sizes) == 1:
+        return f"{_gib(sizes[0])} GiB"
+    most = "" if min(sizes) == max(sizes) else "up to "
+    return f"{most}{_gib(max(sizes))} GiB per process x {len(sizes)} processes on this machine = {_gib(sum(sizes))} GiB"
+
+
+def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Place, held: int) -> bool:
+    """Whether a generous bound does not fit."""
+    most = 0
+    for shape in step_shapes(config, layout.dp):
+        tokens = shape.micro_batch_size * shape.sequence_length * (shape.micro_batches if layout.pp > 1 else 1)
+        per_token = 6 * spec.vocab_padded + sum(
+            _ELEMENTS_PER_TOKEN * (layer.mixer.dim + layer.mlp.ffn_dim)
+            + 2 * layer.mixer.heads * (layer.mixer.head_dim + shape.sequence_length)
+            for layer in spec.layers
+        )
+        most = max(most, MASTER_BYTES * tokens * per_token)
+    return 2 * (held + most) * len(place.ranks) > place.free
+
+
+def _estimate(config: Config, layout: Layout, spec: DecoderSpec, place: _Place) -> Iterator[str]:
+    from pipeline.train.planning.plan import most_memory  # not where no estimate is made: every training starts here
+
+    shape, ranks = most_memory(config, layout, spec, step_shapes(config, layout.dp), place.device_type)
+    sizes = [ranks[_pp_rank(layout, each)].total for each in place.ranks]
+    if sum(sizes) > place.free:
+        yield (
+            f"training may run out of memory: it needs about {_needs(sizes)} of {place.name} with activations "
+            f"(estimated), and {_gib(place.free)} GiB of {_gib(place.total)} GiB are free; lower "
+            f"{shape.micro_key} ({shape.micro_batch_size}), set train.recompute.mode=full, or {_SHARDS}"
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g}"

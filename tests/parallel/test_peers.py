@@ -1,0 +1,112 @@
+"""Ranks that no launcher watches notice when another one is killed while they start, and wait for slow ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pipeline.config.run import TimeLimitsConfig
+from pipeline.train.parallel import peers, processes
+from pipeline.train.parallel.peers import is_watched
+from tests.parallel.ranks import Ranks
+
+pytestmark = pytest.mark.parallel
+
+LIMIT = 60.0
+"""Seconds after which the ranks should have noticed; the limit of the start is ten times that."""
+FOREVER = 600.0
+
+
+def _join() -> None:
+    peers.PATIENCE = 0.5
+    processes.join(processes.of_environment(), torch.device("cpu"), TimeLimitsConfig(init_seconds=FOREVER))
+
+
+def dies_while_others_come(victim: int) -> None:
+    """The last rank is slow; the victim has arrived and waits for it, as all do."""
+    rank = processes.of_environment().rank
+    if rank == victim:
+        threading.Thread(target=_dies_when_it_has_arrived, daemon=True).start()
+    if rank == 2:
+        time.sleep(FOREVER)
+    _join()
+
+
+def _dies_when_it_has_arrived() -> None:
+    while processes._Joined.peers is None:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_while_data_is_opened(victim: int) -> None:
+    """Rank 0 looks at datasets, and the others wait for what it says."""
+    _join()
+    rank = processes.of_environment().rank
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    processes.share(lambda: time.sleep(FOREVER))
+
+
+@pytest.mark.parametrize(("case", "survivors"), [(dies_while_others_come, [0]), (dies_while_data_is_opened, [0, 2])])
+def test_a_rank_that_is_killed_while_they_start_ends_the_others(
+    case: Callable[[int], None], survivors: list[int]
+) -> None:
+    with Ranks(3, connect=False) as these:
+        for end in these._ends:
+            end.send((case, (1,)))
+        until = time.monotonic() + LIMIT
+        for rank in survivors:
+            these._processes[rank].join(max(0.0, until - time.monotonic()))
+        logs = {rank: (these._logs / f"rank-{rank}.log").read_text() for rank in survivors}
+        assert {these._processes[rank].exitcode for rank in survivors} == {1}, logs
+        for text in logs.values():
+            assert "rank 1 on " in text and "has ended while the ranks were starting" in text
+
+
+def all_come_though_one_is_suspended() -> bool:
+    """The one that is stopped for a while answers nobody, and lives."""
+    place = processes.of_environment()
+    if place.rank == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.3)
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(1.5)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+    if place.rank == 2:
+        time.sleep(2.5)
+    _join()
+    processes.barrier()
+    processes.start_is_over()
+    return processes._Joined.peers is None
+
+
+def test_a_rank_that_is_slow_or_suspended_is_waited_for() -> None:
+    with Ranks(3, connect=False) as these:
+        assert these.call(all_come_though_one_is_suspended) == [True] * 3
+
+
+def test_those_that_leave_after_the_start_are_missed_by_nobody() -> None:
+    with Ranks(2, connect=False) as these:
+        assert these.call(_leaves_early) == [None, None]
+
+
+def _leaves_early() -> None:
+    _join()
+    processes.start_is_over()
+    until = time.monotonic() + LIMIT
+    while (watching := "peers" in {thread.name for thread in threading.enumerate()}) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not watching
+
+
+def test_a_launcher_that_watches_is_enough() -> None:
+    assert is_watched({"TORCHELASTIC_RUN_ID": "none"}) and is_watched({"PIPELINE_STORE": "file"})
+    assert not is_watched({"RANK": "0", "SLURM_PROCID": "0"})
