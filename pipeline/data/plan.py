@@ -25,7 +25,7 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.unit import SourceJob, identity
 from pipeline.errors import UserError
 
-CODE_VERSION = "2"
+CODE_VERSION = "3"
 """Raised whenever this stage would write other bytes for the same input and config."""
 _NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "hub.revision")
 
