@@ -160,7 +160,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             try:
                 record = _as_python_reads(raw, error, reader)
             except _Rejected as rejected:
-                yield cursor.rejected(line - 1, byte, *rejected.args, raw)
+                reason, detail = rejected.args
+                yield cursor.rejected(line - 1, byte, reason, detail, raw)
                 continue
         text = record.get(text_key) if type(record) is dict else None
         if type(text) is not str:

@@ -9,7 +9,9 @@ or bad; it can begin behind any of them.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.data.compression import compression_of
 from pipeline.data.files import File
@@ -52,6 +54,7 @@ __all__ = [
     "where",
 ]
 
+_THREADS = 16
 SMALLEST_UNIT = 16 * 2**20
 UNITS_AT_LEAST = 64
 COMPRESSED_EXPANSION = 4
@@ -105,8 +108,13 @@ def cut(files: list[File], reader: Reader, size: int) -> Iterator[tuple[Piece, .
         yield tuple(group)
 
 
-def check_columns(files: list[File], reader: Reader) -> None:
-    """Look for the columns of a source of tables in the first of its files that can be read; nothing for other sources.
+def check_columns(files: list[File], reader: Reader, *, every: bool = False) -> None:
+    """Look for the columns of a source of tables; nothing for other sources.
+
+    Args:
+        files: of the source.
+        reader: how they are read.
+        every: look at all files that can be read, and not at the first of them alone.
 
     Raises:
         UserError: a column is missing or cannot hold text.
@@ -120,12 +128,24 @@ def check_columns(files: list[File], reader: Reader) -> None:
     from pipeline.data import arrow, tables
 
     read_schema = tables.parquet_schema if reader.type == "parquet" else arrow.arrow_schema
-    for file in files:
+
+    def is_sound(file: File) -> bool:
         try:
             tables.check_schema(read_schema(file.path), reader, file.path)
-            return
         except tables.DAMAGED as error:
             tables.raise_if_machine(error)  # reading it will say what else is wrong
+            return False
+        return True
+
+    if not every:
+        any(map(is_sound, files))
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:  # a network file system takes long for each
+        try:
+            deque(pool.map(is_sound, files), maxlen=0)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 class UnitReader(Cursor):
