@@ -6,6 +6,7 @@ import fnmatch
 import json
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,12 +61,12 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
     times = Counter(found.values())
     files = []
     for path, name in found.items():
-        stat = os.stat(path)
+        about = os.stat(path)
         if not _is_utf8(path):
             raise UserError(
                 f"{key}.paths: the name of the file {os.fsencode(path)!r} is not UTF-8; rename it (`convmv` does many)"
             )
-        files.append(File(path if times[name] > 1 else name, path, stat.st_size, stat.st_mtime_ns))
+        files.append(File(path if times[name] > 1 else name, path, about.st_size, about.st_mtime_ns))
     return sorted(files, key=lambda file: file.name)
 
 
@@ -125,17 +126,17 @@ def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -
         path = os.path.join(folder, part)
         if rest:
             yield from _matches(path, rest, above)
-        elif os.path.isfile(path):
+        elif _is_file(path):
             yield path
         return
     if part == "**":
         try:
-            stat = os.stat(folder)
+            about = os.stat(folder)
         except (FileNotFoundError, NotADirectoryError):
             return
-        if (stat.st_dev, stat.st_ino) in above:
+        if (about.st_dev, about.st_ino) in above:
             return
-        above |= {(stat.st_dev, stat.st_ino)}
+        above |= {(about.st_dev, about.st_ino)}
         yield from _matches(folder, rest or ["*"], above)
     for name, is_folder in _entries(folder, hidden=part.startswith(".")):
         path = os.path.join(folder, name)
@@ -145,7 +146,7 @@ def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -
         elif fnmatch.fnmatchcase(name, part):
             if rest and is_folder:
                 yield from _matches(path, rest, above)
-            elif not rest and not is_folder and os.path.isfile(path):
+            elif not rest and not is_folder and _is_file(path):
                 yield path
 
 
@@ -161,6 +162,16 @@ def _entries(folder: str, hidden: bool) -> list[tuple[str, bool]]:
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _is_file(path: str) -> bool:
+    """Whether a path is a file. One of which that may not be known is an error, so that no file is lost."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except PermissionError:
+        raise
+    except OSError:
+        return False
 
 
 def _is_utf8(path: str) -> bool:

@@ -6,7 +6,8 @@ whatever would mix two kinds of output in one dataset is explained and refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pipeline.data.sources import Hub, Reader, Unit, cut, expected_text_bytes, u
 from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.unit import SourceJob, identity
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 
 CODE_VERSION = "3"
 """Raised whenever this stage would write other bytes for the same input and config."""
@@ -152,11 +153,49 @@ def withdraw(folder: Path) -> bool:
 
 def find_source_files(config: Config) -> list[SourceFiles]:
     """Look for the files of all sources that have `paths` or `hub`."""
-    return [
-        _find(config, source, f"data.sources.{number}")
-        for number, source in enumerate(config.data.sources)
-        if source.dataset is None
-    ]
+    found = []
+    for number, source in enumerate(config.data.sources):
+        if source.dataset is None:
+            where = f"data.sources.{number}"
+            try:
+                found.append(_find(config, source, where))
+            except PermissionError as error:
+                raise may_not_be_read(f"{where}.{'paths' if source.hub is None else 'hub'}", error) from error
+    return found
+
+
+@contextmanager
+def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
+    """Name the key of input that may not be read.
+
+    Raises:
+        MachineError: there is such input.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        keys = {
+            file.path: f"data.sources.{number}.{'paths' if found.source.hub is None else 'hub'}"
+            for number, source in enumerate(config.data.sources)
+            for found in sources
+            if found.source.name == source.name
+            for file in found.files
+        }
+        path = Path(str(error.filename))
+        if str(path) in keys:
+            raise may_not_be_read(keys[str(path)], error) from error
+        if config.tokenizer.path is not None and path.is_relative_to(config.tokenizer.path):
+            raise may_not_be_read("tokenizer.path", error) from error
+        raise
+
+
+def may_not_be_read(key: str, error: PermissionError) -> MachineError:
+    """What is said of input that the system refuses to read."""
+    others = "; or leave it out with exclude" if key.endswith(".paths") else ""
+    return MachineError(
+        f"{key}: {error.filename} may not be read ({error.strerror}): make it readable for the user who runs this "
+        f"(`chmod u+r FILE` and `chmod u+rx` for each folder above it, or ask its owner){others}"
+    )
 
 
 def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:

@@ -26,7 +26,7 @@ from pipeline.data.finish import Finish, SourceReport
 from pipeline.data.leases import Watch, sweep, take_when_free
 from pipeline.data.manifest import PLAN_FILE
 from pipeline.data.opening import dataset_folder, open_datasets
-from pipeline.data.plan import Plan, SourceFiles, find_source_files, is_begun, make_plan, source_job
+from pipeline.data.plan import Plan, SourceFiles, find_source_files, is_begun, make_plan, reading, source_job
 from pipeline.data.progress import NOTHING_TO_DO, counted, print_report
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN, Receipts
 from pipeline.data.shuffling import Shuffling
@@ -103,11 +103,18 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
     console = Console()
     _check_data_dir(config)
     sources = find_source_files(config)
-    if dry_run:
-        from pipeline.data.estimate import print_dry_run
+    with reading(config, sources):
+        if dry_run:
+            from pipeline.data.estimate import print_dry_run
 
-        print_dry_run(console, config, sources)
-        return PreprocessReport()
+            print_dry_run(console, config, sources)
+            return PreprocessReport()
+        return _preprocess(config, console, sources, started, units=units)
+
+
+def _preprocess(
+    config: Config, console: Console, sources: list[SourceFiles], started: float, *, units: bool
+) -> PreprocessReport:
     for found in sources:
         check_columns(found.files, found.reader, every=not is_begun(config.data_dir / found.source.name))
     splits = find_splits(config, console, sources)

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from pipeline.data.compression import compression_of
 from pipeline.data.files import File
@@ -133,7 +134,8 @@ def check_columns(files: list[File], reader: Reader, *, every: bool = False) -> 
         try:
             tables.check_schema(read_schema(file.path), reader, file.path)
         except tables.DAMAGED as error:
-            tables.raise_if_machine(error)  # reading it will say what else is wrong
+            with _named(file):
+                tables.raise_if_machine(error)  # reading it will say what else is wrong
             return False
         return True
 
@@ -161,8 +163,9 @@ class UnitReader(Cursor):
     def __iter__(self) -> Iterator[Document]:
         for number in range(self.piece, len(self.unit.pieces)):
             piece = self.enter(number)
-            _check_unchanged(piece.file)
-            yield from self._read(piece)
+            with _named(piece.file):
+                _check_unchanged(piece.file)
+                yield from self._read(piece)
 
     def _read(self, piece: Piece) -> Iterator[Document]:
         # What needs a heavy library is imported when it is read.
@@ -182,6 +185,16 @@ class UnitReader(Cursor):
 
                 return read_shard(self, piece)
         return read_text(self, piece)
+
+
+@contextmanager
+def _named(file: File) -> Iterator[None]:
+    """Have errors of the system say which file it is: those of pyarrow do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or file.path
+        raise
 
 
 def _check_unchanged(file: File) -> None:
