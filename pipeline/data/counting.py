@@ -21,7 +21,7 @@ from pipeline.data.sources import EMPTY
 from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import Smallest, UnitJob, make_sample_hashes
-from pipeline.data.workers import ATTEMPTS, Advanced, Done, Workers
+from pipeline.data.workers import ATTEMPTS, Advanced, Done, Lost, Workers
 from pipeline.errors import MachineError, UserError
 
 
@@ -82,7 +82,7 @@ def _counted(config: Config, console: Console, found: SourceFiles, wanted: int) 
                 line.unit_done(0)
             else:
                 say(console, str(event))
-                if event.is_last:
+                if isinstance(event, Lost) and event.is_last:
                     raise MachineError(f"{event.job} could not be counted in {ATTEMPTS} attempts: {event.how}")
     if len(smallest) < wanted:
         bad = Counter({reason: count for reason, count in rejected.items() if reason != EMPTY})
