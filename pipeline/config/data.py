@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -152,13 +152,20 @@ class DataConfig(Section):
     """What to read."""
     splits: dict[str, Share] = Field(default_factory=lambda: {"heldout": Share(share=0.01)})
     """Documents kept from training, by the name of the split: a share of them, or a number of a source's. Chosen by a
-    keyed hash, so the same ones when documents are added. Append new splits: a split moves those behind it."""
+    keyed hash, so the same ones when documents are added. Append new splits: a split moves those behind it. `{}` keeps
+    none from training, as `{heldout: 0}` does."""
     split_by: Literal["content", "id"] = "content"
     """What decides a document's split: its text, so that equal texts are on one side everywhere, or its id."""
     preprocess: PreprocessConfig = PreprocessConfig()
     """How documents become tokens."""
     loader: LoaderConfig = LoaderConfig()
     """How training reads the datasets."""
+
+    @field_validator("splits", mode="before")
+    @classmethod
+    def _nothing_held_out(cls, splits: Any) -> Any:
+        # The split that evaluation and validation name by default is there, and empty.
+        return {"heldout": 0} if splits == {} else splits
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:

@@ -22,7 +22,7 @@ from pipeline.data.sources import EMPTY
 from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import Smallest, UnitJob, make_sample_hashes
-from pipeline.data.workers import ATTEMPTS, Advanced, Done, Workers
+from pipeline.data.workers import ATTEMPTS, Advanced, Done, Lost, Workers
 from pipeline.errors import MachineError, UserError
 
 _NONE: Mapping[str, tuple[str, str]] = {}
@@ -90,7 +90,7 @@ def _counted(
                 line.unit_done(0)
             else:
                 say(console, str(event))
-                if event.is_last:
+                if isinstance(event, Lost) and event.is_last:
                     raise MachineError(f"{event.job} could not be counted in {ATTEMPTS} attempts: {event.how}")
     if settings.on_damaged_file == "drop" and damaged.keys() - dropped.keys():
         say(console, f"{found.source.name}: again, without {counted(len(damaged), 'damaged file')}")

@@ -16,14 +16,21 @@ from pipeline.data.compression import FORMATS, MAGIC, compression_of
 from pipeline.data.counting import known_splits
 from pipeline.data.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
 from pipeline.data.engines import Choice, Engine, choose_engine, open_engine
-from pipeline.data.plan import SourceFiles, counting_job, cut_units, make_plan
+from pipeline.data.plan import SourceFiles, counting_job, cut_units, is_begun, make_plan
 from pipeline.data.progress import NOTHING_TO_DO, counted, size
 from pipeline.data.records import HUB_PREFIX
 from pipeline.data.sources import EMPTY, Unit, UnitReader, check_columns
 from pipeline.data.splits import Splits, split_names
 from pipeline.data.status import SourceState, read_state
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.tokenizer_stage import ORIGIN_FILE, check_tokenizer_settings, run_tokenizer, tokenizer_folder
+from pipeline.data.tokenizer_stage import (
+    ORIGIN_FILE,
+    OtherTokenizer,
+    check_tokenizer_settings,
+    is_unused,
+    run_tokenizer,
+    tokenizer_folder,
+)
 from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import SourceJob, cut_text
 from pipeline.errors import UserError
@@ -109,6 +116,9 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     say(console, f"tokenizer: {config.tokenizer.path if train is None else f'trained, {train.vocab_size:,} entries'}")
     try:
         check_tokenizer_settings(config)
+    except OtherTokenizer as error:
+        again = is_unused(config, sources)
+        say(console, f"it would be made anew: {error.difference}" if again else f"would be refused: {error}")
     except UserError as error:
         say(console, f"would be refused: {error}")
     engine: Engine | None = None
@@ -228,7 +238,8 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
         plan = make_plan(found, tokenizer, config, known_splits(config, found) or _unknown(config))
         try:
             if differences := plan.differences(state.folder):
-                return f"would be refused: {'; '.join(differences)}"
+                verdict = "would be refused" if is_begun(state.folder) else "would be planned anew"
+                return f"{verdict}: {'; '.join(differences)}"
         except UserError as error:
             return f"would be refused: {error}"
     if state.state == "finished":

@@ -7,10 +7,10 @@ import fnmatch
 import json
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from stat import S_ISREG
 
 from pipeline.errors import UserError
 
@@ -66,23 +66,23 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
     strange: dict[str, str] = {}
     for path, name in found.items():
         try:
-            stat = os.stat(path)
+            about = os.stat(path)
         except OSError as error:
-            if not os.path.islink(path):
+            if isinstance(error, PermissionError) or not os.path.islink(path):
                 raise
             is_loop = error.errno == errno.ELOOP
             strange[path] = (
                 "a link that leads back to itself" if is_loop else f"a link to {os.readlink(path)}, which is not there"
             )
             continue
-        if not S_ISREG(stat.st_mode):
+        if not stat.S_ISREG(about.st_mode):
             strange[path] = "no file but a pipe, a socket or a device"
             continue
         if not _is_utf8(path):
             raise UserError(
                 f"{key}.paths: the name of the file {os.fsencode(path)!r} is not UTF-8; rename it (`convmv` does many)"
             )
-        files.append(File(path if times[name] > 1 else name, path, stat.st_size, stat.st_mtime_ns))
+        files.append(File(path if times[name] > 1 else name, path, about.st_size, about.st_mtime_ns))
     if strange:
         first = [f"{path} is {what}" for path, what in sorted(strange.items())[:_SHOWN]]
         more = f" and {len(strange) - _SHOWN:,} more like these" if len(strange) > _SHOWN else ""
@@ -149,17 +149,17 @@ def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -
         path = os.path.join(folder, part)
         if rest:
             yield from _matches(path, rest, above)
-        elif os.path.lexists(path) and not os.path.isdir(path):
+        elif _is_no_folder(path):
             yield path
         return
     if part == "**":
         try:
-            stat = os.stat(folder)
+            about = os.stat(folder)
         except (FileNotFoundError, NotADirectoryError):
             return
-        if (stat.st_dev, stat.st_ino) in above:
+        if (about.st_dev, about.st_ino) in above:
             return
-        above |= {(stat.st_dev, stat.st_ino)}
+        above |= {(about.st_dev, about.st_ino)}
         yield from _matches(folder, rest or ["*"], above)
     for name, is_folder in _entries(folder, hidden=part.startswith(".")):
         path = os.path.join(folder, name)
@@ -169,7 +169,7 @@ def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -
         elif fnmatch.fnmatchcase(name, part):
             if rest and is_folder:
                 yield from _matches(path, rest, above)
-            elif not rest and not is_folder:
+            elif not rest and not is_folder and _is_no_folder(path):
                 yield path
 
 
@@ -185,6 +185,16 @@ def _entries(folder: str, hidden: bool) -> list[tuple[str, bool]]:
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _is_no_folder(path: str) -> bool:
+    """Whether there is something that may be meant as a file. What may not be known is an error: no file is lost."""
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except PermissionError:
+        raise
+    except OSError:
+        return os.path.islink(path)
 
 
 def _is_utf8(path: str) -> bool:

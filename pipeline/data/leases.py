@@ -4,8 +4,8 @@ A lease is a small file, `leases/00000/00000012.json`, that names the process th
 Results are right without them, because a result that is committed twice is the same bytes. So where a rare race and a
 simple rule meet, the simple rule stays: in the worst case two processes hold one lease until the next beat.
 
-Clocks of machines are never compared. A process of this machine is looked up, and a lease of another machine is stale
-when this process has watched it for a while without a change.
+Clocks of machines are never compared. A process of this machine is looked up. A lease of another machine, or of a
+process that is stopped (SIGSTOP), is stale when this process has watched it for a while without a change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEASES = "leases"
 HEARTBEAT_S = 10.0
 """A lease that is held is written anew this often at most."""
 PATIENCE_S = 120.0
-"""A lease of another machine that does not change for so long is stale."""
+"""A lease of another machine, or of a stopped process, that does not change for so long is stale."""
 _POLL_S = 0.5
 _ATTEMPTS = 20
 _MAX_BYTES = 4096
@@ -85,8 +85,10 @@ class Record:
         return Holder(self.host, self.pid, self.since)
 
     def is_running(self) -> bool | None:
-        """Whether the process is there; None if this cannot be known from here."""
-        if (self.boot or self.host, self.namespace) != (machine.boot() or socket.gethostname(), machine.namespace()):
+        """Whether the process is there; None if this cannot be known from here, or if it is stopped."""
+        if self.is_stopped():
+            return None
+        if not self._is_here():
             return None
         found = machine.process(self.pid)
         if found is not None and self.started is not None:
@@ -100,9 +102,20 @@ class Record:
             pass  # it is there and another user's, whose start time may be hidden
         return None
 
+    def is_stopped(self) -> bool:
+        """Whether it is a process of this machine that is stopped: it is there and does nothing until SIGCONT."""
+        found = machine.process(self.pid) if self._is_here() else None
+        return found is not None and found[0] in "Tt" and self.started in (None, found[1])
+
+    def _is_here(self) -> bool:
+        here = (machine.boot() or socket.gethostname(), machine.namespace())
+        return (self.boot or self.host, self.namespace) == here
+
 
 class Watch:
-    """Remembers since when the leases of other machines have not changed. Keep one as long as the process works.
+    """Remembers since when leases of other machines, and of stopped processes, have not changed.
+
+    Keep one as long as the process works.
 
     Args:
         patience: seconds without a change after which such a lease is stale.

@@ -10,13 +10,17 @@ from typing import Any, BinaryIO
 import orjson
 
 from pipeline.data.compression import Decompressed, StreamError, compression_of, open_stream
-from pipeline.data.records import EMPTY, NOT_UTF8, Cursor, Document, Piece
+from pipeline.data.records import EMPTY, NOT_UTF8, Cursor, Document, Piece, Reader
 
 _BOM = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
 CUT_FILE = "truncated JSON lines file"
 """The reason where a file ends inside of a record: nobody knows what was behind it."""
+_NESTING = 500
+"""Levels of records that only Python's `json` reads: below what any version of Python takes."""
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([\[{])|([\]}])', re.DOTALL)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
@@ -155,13 +159,17 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
         try:
             record = loads(raw)
         except orjson.JSONDecodeError as error:
-            if raw and not raw.isspace():
-                reason, detail = _json_reason(raw, error)
+            if not raw or raw.isspace():
+                continue
+            try:
+                record = _as_python_reads(raw, error, reader)
+            except _Rejected as rejected:
+                reason, detail = rejected.args
                 if reason == CUT_FILE:
                     cursor.damaged(reason, f"the line of byte {byte} ends inside of its record", size)
                     continue
                 yield cursor.rejected(line - 1, byte, reason, detail, raw)
-            continue
+                continue
         text = record.get(text_key) if type(record) is dict else None
         if type(text) is not str:
             reason, detail = _text_reason(record, text_key)
@@ -180,15 +188,62 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
         cursor.bytes_read += source.consumed - consumed
 
 
+class _Rejected(Exception):
+    """A record cannot be used: (one of a few reasons, the detail)."""
+
+
+def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) -> Any:
+    """The value of a line that orjson refuses, if Python's `json` takes it: NaN, infinities and lone surrogates.
+
+    Raises:
+        _Rejected: it does not, or such a surrogate is in the text.
+    """
+    if raw.count(b"[") + raw.count(b"{") > _NESTING and _depth(raw) > _NESTING:
+        raise _Rejected("invalid JSON", f"nested deeper than {_NESTING} levels, or not closed")
+    try:
+        record = json.loads(raw.decode(), parse_int=_number)
+    except ValueError:
+        raise _Rejected(*_json_reason(raw, error)) from None
+    if isinstance(record, dict):
+        text, own = record.get(reader.text_key), record.get(reader.id_key)
+        if isinstance(text, str) and _LONE_SURROGATE.search(text):
+            raise _Rejected("lone surrogate", f"in the value of {reader.text_key!r}")
+        if isinstance(own, str):
+            record[reader.id_key] = _escaped(own)
+    return record
+
+
+def _depth(raw: bytes) -> int:
+    """How deep JSON is nested at most."""
+    depth = deepest = 0
+    for found in _BRACKETS.finditer(raw):
+        depth += (found[1] is not None) - (found[2] is not None)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _number(digits: str) -> int | float:
+    """A whole number as orjson reads it: as a float if it does not fit into 64 bits."""
+    value = float(digits)
+    return int(digits) if abs(value) <= 2**64 and -(2**63) <= int(digits) < 2**64 else value
+
+
+def _escaped(text: str) -> str:
+    """Lone surrogates spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def metadata_json(values: dict[str, Any]) -> bytes:
     """Kept values as a JSON object: dates in ISO form, numbers that are none as null, all else as text."""
     try:
         return orjson.dumps(values, default=_as_text, option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError:  # nested deeper than can be written
+    except orjson.JSONEncodeError:  # nested deeper than can be written, or with lone surrogates
         return orjson.dumps({key: _writable(value) for key, value in values.items()}, option=orjson.OPT_SORT_KEYS)
 
 
 def _writable(value: Any) -> orjson.Fragment | None:
+    if isinstance(value, str):
+        value = _escaped(value)
     try:
         return orjson.Fragment(orjson.dumps(value, default=_as_text, option=orjson.OPT_SORT_KEYS))
     except orjson.JSONEncodeError:
@@ -218,9 +273,4 @@ def _json_reason(raw: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
         return NOT_UTF8, f"byte 0x{raw[bad.start]:02x} at column {bad.start + 1}"
     if error.pos >= len(text.rstrip("\r\n")):
         return "cut line", f"the line ends inside {'a string' if 'in string' in error.msg else 'the record'}"
-    try:
-        if re.search(r"[\ud800-\udfff]", json.dumps(json.loads(raw), ensure_ascii=False)):
-            return "lone surrogate", str(error)
-    except (ValueError, RecursionError):
-        pass
     return "invalid JSON", str(error)

@@ -1,12 +1,13 @@
 """The frozen plan of a source: its files, its units and every setting that decides its tokens.
 
-The plan is written before any work and never changed. A later run makes its plan anew and compares: whatever would
-mix two kinds of output in one dataset is explained and refused.
+The plan is written before any work and not changed once a unit was begun. A later run makes its plan anew and compares:
+whatever would mix two kinds of output in one dataset is explained and refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from pipeline.data import store
 from pipeline.data.bucket import UNSHUFFLED
 from pipeline.data.files import File, find_files
 from pipeline.data.hashing import key, value_hash
+from pipeline.data.leases import LEASES, read_leases
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS, Manifest
 from pipeline.data.receipts import MANIFEST_FILE
 from pipeline.data.sources import Hub, Reader, Unit, cut, expected_text_bytes, unit_size
 from pipeline.data.splits import Splits, documents_wanted
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.unit import SourceJob, identity
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 
 CODE_VERSION = "3"
 """Raised whenever this stage would write other bytes for the same input and config."""
@@ -63,20 +65,24 @@ class Plan:
         """Hash of everything that decides the output: the settings and the names and sizes of the files."""
         return value_hash([self.settings, [[file.name, file.size] for file in self.found.files]])
 
-    def freeze(self, folder: Path) -> None:
-        """Write the plan, or compare with the one that is there.
+    def freeze(self, folder: Path) -> list[str]:
+        """Write the plan, or compare with the one that is there, which gives way if no unit of it was begun.
+
+        Returns:
+            what the plan that gave way had else.
 
         Raises:
             UserError: the folder was begun with another plan; the message lists what differs and the ways out.
         """
         path = folder / PLAN_FILE
-        if not path.exists():
+        there = path.exists()
+        differences = self.differences(folder) if there else []
+        if there and not differences:
+            return []
+        if not there or withdraw(folder):
             folder.mkdir(parents=True, exist_ok=True)
             store.put_json(path, self._as_json())
-            return
-        differences = self.differences(folder)
-        if not differences:
-            return
+            return differences
         finished = all((folder / split / MANIFEST_FILE).is_file() for split in self.splits.names)
         as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
         raise UserError(
@@ -115,13 +121,81 @@ class Plan:
         }
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether a unit in a source's folder was begun: it has a receipt, a file of a part, or a lease of a process."""
+    try:
+        below = [path for path in folder.iterdir() if path.is_dir() and path.name != LEASES]
+    except FileNotFoundError:
+        return False
+    written = (path for part in below for path in part.rglob("*") if not path.name.endswith(store.TEMPORARY_SUFFIX))
+    if any(path.is_file() for path in written):
+        return True
+    return any(isinstance(unit, int) and lease.is_running() is not False for unit, lease, _ in read_leases(folder))
+
+
+def withdraw(folder: Path) -> bool:
+    """Remove the plan in a source's folder if no unit of it was begun; returns whether none was.
+
+    Workers take their lease and then look for the plan. So of a worker and this, one sees what the other did.
+    """
+    path = folder / PLAN_FILE
+    if is_begun(folder):
+        return False
+    if not path.exists():
+        return True
+    plan = store.read_bytes(path)
+    path.unlink()
+    if is_begun(folder):
+        store.put(path, plan)
+        return False
+    return True
+
+
 def find_source_files(config: Config) -> list[SourceFiles]:
     """Look for the files of all sources that have `paths` or `hub`."""
-    return [
-        _find(config, source, f"data.sources.{number}")
-        for number, source in enumerate(config.data.sources)
-        if source.dataset is None
-    ]
+    found = []
+    for number, source in enumerate(config.data.sources):
+        if source.dataset is None:
+            where = f"data.sources.{number}"
+            try:
+                found.append(_find(config, source, where))
+            except PermissionError as error:
+                raise may_not_be_read(f"{where}.{'paths' if source.hub is None else 'hub'}", error) from error
+    return found
+
+
+@contextmanager
+def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
+    """Name the key of input that may not be read.
+
+    Raises:
+        MachineError: there is such input.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        keys = {
+            file.path: f"data.sources.{number}.{'paths' if found.source.hub is None else 'hub'}"
+            for number, source in enumerate(config.data.sources)
+            for found in sources
+            if found.source.name == source.name
+            for file in found.files
+        }
+        path = Path(str(error.filename))
+        if str(path) in keys:
+            raise may_not_be_read(keys[str(path)], error) from error
+        if config.tokenizer.path is not None and path.is_relative_to(config.tokenizer.path):
+            raise may_not_be_read("tokenizer.path", error) from error
+        raise
+
+
+def may_not_be_read(key: str, error: PermissionError) -> MachineError:
+    """What is said of input that the system refuses to read."""
+    others = "; or leave it out with exclude" if key.endswith(".paths") else ""
+    return MachineError(
+        f"{key}: {error.filename} may not be read ({error.strerror}): make it readable for the user who runs this "
+        f"(`chmod u+r FILE` and `chmod u+rx` for each folder above it, or ask its owner){others}"
+    )
 
 
 def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:

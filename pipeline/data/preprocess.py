@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.config.data import SourceConfig
@@ -26,7 +27,7 @@ from pipeline.data.finish import Finish, SourceReport
 from pipeline.data.leases import Watch, sweep, take_when_free
 from pipeline.data.manifest import PLAN_FILE
 from pipeline.data.opening import dataset_folder, open_datasets
-from pipeline.data.plan import Plan, SourceFiles, find_source_files, make_plan, source_job
+from pipeline.data.plan import Plan, SourceFiles, find_source_files, is_begun, make_plan, reading, source_job
 from pipeline.data.progress import NOTHING_TO_DO, counted, print_report
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN, Receipts
 from pipeline.data.room import dataset_warning
@@ -34,8 +35,15 @@ from pipeline.data.shuffling import Shuffling
 from pipeline.data.sources import START, Unit, check_columns
 from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.data.tokenizer_stage import ORIGIN_FILE, prepare_tokenizer, run_tokenizer, tokenizer_folder
-from pipeline.data.tokenizing import Outcome, tokenize_units
+from pipeline.data.tokenizer_stage import (
+    ORIGIN_FILE,
+    OtherTokenizer,
+    prepare_tokenizer,
+    run_tokenizer,
+    tokenizer_folder,
+    withdraw_tokenizer,
+)
+from pipeline.data.tokenizing import FAILURES_FILE, Outcome, tokenize_units
 from pipeline.data.unit import (
     CONDEMNED_FILE,
     SourceJob,
@@ -105,26 +113,33 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
     console = Console()
     _check_data_dir(config)
     sources = find_source_files(config)
-    if dry_run:
-        from pipeline.data.estimate import print_dry_run
+    with reading(config, sources):
+        if dry_run:
+            from pipeline.data.estimate import print_dry_run
 
-        print_dry_run(console, config, sources)
-        return PreprocessReport()
+            print_dry_run(console, config, sources)
+            return PreprocessReport()
+        return _preprocess(config, console, sources, started, units=units)
+
+
+def _preprocess(
+    config: Config, console: Console, sources: list[SourceFiles], started: float, *, units: bool
+) -> PreprocessReport:
     for found in sources:
-        check_columns(found.files, found.reader)
-        _refuse_damaged(config, found)
+        is_new = not is_begun(config.data_dir / found.source.name)
+        check_columns(found.files, found.reader, every=is_new)
+        refuses = is_new and config.data.preprocess.on_damaged_file == "fail"
+        if refuses and (damaged := look_at_ends(found.files, found.reader)):
+            raise damaged_error(found.source.name, damaged, found.bytes)
     splits = find_splits(config, console, sources)
     tokenizer = _tokenizer(config, console, sources, splits)
-    for number, source in enumerate(config.data.sources):
-        if source.dataset is not None:
-            _check_dataset(config, number, source, tokenizer)
     if not sources:
         say(console, NOTHING_TO_DO)
     if not units and (warning := dataset_warning(config, sources, tokenizer.dtype.itemsize)):
         say(console, f"warning: {warning}")
     plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
     for plan in plans:
-        _freeze(plan, config.data_dir / plan.found.source.name)
+        _freeze(plan, config.data_dir / plan.found.source.name, console)
     _remove_stale(config, plans)
     try:
         stage = _Stage(config, console, tokenizer, plans)
@@ -133,22 +148,15 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
         _remove_stale(config, plans)
 
 
-def _refuse_damaged(config: Config, found: SourceFiles) -> None:
-    """Refuse files that are plainly damaged before there is a plan of them."""
-    planned = (config.data_dir / found.source.name / PLAN_FILE).exists()
-    if config.data.preprocess.on_damaged_file != "fail" or planned:
-        return
-    if damaged := look_at_ends(found.files, found.reader):
-        raise damaged_error(found.source.name, damaged, found.bytes)
-
-
-def _freeze(plan: Plan, folder: Path) -> None:
-    """Freeze a plan; of two commands with other plans, one is refused."""
-    if (folder / PLAN_FILE).exists():
-        plan.freeze(folder)
+def _freeze(plan: Plan, folder: Path, console: Console) -> None:
+    """Freeze a plan; of two commands at a time with other plans, one is refused: here, or by its workers."""
+    if (folder / PLAN_FILE).exists() and not plan.differences(folder):
         return
     with take_when_free(folder, "plan", Watch(), lambda _: None):
-        plan.freeze(folder)
+        if differences := plan.freeze(folder):
+            (folder / FAILURES_FILE).unlink(missing_ok=True)
+            what = "; ".join(differences)
+            say(console, f"{plan.found.source.name}: planned anew, since no unit was begun ({what})")
 
 
 @dataclass(frozen=True)
@@ -347,10 +355,16 @@ def _check_data_dir(config: Config) -> None:
 
 
 def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], splits: dict[str, Splits]) -> Tokenizer:
+    check = partial(_check_datasets, config)
     folder = tokenizer_folder(config)
-    trains = config.tokenizer.train is not None and not (folder / ORIGIN_FILE).exists()
-    if not trains:
-        return prepare_tokenizer(config, sources, splits)
+    if config.tokenizer.train is None or (folder / ORIGIN_FILE).exists():
+        try:
+            return prepare_tokenizer(config, sources, splits, check)
+        except OtherTokenizer as error:
+            if not withdraw_tokenizer(config, sources):
+                raise
+            say(console, f"the tokenizer is made anew, since no unit was begun with it ({error.difference})")
+            return _tokenizer(config, console, sources, splits)
     with (
         take_when_free(
             folder, "train", Watch(), lambda holder: say(console, f"waiting for {holder}, which trains the tokenizer")
@@ -360,8 +374,8 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
         trains = not (folder / ORIGIN_FILE).exists()
         if trains:
             say(console, "training the tokenizer")
-        tokenizer = prepare_tokenizer(config, sources, splits)
-    wanted = config.tokenizer.train.vocab_size if config.tokenizer.train else 0
+        tokenizer = prepare_tokenizer(config, sources, splits, check)
+    wanted = config.tokenizer.train.vocab_size
     if trains and tokenizer.vocab_size < wanted:
         say(
             console,
@@ -371,8 +385,14 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
     return tokenizer
 
 
+def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
+    """Datasets made elsewhere have to be there and to have the run's tokenizer."""
+    for number, source in enumerate(config.data.sources):
+        if source.dataset is not None:
+            _check_dataset(config, number, source, tokenizer)
+
+
 def _check_dataset(config: Config, number: int, source: SourceConfig, tokenizer: Tokenizer) -> None:
-    """A dataset made elsewhere has to be there and to have the run's tokenizer."""
     folder = dataset_folder(config, source, TRAIN)
     key = f"data.sources.{number}.dataset"
     if not folder.is_dir():

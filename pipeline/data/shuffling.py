@@ -20,7 +20,7 @@ from pipeline.data.receipts import Receipts
 from pipeline.data.shuffle import Run, Shuffle
 from pipeline.data.tokenizing import worker_count
 from pipeline.data.unit import order_key
-from pipeline.data.workers import ATTEMPTS, Advanced, Done, Workers
+from pipeline.data.workers import ATTEMPTS, Advanced, Done, Lost, Workers
 from pipeline.errors import MachineError
 
 
@@ -110,5 +110,5 @@ class Shuffling:
                     line.unit_done(0)
                 else:
                     say(self._console, str(event))
-                    if event.is_last:
+                    if isinstance(event, Lost) and event.is_last:
                         raise MachineError(f"{event.job} failed {ATTEMPTS} times: {event.how}")

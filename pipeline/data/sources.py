@@ -9,7 +9,10 @@ or bad; it can begin behind any of them.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from pipeline.data.compression import compression_of
 from pipeline.data.files import File
@@ -52,6 +55,7 @@ __all__ = [
     "where",
 ]
 
+_THREADS = 16
 SMALLEST_UNIT = 16 * 2**20
 UNITS_AT_LEAST = 64
 COMPRESSED_EXPANSION = 4
@@ -105,8 +109,13 @@ def cut(files: list[File], reader: Reader, size: int) -> Iterator[tuple[Piece, .
         yield tuple(group)
 
 
-def check_columns(files: list[File], reader: Reader) -> None:
-    """Look for the columns of a source of tables in the first of its files that can be read; nothing for other sources.
+def check_columns(files: list[File], reader: Reader, *, every: bool = False) -> None:
+    """Look for the columns of a source of tables; nothing for other sources.
+
+    Args:
+        files: of the source.
+        reader: how they are read.
+        every: look at all files that can be read, and not at the first of them alone.
 
     Raises:
         UserError: a column is missing or cannot hold text.
@@ -120,12 +129,25 @@ def check_columns(files: list[File], reader: Reader) -> None:
     from pipeline.data import arrow, tables
 
     read_schema = tables.parquet_schema if reader.type == "parquet" else arrow.arrow_schema
-    for file in files:
+
+    def is_sound(file: File) -> bool:
         try:
             tables.check_schema(read_schema(file.path), reader, file.path)
-            return
         except tables.DAMAGED as error:
-            tables.raise_if_machine(error)  # reading it will say what else is wrong
+            with _named(file):
+                tables.raise_if_machine(error)  # reading it will say what else is wrong
+            return False
+        return True
+
+    if not every:
+        any(map(is_sound, files))
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:  # a network file system takes long for each
+        try:
+            deque(pool.map(is_sound, files), maxlen=0)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 class UnitReader(Cursor):
@@ -146,8 +168,9 @@ class UnitReader(Cursor):
                 self.ended = True
                 self.damaged(*self.reader.dropped[piece.file.name], piece.end - piece.start)
                 continue
-            _check_unchanged(piece.file)
-            yield from self._read(piece)
+            with _named(piece.file):
+                _check_unchanged(piece.file)
+                yield from self._read(piece)
 
     def _read(self, piece: Piece) -> Iterator[Document]:
         # What needs a heavy library is imported when it is read.
@@ -167,6 +190,16 @@ class UnitReader(Cursor):
 
                 return read_shard(self, piece)
         return read_text(self, piece)
+
+
+@contextmanager
+def _named(file: File) -> Iterator[None]:
+    """Have errors of the system say which file it is: those of pyarrow do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or file.path
+        raise
 
 
 def _check_unchanged(file: File) -> None:

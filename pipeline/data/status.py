@@ -54,7 +54,7 @@ class Worker:
         since: when it took this lease, by its clock.
         beat_s: seconds since its last sign of life.
         done: bytes of the unit's files that it has done.
-        state: `works`, `silent` (on another machine, for long) or `gone`.
+        state: `works`, `silent` (on another machine, for long), `stopped` (by SIGSTOP) or `gone`.
     """
 
     host: str
@@ -181,6 +181,8 @@ def read_workers(folder: Path, now: float) -> list[Worker]:
         running, age = record.is_running(), max(now - beat, 0.0)
         alive = age < PATIENCE_S if running is None else running
         state = "works" if alive else "silent" if running is None else "gone"
+        if record.is_stopped():
+            state = "stopped"
         workers.append(
             Worker(record.host, record.pid, what, record.began, record.since, age, record.done, state),
         )
@@ -397,7 +399,10 @@ def _details(state: SourceState, now: float) -> Iterator[str]:
         if worker.state != "works":
             its = "unit" if isinstance(worker.what, int) else "work"
             by = "" if state.state in _BUSY else " by the next command"
-            note = f"; it is {worker.state}; its {its} will be taken over{by}"
+            when = f", {duration(PATIENCE_S)} after it was seen to be silent" if worker.state == "stopped" else ""
+            note = f"; it is {worker.state}; its {its} will be taken over{by}{when}"
+            if worker.state == "stopped":
+                note += f", or `kill -CONT {worker.pid}` has it go on"
         yield f"{worker}: {work}, {ages}{note}"
     if len(state.workers) > SHOWN:
         yield f"and {len(state.workers) - SHOWN:,} more"

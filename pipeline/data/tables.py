@@ -61,7 +61,10 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
         for name in columns:
             if name not in schema.names:
                 there = ", ".join(map(repr, schema.names)) or "none"
-                raise UserError(f"{path} has no column {name!r}; its columns are {there}: set {key} to one of them")
+                raise UserError(
+                    f"{path} has no column {name!r}; its columns are {there}: set {key} to one of them, or leave the "
+                    "file out with exclude"
+                )
             if len(schema.get_all_field_indices(name)) > 1:
                 raise UserError(f"{path} has several columns named {name!r}; rename all but one")
     kind = schema.field(reader.text_key).type

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config.root import Config
 from pipeline.data import store
 from pipeline.data.hashing import key, value_hash
-from pipeline.data.plan import SourceFiles
+from pipeline.data.plan import SourceFiles, is_begun, withdraw
 from pipeline.data.sources import START, Piece, Position, Unit, UnitReader, cut, expected_text_bytes
 from pipeline.data.splits import Splits
 from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -61,21 +61,28 @@ def check_tokenizer_settings(config: Config) -> None:
         asked = _run_file_settings(config)
         known = {"train": {name: saved["train"].get(name) for name in asked}} if "train" in saved else saved
         if known.get("train") != asked:
-            raise _other_tokenizer(config, _what_differs(known, asked))
+            raise OtherTokenizer(config, _what_differs(known, asked))
     elif path.exists() or str(path) != saved.get("path"):  # the file it was loaded from need not be there any more
         _check_same(config, Tokenizer.load(path, config.tokenizer), saved)
 
 
-def prepare_tokenizer(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Tokenizer:
+def prepare_tokenizer(
+    config: Config,
+    sources: list[SourceFiles],
+    splits: Mapping[str, Splits],
+    check: Callable[[Tokenizer], None] = lambda _: None,
+) -> Tokenizer:
     """Load or train the tokenizer and save it, or open the saved one if it is the one that the config asks for.
 
     Args:
         config: the run.
         sources: with their files.
         splits: of each source; a tokenizer is trained on documents of the training split.
+        check: raises if the tokenizer must not be used. Called before it is saved.
 
     Raises:
-        UserError: the saved one is another; or there is nothing to train on.
+        OtherTokenizer: the saved one is another.
+        UserError: there is nothing to train on.
     """
     folder = tokenizer_folder(config)
     saved = _origin(folder)
@@ -85,6 +92,7 @@ def prepare_tokenizer(config: Config, sources: list[SourceFiles], splits: Mappin
         if saved is not None:
             _check_same(config, tokenizer, saved)
             kept = _open(folder)
+            check(kept)
             if kept.special_tokens != tokenizer.special_tokens:  # the file had them; the run file names them since
                 tokenizer.save(folder)
                 return tokenizer
@@ -93,10 +101,13 @@ def prepare_tokenizer(config: Config, sources: list[SourceFiles], splits: Mappin
         settings = _training_settings(config, sources)
         if saved is not None:
             if saved.get("train") != settings:
-                raise _other_tokenizer(config, _what_differs(saved, settings))
-            return _open(folder)
+                raise OtherTokenizer(config, _what_differs(saved, settings))
+            kept = _open(folder)
+            check(kept)
+            return kept
         tokenizer = Tokenizer.train(sample_texts(config, sources, splits), config.tokenizer)
         origin = {"train": settings, "fingerprint": tokenizer.fingerprint}
+    check(tokenizer)
     tokenizer.save(folder)
     store.put_json(folder / ORIGIN_FILE, origin)
     return tokenizer
@@ -129,8 +140,17 @@ def _open(folder: Path) -> Tokenizer:
 
 
 def _check_same(config: Config, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
-    if saved["fingerprint"] != tokenizer.fingerprint:
-        raise _other_tokenizer(config, f"{config.tokenizer.path} has other ids than the tokenizer kept there")
+    if saved["fingerprint"] == tokenizer.fingerprint:
+        return
+    path, kept = config.tokenizer.path, _open(tokenizer_folder(config))
+    values = {
+        "path": (saved.get("path", str(path)), str(path)),
+        "end_of_document": (kept.end_of_document_token, tokenizer.end_of_document_token),
+        "allow_special": (kept.allow_special, tokenizer.allow_special),
+    }
+    changed = [f"tokenizer.{key}: {old} then, {new} now" for key, (old, new) in values.items() if old != new]
+    difference = f"tokenizer.path: {path} has other ids than the tokenizer kept there"
+    raise OtherTokenizer(config, "; ".join(changed) or difference)
 
 
 def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, Any]:
@@ -173,15 +193,43 @@ def _what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     return f"{' and '.join(names)} changed since it was trained"
 
 
-def _other_tokenizer(config: Config, difference: str) -> UserError:
-    folder = tokenizer_folder(config)
-    # One that the run file names may be of other runs, too.
-    start_over = "" if config.data.dir is not None else f"remove {config.data_dir} to start over; or "
-    return UserError(
-        f"the tokenizer in {folder} is not the one that the config asks for: {difference}. Restore that; or keep the "
-        f"tokenizer with tokenizer.path: {folder / 'tokenizer.json'} in place of tokenizer.train; or "
-        f"{start_over}set data.dir to another folder"
-    )
+class OtherTokenizer(UserError):
+    """The kept tokenizer is not the one that the run file asks for.
+
+    Args:
+        config: the run.
+        difference: what tells them apart.
+    """
+
+    def __init__(self, config: Config, difference: str) -> None:
+        folder, key = tokenizer_folder(config), "train" if config.tokenizer.path is None else "path"
+        asked = "" if config.tokenizer.path is None else f" {config.tokenizer.path}"
+        # One that the run file names may be of other runs, too.
+        start_over = "" if config.data.dir is not None else f"remove {config.data_dir} to start over; or "
+        super().__init__(
+            f"the tokenizer in {folder} is not the one that the run file asks for: {difference}. Restore that; or keep "
+            f"the tokenizer: write tokenizer.path: {folder / TOKENIZER_FILE} in place of tokenizer.{key}{asked}; or "
+            f"{start_over}set data.dir to another folder"
+        )
+        self.difference = difference
+
+
+def is_unused(config: Config, sources: list[SourceFiles]) -> bool:
+    """Whether nothing was made with the kept tokenizer but plans of sources."""
+    return bool(sources) and not any(map(is_begun, _source_folders(config)))
+
+
+def withdraw_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
+    """Forget the kept tokenizer and all plans if it is unused; returns whether it is."""
+    # The plans go first: workers that open another tokenizer after this do not find theirs.
+    if not is_unused(config, sources) or not all(map(withdraw, _source_folders(config))):
+        return False
+    (tokenizer_folder(config) / ORIGIN_FILE).unlink(missing_ok=True)
+    return True
+
+
+def _source_folders(config: Config) -> list[Path]:
+    return [path for path in config.data_dir.iterdir() if path.is_dir() and path != tokenizer_folder(config)]
 
 
 def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Iterator[str]:

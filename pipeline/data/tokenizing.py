@@ -17,10 +17,11 @@ from pipeline.config.root import Config
 from pipeline.console import say
 from pipeline.data import store
 from pipeline.data.engines import Choice, EngineDiffers
-from pipeline.data.progress import ProgressLine
+from pipeline.data.leases import PATIENCE_S
+from pipeline.data.progress import ProgressLine, counted
 from pipeline.data.sources import EMPTY
 from pipeline.data.unit import CONDEMNED_FILE, Busy, Condemned, UnitDone, UnitJob, make_tokenize, read_condemned
-from pipeline.data.workers import Advanced, Done, Lost, Workers
+from pipeline.data.workers import Advanced, Done, Lost, Silent, Workers
 from pipeline.errors import UserError
 
 FAILURES_FILE = "failures.jsonl"
@@ -28,6 +29,8 @@ FAILURES_FILE = "failures.jsonl"
 _GIVEN_UP_AT_MOST = 10
 """After so many units that were given up, the fault is not theirs."""
 _LOOK_AGAIN_S = 1.0
+_SAY_AGAIN_S = 60.0
+_SHOWN = 5
 _WARN_AFTER_RECORDS = 1000
 
 
@@ -100,6 +103,7 @@ class _Run:
         engine: str,
         *,
         waits: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console
         self._line = line
@@ -112,10 +116,12 @@ class _Run:
         self._records: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._warned: set[str] = set()
+        self._clock = clock
+        self._waits_for: dict[tuple[str, str], tuple[float, float]] = {}
+        """By holder and unit: since when, and when to say it again."""
 
     def run(self, jobs: Sequence[UnitJob]) -> Outcome:
         waiting: list[UnitJob] = list(jobs)
-        said_holders: set[str] = set()
         while waiting:
             held: list[tuple[UnitJob, str]] = []
             made = self._outcome.units
@@ -140,14 +146,33 @@ class _Run:
                     continue
                 self._outcome.held = len(held)
                 return self._outcome
-            if new := {holder for _, holder in held} - said_holders:
-                said_holders |= new
-                say(self._console, f"waiting for units that {' and '.join(sorted(new))} has")
+            self._say_waiting(held)
             if held:
                 time.sleep(_LOOK_AGAIN_S)
         return self._outcome
 
-    def _handle(self, event: Advanced[UnitJob] | Done[UnitJob, UnitDone | Busy] | Lost[UnitJob]) -> None:
+    def _say_waiting(self, held: list[tuple[UnitJob, str]]) -> None:
+        """Say what is waited for, at once and again after each time twice as long."""
+        now = self._clock()
+        waits = {(holder, str(job)): self._waits_for.get((holder, str(job)), (now, now)) for job, holder in held}
+        due = [(key, since) for key, (since, again) in waits.items() if now >= again]
+        for (holder, job), since in due:
+            waits[holder, job] = (since, now + max(now - since, _SAY_AGAIN_S))
+        for (holder, job), since in due[:_SHOWN]:
+            so_far = f" for {now - since:.0f} s" if now > since else ""
+            say(self._console, f"waiting{so_far} for {job}, which {holder} has")
+        if due:
+            more = f"and for {counted(len(due) - _SHOWN, 'more unit')}; each " if len(due) > _SHOWN else ""
+            say(
+                self._console,
+                f"{more or 'it '}is taken over when its process is gone, or does nothing for {PATIENCE_S:.0f} s on "
+                "another machine or because it is stopped",
+            )
+        self._waits_for = waits
+
+    def _handle(
+        self, event: Advanced[UnitJob] | Done[UnitJob, UnitDone | Busy] | Lost[UnitJob] | Silent[UnitJob]
+    ) -> None:
         if isinstance(event, Advanced):
             self._line.advance(event.amount)
         elif isinstance(event, Done):
@@ -159,6 +184,8 @@ class _Run:
             for damaged in event.result.damaged:
                 say(self._console, f"warning: {event.job.unit.source}: {damaged}")
             self._watch_rejected(event.job, event.result)
+        elif isinstance(event, Silent):
+            say(self._console, str(event))
         else:
             self._lost(event)
 

@@ -20,6 +20,7 @@ from pipeline.data.engines import Check, Engine, Which, open_engine
 from pipeline.data.hashing import key, value_hash
 from pipeline.data.indexed import HashedFile, metadata_file, part_files, part_prefix
 from pipeline.data.leases import Lease, Watch, take
+from pipeline.data.manifest import PLAN_FILE
 from pipeline.data.receipts import MANIFEST_FILE, files_are_there, read_receipt, receipt_path, rejected_path
 from pipeline.data.sources import EMPTY, START, Document, Position, Reader, Unit, UnitReader, line_of, where
 from pipeline.data.splits import Splits, split_hash
@@ -31,6 +32,8 @@ from pipeline.errors import UserError
 
 LINK_RECORDS = 2**20
 """A link ends after so many records, however short: memory grows with their number."""
+_PLAN_HEAD = 1024
+"""Bytes."""
 CONDEMNED_FILE = "condemned.json"
 """Beside the tokenizer: engines that were seen to give other ids than `tokenizers`, with the evidence."""
 
@@ -167,11 +170,27 @@ def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | 
     try:
         # A thread of its own, because passing over what was read before can take long.
         with lease, lease.beating():
+            _check_plan(job.source)
             return _Worker(job, bench, progress, lease.beat).run()
     except OSError as error:
         if error.filename is None:
             error.filename = str(job.source.folder)  # a failed write does not say where
         raise
+
+
+def _check_plan(source: SourceJob) -> None:
+    """Look whether the plan is still there, now that the lease is (see `plan.withdraw`).
+
+    Raises:
+        UserError: it is another one.
+    """
+    with suppress(FileNotFoundError), (source.folder / PLAN_FILE).open("rb") as file:
+        if source.config_hash.encode() in file.read(_PLAN_HEAD):  # it is the first key
+            return
+    raise UserError(
+        f"{source.folder / PLAN_FILE} was removed, or replaced by another command with other settings; end that one, "
+        "or run this one with another data.dir"
+    )
 
 
 def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> Smallest:
@@ -256,7 +275,7 @@ class _Worker:
             else:
                 if reader is None:
                     reader = UnitReader(self._unit, self._source.reader, position)
-                    documents = iter(reader)
+                    documents = self._documents(reader)
                 else:
                     reader.count_anew()
                 receipt = self._make(link, position, reader, documents)
@@ -268,6 +287,15 @@ class _Worker:
             if receipt["last"]:
                 return UnitDone(made, tokens, records, dict(rejected), damaged)
             position, link = tuple(receipt["next"]), link + 1
+
+    def _documents(self, reader: UnitReader) -> Iterator[Document]:
+        """Those of a reader. What it refuses is changed in the files or keys of the source, which the plan is of."""
+        try:
+            yield from reader
+        except UserError as error:
+            raise UserError(
+                f"{error}. If that changes paths, exclude, keys or files of the source, {self._source.start_over}"
+            ) from error
 
     def _advance(self, amount: int) -> None:
         self._progress(amount)

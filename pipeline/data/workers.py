@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
+from pipeline.data import machine
 from pipeline.errors import UserError
 
 J = TypeVar("J")
@@ -31,6 +33,9 @@ Progress = Callable[[int], None]
 
 ATTEMPTS = 3
 """A job that came to nothing so often is given up."""
+SILENT_S = 120.0
+"""A worker that has not been heard of for so long is told of, and again after each time twice as long."""
+_LOOK_S = 1.0
 _PATIENCE_S = 10.0
 """How long workers may take to clean up before they are killed."""
 
@@ -76,6 +81,21 @@ class Died(Generic[J]):
 
 
 @dataclass(frozen=True)
+class Silent(Generic[J]):
+    """The process that holds a job has not been heard of for long."""
+
+    job: J
+    pid: int
+    seconds: float
+    is_stopped: bool
+    """By SIGSTOP, say."""
+
+    def __str__(self) -> str:
+        why = f"; it is stopped, `kill -CONT {self.pid}` has it go on" if self.is_stopped else ""
+        return f"worker process {self.pid} has not been heard of for {self.seconds:.0f} s, it holds {self.job}{why}"
+
+
+@dataclass(frozen=True)
 class Lost(Generic[J]):
     """An attempt at a job came to nothing."""
 
@@ -94,7 +114,7 @@ class Lost(Generic[J]):
         return self.attempt == ATTEMPTS
 
 
-Event = Advanced[J] | Done[J, R] | Failed[J] | Died[J]
+Event = Advanced[J] | Done[J, R] | Failed[J] | Died[J] | Silent[J]
 
 
 class Workers(Generic[J, R]):
@@ -104,9 +124,17 @@ class Workers(Generic[J, R]):
         make: an importable function called once in every process; it returns the function that runs a job.
         args: its arguments.
         count: processes.
+        clock: seconds of a clock that never goes back.
     """
 
-    def __init__(self, make: Callable[..., Callable[[J, Progress], R]], args: tuple[Any, ...], count: int) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Callable[[J, Progress], R]],
+        args: tuple[Any, ...],
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._context = multiprocessing.get_context("spawn")
         self._make = make
         self._args = args
@@ -139,17 +167,29 @@ class Workers(Generic[J, R]):
         self._waiting.extend(jobs)
         holding: dict[Connection, J] = {}
         advanced: Counter[Connection] = Counter()
+        heard: dict[Connection, float] = {}
+        limits: dict[Connection, float] = {}
         while True:
             for connection in self._processes:
                 if self._waiting and connection not in holding:
                     holding[connection] = job = self._waiting.popleft()
+                    heard[connection], limits[connection] = self._clock(), SILENT_S
                     with contextlib.suppress(ConnectionError):  # it is dead; reading its answer finds that out
                         connection.send(job)
             if not holding:
                 return
-            for ready in wait(list(holding)):
+            ready_ones = wait(list(holding), _LOOK_S)
+            for connection in holding.keys() - set(ready_ones):
+                silent = self._clock() - heard[connection]
+                if silent >= limits[connection]:
+                    limits[connection] = 2 * silent
+                    pid = self._processes[connection].pid or 0
+                    state = machine.process(pid)
+                    yield Silent(holding[connection], pid, silent, state is not None and state[0] in "Tt")
+            for ready in ready_ones:
                 connection = cast(Connection, ready)
                 job = holding[connection]
+                heard[connection], limits[connection] = self._clock(), SILENT_S
                 try:
                     kind, value = connection.recv()
                 except (EOFError, OSError):  # it is gone, perhaps in the middle of an answer
@@ -166,7 +206,7 @@ class Workers(Generic[J, R]):
 
     def insist(
         self, jobs: Iterable[J], passes: Callable[[Exception], bool] = lambda _: False
-    ) -> Iterator[Advanced[J] | Done[J, R] | Lost[J]]:
+    ) -> Iterator[Advanced[J] | Done[J, R] | Lost[J] | Silent[J]]:
         """`run`, where a job whose process died is run again, up to `ATTEMPTS` times in all.
 
         What the lost attempt had advanced is taken back by a negative amount.
@@ -179,7 +219,7 @@ class Workers(Generic[J, R]):
             Exception: a job raised it, and it does not pass.
         """
         for event in self.run(jobs):
-            if isinstance(event, Advanced | Done):
+            if isinstance(event, Advanced | Done | Silent):
                 yield event
                 continue
             if isinstance(event, Died):

@@ -453,6 +453,13 @@ def test_a_run_folder_whose_run_file_has_a_list_for_the_section_run(tmp_path: Pa
         load_run(run)
 
 
+def test_no_splits_hold_nothing_out(tmp_path: Path) -> None:
+    config = load(write(tmp_path), ["data.splits={}"])
+    assert config == load(write(tmp_path), ["data.splits={heldout: 0}"])
+    with pytest.raises(UserError, match=r"eval.split: 'test' is not in data.splits \(heldout\)"):
+        load(write(tmp_path), ["data.splits={}", "eval.split=test"])
+
+
 def test_splits_are_shares_or_numbers(tmp_path: Path) -> None:
     config = load(write(tmp_path), ["data.splits={heldout: 0.02, test: 1K documents}"])
     assert config.data.model_dump()["splits"] == {"heldout": 0.02, "test": "1000 documents"}

@@ -12,6 +12,8 @@ import orjson
 import pytest
 import xxhash
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.data.records import MAX_RECORD_BYTES
 from pipeline.data.sources import EMPTY, Reader, UnitReader, line_of
@@ -222,3 +224,76 @@ print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.st
     documents, peak = run.stdout.splitlines()
     assert documents == "[('longer than data.preprocess.max_record_bytes (33554432)', '', 0), (None, 'next', 1)]"
     assert int(peak) < 180_000  # kB; Python and what is imported are 50 MB of it
+
+
+_NAMES = st.sampled_from(["text", "other", "id", "url", "x"])
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()), max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+_TEXTS = st.text(st.characters(exclude_categories=()), min_size=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(records=st.lists(st.lists(st.tuples(_NAMES, _VALUES) | st.tuples(st.just("text"), _TEXTS)), min_size=1))
+def test_records_as_the_standard_library_reads_them(records, tmp_path_factory):
+    """With what it takes and orjson does not: NaN, infinities, lone surrogates; and keys that are there twice."""
+    lines = ["{" + ", ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in record) + "}" for record in records]
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    found = read(path, LINES)
+    assert len(found) == len(lines)
+    for line, document in zip(lines, found, strict=True):
+        text = json.loads(line).get("text")
+        if not isinstance(text, str):
+            assert document.reason in ("no key 'text'", "text is not a string")
+        elif any("\ud800" <= c <= "\udfff" for c in text):
+            assert (document.reason, document.text) == ("lone surrogate", "")
+        else:
+            assert (document.reason, document.text) == (None if text else EMPTY, text)
+            assert set(json.loads(document.metadata)) == {"url"} & set(json.loads(line))
+            document.id.encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "url"),
+    [
+        ('{"text": "a", "url": NaN}', None),
+        ('{"text": "a", "url": [1, -Infinity]}', [1, None]),
+        ('{"text": "a", "url": "u\\ud800"}', "u\\ud800"),
+        ('{"text": "a", "url": "u", "x": 1e999}', "u"),
+        ('{"text": "a", "url": "u", "x": %s}' % ("9" * 5000), "u"),
+        ('{"text": "a", "url": 7, "x": [NaN, %s]}' % ("9" * 5000), 7),
+    ],
+)
+def test_metadata_of_records_that_only_python_reads(tmp_path, raw, url):
+    path = tmp_path / "a.jsonl"
+    path.write_text(raw + "\n")
+    (document,) = read(path, LINES)
+    assert (document.reason, document.text, json.loads(document.metadata)) == (None, "a", {"url": url})
+
+
+def test_ids_of_records_that_only_python_reads(tmp_path):
+    """A number too large for 64 bits is no id, with a NaN beside it or without; of a string all is kept."""
+    path = tmp_path / "a.jsonl"
+    ids = ["12", "9" * 30, '"i\\udfff"']
+    lines = [f'{{"text": "a", "id": {own}{nan}}}\n' for own in ids for nan in ("", ', "x": NaN')]
+    path.write_text("".join(lines))
+    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
+    named = [f"a.jsonl@{starts[i]}" for i in (2, 3)]
+    assert [d.id for d in read(path, LINES)] == ["12", "12", *named, "i\\udfff", "i\\udfff"]
+
+
+@pytest.mark.parametrize(("depth", "reason"), [(400, None), (600, "invalid JSON"), (100_000, "invalid JSON")])
+def test_nesting_of_records_that_only_python_reads(tmp_path, depth, reason):
+    """The same for every version of Python. Brackets in strings do not count."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "' + "[" * 2000 + '\\"[", "x": ' + "[" * depth + "NaN" + "]" * depth + "}\n")
+    (document,) = read(path, LINES)
+    assert document.reason == reason
+    assert "nested deeper than" in document.detail or reason is None

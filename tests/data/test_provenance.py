@@ -586,6 +586,14 @@ def test_the_commands(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     value = json.loads(said("where", file, "--step", 40, "--rank", 0, "--ranks", 2, "--json"))
     sample = value["samples"][0]
     assert sample["documents"][0]["tokens"] and value["micro_batch_size"] == 2
+    whole = json.loads(said("where", file, "--step", 40, "--json"))
+    assert [one["sample"] for one in whole["samples"]] == list(range(whole["first_sample"], whole["end_sample"]))
+    for one in whole["samples"]:  # both ranges are half-open; of a window all tokens but the first are targets
+        count = {
+            name: sum(end - first for first, end in (d[name] for d in one["documents"]))
+            for name in ("tokens", "targets")
+        }
+        assert count["tokens"] == count["targets"] + 1
     asked = ("--source", sample["source"], "--document", sample["documents"][0]["document"])
     times = json.loads(said("when", file, *asked, "--json"))["documents"][0]["seen"]
     assert any(one["step"] == 40 and one["sample"] == sample["sample"] for one in times)

@@ -1,3 +1,5 @@
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -6,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.blend import UNIT
+from pipeline.data.hashing import key
 from pipeline.data.instances import Windows
 from pipeline.data.journal import Journal, Segment, SourceState
 from pipeline.data.sampler import Sampler
@@ -226,3 +229,13 @@ def test_the_example_of_the_documentation():
         cells = (index, name, m, f"{due:.3f}", lap, position, window, first, pieces)
         assert row == [str(cell) for cell in cells]
     assert len(table) == 10
+
+
+def test_keys_can_be_rebuilt_from_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "sampler.md").read_text()
+    bytes, value = re.search(r'key\("offset", 7, "books"\) is the hash of the\s20 bytes `(.*)`, (\d+)\.', page).groups()
+    assert len(bytes) == 20
+    assert xxhash.xxh3_64_intdigest(bytes.encode()) == int(value) == key("offset", 7, "books")
+    for parts in (("phase", 2**63 - 1, "a.b-c_D", 10**13), ("offset", 0, 'ü"\\\n')):
+        written = json.dumps(parts, separators=(",", ":"), ensure_ascii=False)
+        assert xxhash.xxh3_64_intdigest(written.encode()) == key(*parts)

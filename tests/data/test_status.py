@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.data import store
+from pipeline.data import machine, store
 from pipeline.data.leases import Watch, lease_path, take
 from pipeline.data.receipts import receipt_path
 from pipeline.data.status import duration, print_status, read_state
@@ -194,6 +195,32 @@ def test_who_works(tmp_path):
     assert "process 77 on node8: unit 6" in said
     assert "on node7: unit 5" in said and "it is silent; its unit will be taken over\n" in said
     assert "pipeline preprocess" not in said
+
+
+def test_a_stopped_worker(tmp_path):
+    """It has all of its unit but the receipt: no time is left to be estimated, and what helps is said."""
+    config = config_of(tmp_path, "sea")
+    folder = config.data_dir / "sea"
+    write_plan(folder, 1, age=1000)
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        worker.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+        started = machine.process(worker.pid)[1]
+        write_lease(folder, 0, beat_age=30, pid=worker.pid, started=started, done=SIZE)
+        [state] = read_state(config)
+        said = shown(config)
+    finally:
+        worker.kill()
+        worker.wait()
+    assert (state.state, state.in_work, state.eta_s, state.workers[0].state) == ("stopped", 0, None, "stopped")
+    assert " left" not in said
+    assert f"process {worker.pid} on {socket.gethostname()}: unit 0" in said
+    assert (
+        "last sign of life 30 s ago; it is stopped; its unit will be taken over by the next command, 2 min after"
+        in said
+    )
+    assert f"`kill -CONT {worker.pid}` has it go on" in said
 
 
 def test_rate_of_a_long_run(tmp_path):

@@ -1,6 +1,7 @@
 """Worker processes: what they answer, how they end, and what is known of one that dies."""
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 import pytest
 
 from pipeline.data import workers as workers_module
-from pipeline.data.workers import Advanced, Died, Done, Failed, Lost, Workers
+from pipeline.data.workers import Advanced, Died, Done, Failed, Lost, Silent, Workers
 
 
 def make_doubler(base):
@@ -220,3 +221,31 @@ class TestInsisting:
             assert [event.attempt for event in lost] == [1, 2, 3]
             assert lost[0].how.startswith("ConnectionResetError: [Errno 104]")
             assert "in a worker process, running reset" in lost[0].details
+
+
+def test_a_worker_that_is_stopped_is_told_of(monkeypatch):
+    """When it has not been heard of for long, and again after twice as long; then it goes on."""
+    monkeypatch.setattr(workers_module, "_LOOK_S", 0.001)
+    clock = itertools.count(step=50.0)
+    with Workers(make_doubler, (0,), 1, clock=lambda: next(clock)) as workers:
+        assert results(workers.run([1])) == [(1, 2)]  # it is up
+        (process,) = workers._processes.values()
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        events = workers.insist([3])
+        told = list(itertools.islice(events, 2))
+        os.kill(process.pid, signal.SIGCONT)
+        assert results(events) == [(3, 6)]
+    assert [(event.job, event.seconds, event.is_stopped) for event in told] == [(3, 150.0, True), (3, 300.0, True)]
+    assert str(told[0]).startswith(
+        f"worker process {process.pid} has not been heard of for 150 s, it holds 3; it is st"
+    )
+
+
+def test_a_quiet_worker_is_no_error(monkeypatch):
+    monkeypatch.setattr(workers_module, "_LOOK_S", 0.001)
+    clock = itertools.count(step=200.0)
+    with Workers(make_doubler, (0,), 1, clock=lambda: next(clock)) as workers:
+        events = list(workers.insist([1]))
+    assert results(events) == [(1, 2)]
+    assert not any(event.is_stopped for event in events if isinstance(event, Silent))
