@@ -325,6 +325,8 @@ class Trainer:
                     raise
             # All is saved. What is left is to close the sinks, one of which may still have much to send.
             self._watchdog.pause()
+        if withheld := self._faults.withheld:
+            say(self._console, f'train: {withheld} (`"skipped": true` in metrics.jsonl)')
 
     def _write_journal(self) -> None:
         store.put_json(self._folder.path / JOURNAL_FILE, self._plan.journal.to_json())
@@ -392,6 +394,9 @@ class Trainer:
         step, total = self._folder.step, self._plan.length.steps
         validation = self._config.train.validation
         self._report_saves(metrics)
+        if step == total:
+            self._flush(metrics)
+            self._faults.at_end(step)
         stops, saves = self._agreed
         if stops:
             # Before a validation, which may take longer than there is until the processes are killed.
