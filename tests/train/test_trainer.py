@@ -365,7 +365,7 @@ def test_what_is_waited_for_has_its_own_time_limit(root: Path, monkeypatch: pyte
         return original(self, *arguments)
 
     monkeypatch.setattr(trainer, "Watchdog", Watched)
-    monkeypatch.setattr(trainer.Trainer, "_sinks", lambda self, first, total: [Slow()])
+    monkeypatch.setattr(trainer, "open_sinks", lambda *_: [Slow()])
     monkeypatch.setattr(Checkpoints, "resumable", resumable)
     train(root, "limits")
     assert seen == ["save", None]
