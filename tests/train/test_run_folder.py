@@ -50,8 +50,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> Non
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(None, 0), (UserError("no"), 2), (Stopped("now"), 75), (NumericalError("nan"), 77), (UnsavedError("full"), 79), (KeyboardInterrupt(), 130),
-     (ZeroDivisionError("x"), 1)],
+    [(None, 0), (UserError("no"), 2), (Stopped("now"), 75), (NumericalError("nan"), 77), (KeyboardInterrupt(), 130),
+     (ZeroDivisionError("x"), 1), (UnsavedError("full"), 79)],
 )  # fmt: skip
 def test_how_it_ended_is_written_however_it_ended(tmp_path: Path, error: BaseException | None, code: int) -> None:
     (tmp_path / "exit.json").write_text("from the attempt before")
