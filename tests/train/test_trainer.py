@@ -301,8 +301,8 @@ def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(
 ) -> None:
     original = trainer.Trainer._save
 
-    def save(self: trainer.Trainer, step: int, *arguments: Any, last: bool) -> None:
-        original(self, step, *arguments, last=last)
+    def save(self: trainer.Trainer, step: int, *arguments: Any, **keys: Any) -> None:
+        original(self, step, *arguments, **keys)
         if step == 8:
             (self._folder.path / "stop").touch()
 
