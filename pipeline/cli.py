@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from pipeline import __version__
 from pipeline.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step
 from pipeline.checkpoint_commands import checkpoint_app
-from pipeline.console import Console, alarm, echo
+from pipeline.console import Console, alarm, echo, flush
 from pipeline.convert_commands import convert_app
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, EXIT_REFUSED, RankFailed, Stopped, UserError
 from pipeline.slurm_commands import add_to
@@ -559,6 +559,7 @@ def main() -> None:
         if processes.joined():
             processes.leave(code if isinstance(code, int) else EXIT_OTHER if code else EXIT_OK)
         processes.part()
+    flush()
     sys.exit(code)
 
 

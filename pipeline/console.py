@@ -9,10 +9,11 @@ its values.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import rich.console
@@ -84,8 +85,23 @@ def say(console: rich.console.Console, text: str) -> None:
 def alarm(label: str, message: str) -> None:
     """What is wrong, to the error output, with a word before it that stands out."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(label, style="bold red", end=" ")
-    console.print(message)
+    try:
+        console.print(label, style="bold red", end=" ")
+        console.print(message)
+    except OSError as error:
+        if error.errno not in _FULL:  # the exit code still says what happened
+            raise
+
+
+def flush() -> None:
+    """Write out what was printed; what cannot be written is dropped, so that it does not change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                # The interpreter flushes again when it ends, and would leave with code 120.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager

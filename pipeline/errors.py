@@ -12,9 +12,11 @@ EXIT_STOPPED = 75
 EXIT_HANG = 76
 EXIT_NUMERICAL = 77
 EXIT_UNHEALTHY = 78
+EXIT_UNSAVED = 79
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
-
+AGREED_CODES = (EXIT_OK, EXIT_STOPPED, EXIT_NUMERICAL, EXIT_UNSAVED)
+"""Of ends that all ranks come to after the same step."""
 
 DISTRIBUTION = "pretraining-pipeline"
 """Our name on the package registry; `pipeline` is another project there."""
@@ -68,6 +70,12 @@ class MachineError(UserError):
     """The machine has or allows too little: disk, memory, permissions. Nothing that was committed is lost."""
 
     exit_code = EXIT_OTHER
+
+
+class UnsavedError(MachineError):
+    """No checkpoint could be written for longer than `train.checkpoint.max_unsaved_minutes`; all ranks end together."""
+
+    exit_code = EXIT_UNSAVED
 
 
 class HangError(MachineError):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import signal
 import sys
 
-from pipeline.console import echo
-from pipeline.errors import UserError
+from pipeline.console import alarm, flush
+from pipeline.data import store
+from pipeline.errors import EXIT_OTHER, UserError
 from pipeline.signals import stop_signals
 
 
@@ -19,14 +20,20 @@ def main() -> None:
     # SIG_IGN, which the processes that are started from here would have, too.
     for number in (*stop_signals(), signal.SIGCONT):
         signal.signal(number, lambda *_: None)
+    store.keep_room(sys.stdout.fileno())  # what a job says at its end matters most on a disk that is full
     link, file, digest = sys.argv[1:]
     from slurm.link import run_link
 
     try:
         run_link(file, int(link), digest)
     except UserError as error:
-        echo(f"error: {error}", error=True, flush=True)
+        alarm("error:", str(error))
+        flush()
         sys.exit(error.exit_code)
+    except OSError as error:
+        alarm("error:", f"{error.filename or 'the job'}: {error.strerror or error}")
+        flush()
+        sys.exit(EXIT_OTHER)
 
 
 if __name__ == "__main__":

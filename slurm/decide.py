@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.errors import EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED
+from pipeline.errors import EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED, EXIT_UNSAVED
 from slurm.jobs import Stage
 from slurm.launches import Launch, Next
 from slurm.plan import KEYS
@@ -14,6 +14,7 @@ from slurm.submission import Chain
 _FINAL = {
     EXIT_REFUSED: "what is refused now would be refused again",
     EXIT_NUMERICAL: "the numbers went wrong, which another start would only repeat",
+    EXIT_UNSAVED: "no checkpoint can be written, so what another start trains would be lost, too",
     EXIT_INTERRUPTED: "it was interrupted by hand",
 }
 

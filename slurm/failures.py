@@ -134,6 +134,8 @@ class Failure:
     """Name of the signal that ended the process."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes that srun found gone, whatever was first."""
+    silent: bool = False
+    """Nothing is known but the exit code."""
 
     @property
     def words(self) -> str:
@@ -322,4 +324,5 @@ def _of_process(ended: Ended, run_logs: Path) -> Failure:
     if missing := [why for line in tail if (why := line.partition(_NO_PROGRAM)[2])]:
         # What slurmstepd leaves with then is no code of ours.
         code, words = EXIT_OTHER, f"was not started: {missing[0]}"
-    return Failure(ended.rank, None, code, words, "\n".join(tail), None, name)
+    silent = not ended.said and not missing and ended.code > 0
+    return Failure(ended.rank, None, code, words, "\n".join(tail), None, name, silent=silent)

@@ -24,11 +24,12 @@ import orjson
 from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.machine import node_name
-from pipeline.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from pipeline.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from pipeline.signals import stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.lock import clear
 from pipeline.train.run_folder import last_attempt
+from pipeline.train.unsaved import read_saves
 from slurm import jobs, permissions, report, scheduler
 from slurm.allocation import Allocation
 from slurm.decide import Situation, choose, crashes_in_a_row, decide, suspects
@@ -123,6 +124,10 @@ class Link:
         self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
         self._looked = 0.0
         self._guard: subprocess.Popen[bytes] | None = None
+        self._failed_save: float | None = None
+        """When the save failed that was told last."""
+        self._attempt = 0
+        """The last one before this launch."""
         self._launched: Launch | None = None
         """Of which nothing is noted yet but that it has begun."""
 
@@ -164,7 +169,8 @@ class Link:
         if submission.stage == "train":
             self._wait_for_the_last()
             self._watch_over()
-        before = last_attempt(self._run), self._exit_file()
+        self._attempt = last_attempt(self._run)
+        before = self._exit_file()
         launch = begin(
             self._run,
             submission.stage,
@@ -193,18 +199,22 @@ class Link:
             where = f" on {', '.join(nodes)}" if nodes else ""
             self._say(f"launch {number}: {submission.processes} processes{where}; logs are in {logs}")
             status = step.run(self._look, self._started)
+            self._tell_saves()
             ending = self._judge(step, status, launch, before)
         how = self._decide(launch, ending)
-        end(self._run, launch, how)
+        self._note(launch, how)
         return how
 
-    def _judge(self, step: Step, status: int, launch: Launch, before: tuple[int, Any]) -> Ending:
+    def _judge(self, step: Step, status: int, launch: Launch, before: Any) -> Ending:
         """How the processes ended: what they say themselves counts more than srun's exit code."""
-        state = self._exit_state(*before)
+        state = self._exit_state(before)
         if state is not None and state.agreed:
             return state
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
         failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, tail(step.said, 10_000))
+        # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
+        if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
+            return replace(state, rank=0, node=failure.node, failed_nodes=lost)
         if failure is not None:
             return Ending(failure.code, failure.words, failure.rank, failure.node, lost)
         if state is not None:
@@ -215,7 +225,10 @@ class Link:
             return Ending(EXIT_OK, "done")
         said = tail(step.said if step.nodes else step.logs / "rank-0000.log", 3).replace("\n", "; ")
         text = f"{'srun' if step.nodes else 'the process'} left with {status}: {said or 'it said nothing'}"
-        return Ending(status if status > 0 and not step.nodes else EXIT_OTHER, text, failed_nodes=lost)
+        if full := store.cannot_write(self._run):
+            text += f"; the run folder cannot be written ({full}), so that more could not be noted: make room"
+        known = status > 0 and (not step.nodes or status in AGREED_CODES)
+        return Ending(status if known else EXIT_OTHER, text, failed_nodes=lost)
 
     def _exit_file(self) -> Any:
         """What tells one `exit.json` from another: each is a new file."""
@@ -224,17 +237,17 @@ class Link:
             return stat.st_ino, stat.st_mtime_ns
         return None
 
-    def _exit_state(self, attempt: int, before: Any) -> Ending | None:
+    def _exit_state(self, before: Any) -> Ending | None:
         """What the training has noted of its end, if it has and that is of this launch.
 
         Args:
-            attempt: the last one before the launch. A start that is refused has the next number and does not count.
-            before: `_exit_file` then.
+            before: `_exit_file` at the start of the launch: a start that is refused has the next number and does not
+                count, so the number alone does not tell.
         """
         if self._submission.stage == "train" and self._exit_file() != before:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 state = orjson.loads(store.read_bytes(self._run / "exit.json"))
-                if state["attempt"] > attempt:
+                if state["attempt"] > self._attempt:
                     return Ending(int(state["code"]), str(state["reason"]), agreed=bool(state["agreed"]))
         return None
 
@@ -320,9 +333,16 @@ class Link:
         """The job cannot go back into the queue: that is the end of it, which must not look like a good one."""
         last = launches(self._run, self._submission.stage)[-1]
         text = f"{how.reason}, but that was refused: {why}"
-        end(self._run, last, replace(how, next="end", reason=text, time=time.time()))
+        self._note(last, replace(how, next="end", reason=text, time=time.time()))
         self._say(report.write(self._run, self._submission.stage))
         return EXIT_OTHER
+
+    def _note(self, launch: Launch, how: LaunchEnd) -> None:
+        """Note how a launch ended; a full disk must not keep the job from what follows."""
+        try:
+            end(self._run, launch, how)
+        except OSError as error:
+            self._say(f"warning: the end of the launch cannot be noted ({error.filename}: {error.strerror})")
 
     def _end_chain(self) -> None:
         """Take the links that wait out of the queue: there is nothing for them to do."""
@@ -405,11 +425,21 @@ class Link:
         if signal.SIGTERM in self._told and self._launched is not None:
             # This process may be killed before it can note how they ended.
             text, now = "the scheduler ends this job", time.time()
-            end(self._run, self._launched, LaunchEnd(EXIT_STOPPED, text, "scheduler", self._checkpoint(), now))
+            self._note(self._launched, LaunchEnd(EXIT_STOPPED, text, "scheduler", self._checkpoint(), now))
             self._launched = None
-        if self._evaluations is not None and time.monotonic() - self._looked > _LOOK:
+        if time.monotonic() - self._looked <= _LOOK:
+            return
+        self._looked = time.monotonic()
+        self._tell_saves()
+        if self._evaluations is not None:
             self._evaluations.look()
-            self._looked = time.monotonic()
+
+    def _tell_saves(self) -> None:
+        """Say that a save has failed, also where the logs of the ranks have no room for it."""
+        found = read_saves(self._run) if self._submission.stage == "train" else None
+        if found is not None and found.attempt > self._attempt and found.failed_at not in (None, self._failed_save):
+            self._failed_save = found.failed_at
+            self._say(f"warning: {found.words(time.time())}")
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

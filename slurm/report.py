@@ -19,7 +19,7 @@ def report_file(run: Path) -> Path:
 
 
 def write(run: Path, stage: Stage) -> str:
-    """Write the report on the launches of a stage; returns its text."""
+    """Write the report on the launches of a stage; returns its text, with a warning where the disk is full."""
     found = launches(run, stage)[-_LAST:]
     last = found[-1].end if found else None
     lines = [f"{stage} has ended: {last.reason if last else 'it was never launched'}"]
@@ -28,7 +28,10 @@ def write(run: Path, stage: Stage) -> str:
         lines.append(f"first failure: rank {last.rank} on {last.node}; its log is in {run / found[-1].logs}")
     lines.append(f"`pipeline logs {run} --first-error` shows it; submit the run again when the cause is mended")
     text = "\n".join(lines)
-    store.put(report_file(run), f"{text}\n".encode())
+    try:
+        store.put(report_file(run), f"{text}\n".encode())
+    except OSError as error:
+        text += f"\nwarning: {report_file(run)} cannot be written ({error.strerror})"
     return text
 
 

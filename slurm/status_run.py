@@ -17,6 +17,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.lock import is_held
+from pipeline.train.unsaved import read_saves
 from pipeline.words import listed
 from slurm.decide import suspects
 from slurm.launches import Launch, LaunchEnd
@@ -94,6 +95,8 @@ class RunStatus:
     """Steps of the newest one."""
     checkpoint_seconds: float | None
     """Since it was committed."""
+    failed_saves: str
+    """Which saves have failed since then, in words; "" for none."""
     ranks: int | None
     """Of the last attempt."""
     beating: int
@@ -176,6 +179,7 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
         starts_left=_starts(facts, left, waiting, launch),
         checkpoint=saved.step if saved else None,
         checkpoint_seconds=facts.read("checkpoints", lambda: _age(facts, saved), None),
+        failed_saves=_failed_saves(facts, last),
         ranks=last.layout.get("world_size") if last else None,
         beating=len(alive),
         newest_beat=_pulse(facts, alive[-1]) if running and alive else None,
@@ -245,6 +249,13 @@ def _starts(facts: Facts, left: float | None, waiting: Sequence[QueuedJob], laun
 
 def _age(facts: Facts, saved: Checkpoint | None) -> float | None:
     return max(0.0, facts.now - (saved.path / COMMIT).stat().st_mtime) if saved else None
+
+
+def _failed_saves(facts: Facts, last: Attempt | None) -> str:
+    found = read_saves(facts.run)
+    if found is None or last is None or found.attempt < last.number:
+        return ""
+    return found.words(facts.now if last.end is None else last.end)
 
 
 def _pulse(facts: Facts, beat: Beat) -> Pulse:

@@ -24,7 +24,7 @@ _LONG = 160
 """Characters of a reason."""
 _LABEL = 12
 _GOOD = ("running", "preprocessing", "evaluating", "done")
-_BAD = ("failed", "refused", "hung", "diverged", "stalled", "chain exhausted")
+_BAD = ("failed", "refused", "hung", "diverged", "unsaved", "stalled", "chain exhausted")
 
 
 def show(found: Sequence[RunStatus], console: Console) -> None:
@@ -79,7 +79,7 @@ def _below(found: Sequence[RunStatus]) -> Iterator[str]:
     for each in found:
         if each.why and each.state not in ("running", "done"):
             yield f"{_name(each.run)}: {_cut(each.why)}"
-        for problem in each.problems:
+        for problem in filter(None, (each.failed_saves, *each.problems)):
             yield f"{_name(each.run)}: {_cut(problem)}"
     for line in dict.fromkeys(each.scheduler for each in found if each.scheduler):
         yield f"the scheduler did not answer ({line}); what is shown is from files"
@@ -136,6 +136,8 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     if each.checkpoint is not None:
         age = "" if each.checkpoint_seconds is None else f", {duration(each.checkpoint_seconds)} ago"
         yield "checkpoint", f"step {each.checkpoint:,}{age}"
+    if each.failed_saves:
+        yield "unsaved", each.failed_saves
     if each.newest_beat is not None and each.oldest_beat is not None:
         old = each.oldest_beat
         place = "" if old.step is None else f", step {old.step:,}"

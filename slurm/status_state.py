@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.data.status import duration
-from pipeline.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED
+from pipeline.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_NUMERICAL,
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    EXIT_UNSAVED,
+)
 from pipeline.train.attempts import Attempt
 from pipeline.train.heartbeat import ENDED, HUNG, Beat
 from pipeline.train.lock import when
@@ -25,7 +33,7 @@ from slurm.status_files import Facts
 # fmt: off
 State = Literal[
     "nothing known", "pending", "held", "running", "stalled", "requeued", "preprocessing", "evaluating",
-    "stopped", "cancelled", "failed", "refused", "hung", "diverged", "chain exhausted", "done",
+    "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "chain exhausted", "done",
 ]
 # fmt: on
 _OF_CODE: dict[int | None, State] = {
@@ -34,6 +42,7 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_STOPPED: "stopped",
     EXIT_HANG: "hung",
     EXIT_NUMERICAL: "diverged",
+    EXIT_UNSAVED: "unsaved",
     EXIT_INTERRUPTED: "stopped",
 }
 UNKNOWN = "UNKNOWN"

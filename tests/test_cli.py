@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import __version__
 from pipeline.cli import main
-from pipeline.errors import NumericalError, Stopped, UserError
+from pipeline.errors import NumericalError, Stopped, UnsavedError, UserError
 from tests.config.runfile import write
 
 HEAVY = {
@@ -139,6 +139,7 @@ def test_unknown_command_names_the_nearest(call: Callable[..., tuple[int, str, s
         (UserError("data.x is wrong"), 2, "error: data.x is wrong"),
         (UserError("[red]brackets[/red] stay"), 2, "error: [red]brackets[/red] stay"),
         (NumericalError("not finite"), 77, "error: not finite"),
+        (UnsavedError("no room"), 79, "error: no room"),
         (Stopped("stopped at step 3"), 75, "stopped: stopped at step 3"),
         (KeyboardInterrupt(), 130, "interrupted: "),
         (

@@ -7,6 +7,7 @@ is nobody's: `pipeline` commands pass it over, and remove it when they can tell.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -221,6 +222,81 @@ def remove_if_stale(tmp: Path) -> None:
     if is_stale(tmp):
         with contextlib.suppress(OSError):  # on a disk that cannot be written it stays
             tmp.unlink()
+
+
+def keep_room(descriptor: int, size: int = 65536) -> None:
+    """Take room on disk behind the end of an open file, for what is still to be written; where that cannot be, nothing.
+
+    Args:
+        descriptor: of the file, whose length stays as it is.
+        size: bytes.
+    """
+    keep_size = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
+    with contextlib.suppress(OSError, AttributeError):
+        end = os.fstat(descriptor).st_size
+        ctypes.CDLL(None).fallocate(descriptor, keep_size, ctypes.c_int64(end), ctypes.c_int64(size))
+
+
+def cannot_write(folder: Path) -> str | None:
+    """Why a folder cannot take another file, as the system says it; None if it can."""
+    probe = temporary(folder / "probe")
+    try:
+        probe.write_bytes(bytes(4096))
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None
+
+
+class Reserved:
+    """A small file of fixed size that takes its room when it is made, and can be written when the disk is full.
+
+    What is written replaces what was there, in place: a reader may find a part of it, and looks again later. On file
+    systems that write every block anew (ZFS, Btrfs) a full disk may refuse it all the same.
+
+    Args:
+        path: of the file. One of the right size that is there already is used as it is.
+        size: bytes; what is written is padded with spaces, which JSON allows.
+    """
+
+    def __init__(self, path: Path, size: int = 8192) -> None:
+        self.path = path
+        self._size = size
+        with contextlib.suppress(OSError):  # a write tries again, and says why it cannot be
+            self._make()
+
+    def _make(self) -> None:
+        if not self.path.is_file() or self.path.stat().st_size != self._size:
+            try:
+                self.path.write_bytes(b" " * self._size)
+            except OSError:
+                self.path.unlink(missing_ok=True)
+                raise
+
+    def write(self, data: bytes) -> None:
+        """Replace the content.
+
+        Raises:
+            OSError: it cannot be written, or is longer than the file.
+        """
+        if len(data) > self._size:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.path))
+        self._make()
+        with self.path.open("r+b", buffering=0) as file:
+            file.write(data.ljust(self._size))
+            os.fsync(file.fileno())
+
+    def become(self, final: Path, data: bytes) -> None:
+        """Write it, and give it the name of another file, which it replaces."""
+        self.write(data)
+        os.replace(self.path, final)
+
+    def remove(self) -> None:
+        """It is not needed any more."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 class JsonLines:

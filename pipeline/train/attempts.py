@@ -19,7 +19,16 @@ from typing import Any
 import orjson
 
 from pipeline.data import store
-from pipeline.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED, UserError
+from pipeline.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_NUMERICAL,
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    EXIT_UNSAVED,
+    UserError,
+)
 from pipeline.train.heartbeat import HUNG, beat_file, read_beat
 from pipeline.train.lock import is_held, job
 
@@ -27,8 +36,8 @@ _BEGIN, _END = "attempt", "attempt end"
 _BLOCK = 2**20
 """Bytes that are read at once from the end of a file."""
 _NO_DEATH = (EXIT_OK, EXIT_STOPPED)
-_SAYS_NOTHING = (EXIT_REFUSED, EXIT_INTERRUPTED)
-"""Ends by a mistake in the run file, or by hand: they neither make nor break a crash loop."""
+_SAYS_NOTHING = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
+"""Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
 _WITHOUT_A_WORD = "ended without a word, as after kill -9 or the loss of a node"
 _WENT_BACK = "rewind"
 
@@ -74,6 +83,7 @@ class Attempt:
             EXIT_STOPPED: "stopped",
             EXIT_HANG: "hung",
             EXIT_NUMERICAL: "diverged",
+            EXIT_UNSAVED: "unsaved",
             EXIT_INTERRUPTED: "interrupted",
         }
         return words.get(self.code, "failed")
@@ -81,7 +91,7 @@ class Attempt:
     @property
     def died(self) -> bool:
         """Whether it ended by no will of a person or scheduler that the run could answer to."""
-        return self.outcome in ("killed", "hung", "diverged", "failed")
+        return self.outcome in ("killed", "hung", "diverged", "unsaved", "failed")
 
 
 def ledger_path(run: Path) -> Path:

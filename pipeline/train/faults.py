@@ -71,6 +71,8 @@ class Faults:
         self._console = console
         self._in_a_row = 0
         self._rewinds = 0
+        self._updates = self._withheld = 0
+        self._fp16 = False
 
     @property
     def record(self) -> Path:
@@ -102,7 +104,10 @@ class Faults:
         """
         if not row["skipped"]:
             self._in_a_row = 0
+            self._updates += 1
             return
+        self._withheld += 1
+        self._fp16 = "loss_scale" in row
         kind: Kind = "spike" if row.get("spike") else "nonfinite"
         # An overflow of fp16 that a smaller scale prevents next time is part of the method. The loss itself is not
         # scaled, so no scale explains it.
@@ -129,9 +134,30 @@ class Faults:
             what += ", and there is no checkpoint from before it to go back to"
         if self._in_a_row >= self._config.max_in_a_row:
             were = "were not finite" if self._config.on_spike == "ignore" else "were spikes or not finite"
-            self._end(row, kind, f"{self._in_a_row} steps in a row up to step {step} {were}", "them")
+            lowest = ", with the loss scale at its lowest" if row.get("loss_scale") == 1.0 else ""
+            self._end(row, kind, f"{self._in_a_row} steps in a row up to step {step} {were}{lowest}", "them")
         self._write(row, kind, "skip")
         say(self._console, f"warning: {what}; the weights were not updated (the step's samples are in {self.record})")
+
+    def at_end(self, step: int) -> None:
+        """All steps are trained, and the last one is not saved yet; every rank calls this.
+
+        Raises:
+            NumericalError: no update was made. With fp16 that may be before the loss scale is at its lowest.
+        """
+        if self._withheld and not self._updates:
+            raise NumericalError(
+                f"{self.withheld} and none was made up to the last step ({step}): the weights are those that "
+                f"the run began with, so this is not saved as its end. {self._advice()}, and run the same command in a "
+                "new folder (run.dir)"
+            )
+
+    @property
+    def withheld(self) -> str:
+        """How many updates were withheld, without those of steps that a rewind has undone, in words; "" for none."""
+        if not self._withheld:
+            return ""
+        return "1 update was withheld" if self._withheld == 1 else f"{self._withheld:,} updates were withheld"
 
     def _way_back(self, fault: int) -> tuple[int, int] | None:
         """Steps to pass over, [first, end), where they begin at a checkpoint or after one; None without such.
@@ -150,10 +176,19 @@ class Faults:
         if first < last:
             these = f"the steps (blend.skip: [{{steps: {first}-{last}}}])"
         raise NumericalError(
-            f"{why}. {self._last_good()} is from before {them}. Lower train.optimizer.lr, lengthen "
-            f"train.schedule.warmup, look at the samples in {self.record}, or pass over {these} and run the same "
-            "command; resume.from goes back to an earlier checkpoint, where there is one"
+            f"{why} ({self.withheld} in all). {self._last_good()} is from before {them}. {self._advice()}, look at the "
+            f"samples in {self.record}, or pass over {these} and run the same command; resume.from goes back to an "
+            "earlier checkpoint, where there is one"
         )
+
+    def _advice(self) -> str:
+        """What to change where steps go wrong."""
+        if self._fp16:
+            return (
+                "Set train.precision.compute: bf16 (or fp32), whose range is larger, lower train.optimizer.lr, "
+                "lengthen train.schedule.warmup"
+            )
+        return "Lower train.optimizer.lr, lengthen train.schedule.warmup"
 
     def _write(self, row: dict[str, Any], kind: Kind, action: Action, skip: tuple[int, int] | None = None) -> None:
         """Append the fault to the record, on rank 0."""
@@ -181,13 +216,20 @@ class Faults:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {"in_a_row": self._in_a_row, "rewinds": self._rewinds}
+        return {
+            "in_a_row": self._in_a_row,
+            "rewinds": self._rewinds,
+            "updates": self._updates,
+            "withheld": self._withheld,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """What `state` gave."""
         self._in_a_row = int(state["in_a_row"])
         # A rewind is not forgotten by going back to before it.
         self._rewinds = max(self._rewinds, int(state["rewinds"]))
+        # Checkpoints of earlier versions do not have these; they had made an update, as far as is known.
+        self._updates, self._withheld = int(state.get("updates", 1)), int(state.get("withheld", 0))
 
 
 def _in_words(kind: Kind, row: dict[str, Any]) -> str:

@@ -16,9 +16,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pipeline.config import Config
 from pipeline.config.train import MetricsConfig
 from pipeline.console import say
+from pipeline.data import store
 from pipeline.errors import UserError, install_extra
+from pipeline.train.attempts import metrics_path
 from pipeline.train.planning.devices import device_of_driver
 
 
@@ -231,6 +234,25 @@ class Terminal:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+def open_sinks(config: Config, run: Path, console: Console, first: int, total: int) -> list[Sink]:
+    """All that the metrics of a run go to.
+
+    Args:
+        config: of the run.
+        run: folder.
+        console: for the progress.
+        first: steps that are done.
+        total: steps of the run.
+    """
+    metrics = config.train.metrics
+    sinks: list[Sink] = [store.JsonLines(metrics_path(run))]
+    if metrics.tensorboard:
+        sinks.append(TensorBoard(run / "tensorboard", first))
+    if metrics.wandb is not None:
+        sinks.append(Wandb(metrics, run, config.model_dump(mode="json")))
+    return [*sinks, Terminal(console, first, total, metrics.log_every_steps)]
 
 
 class _Patient:

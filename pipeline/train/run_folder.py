@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from pipeline.console import alarm
 from pipeline.data import store
 from pipeline.errors import (
     EXIT_OK,
@@ -23,6 +24,7 @@ from pipeline.errors import (
     MachineError,
     RankFailed,
     Stopped,
+    UnsavedError,
     UserError,
     exit_code,
 )
@@ -68,6 +70,8 @@ class RunFolder:
     lock: Lock | None = None
     running: Running | None = field(default=None, init=False)
     """This attempt in the ledger, once it has begun."""
+    reserved: store.Reserved | None = None
+    """Room for `exit.json` on a disk that is full by then."""
 
     @property
     def metrics(self) -> Path:
@@ -112,7 +116,11 @@ class RunFolder:
         if self.lock is None or not self.lock.is_mine():
             return  # who has it now writes there
         exit_state = {"attempt": self.attempt, "code": code, "reason": reason, "agreed": agreed, "step": self.step}
-        store.put_json(self.path / "exit.json", exit_state)
+        try:
+            self._put_exit(store.json_bytes(exit_state))
+        except OSError as error:
+            why = error.strerror or str(error)
+            alarm("error:", f"{self.path / 'exit.json'} cannot be written ({why}). It would say, code {code}: {reason}")
         if self.running is None:
             return
         more: dict[str, Any] = {}
@@ -121,6 +129,17 @@ class RunFolder:
                 spent = goodput(self.path)
                 more = {"goodput": spent.to_json()} if spent else {}
         self.running.end(code, reason, self.step, **more)
+
+    def _put_exit(self, data: bytes) -> None:
+        file = self.path / "exit.json"
+        try:
+            store.put(file, data)
+        except OSError:
+            if self.reserved is None:
+                raise
+            self.reserved.become(file, data)
+        if self.reserved is not None:
+            self.reserved.remove()
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -181,7 +200,7 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         for tmp in path.glob(f".*{store.TEMPORARY_SUFFIX}"):
             store.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
         settle(path)
-        folder = RunFolder(path, _next_attempt(path), lock=lock)
+        folder = RunFolder(path, _next_attempt(path), lock=lock, reserved=store.Reserved(path / ".exit.json.reserved"))
         lock.note(folder.attempt)
         (path / "exit.json").unlink(missing_ok=True)
         code, reason, agreed = EXIT_OK, "done", True
@@ -189,7 +208,7 @@ def open_run(path: Path) -> Iterator[RunFolder]:
             yield folder
         except BaseException as error:
             code, reason = exit_code(error), str(error) or type(error).__name__
-            agreed = isinstance(error, Stopped) and error.agreed
+            agreed = isinstance(error, UnsavedError) or (isinstance(error, Stopped) and error.agreed)
             raise
         finally:
             with suppress(OSError):  # a full disk, of which the exception speaks already

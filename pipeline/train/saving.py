@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pipeline.config import Config
 from pipeline.data.journal import Journal
-from pipeline.errors import EXIT_OTHER, MachineError, NumericalError, RankFailed, Stopped
+from pipeline.errors import MachineError, NumericalError, RankFailed, Stopped, UnsavedError
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
@@ -69,6 +69,7 @@ class _Job:
     state: dict[str, Any]
     """Of rank 0, which alone writes it."""
     last: bool
+    overdue: str
     prune: bool
     start: float
     waited: float
@@ -137,6 +138,7 @@ class Saver:
         more: dict[str, Any],
         *,
         last: bool,
+        overdue: str = "",
         prune: bool,
         advance: Callable[[], None] = lambda: None,
     ) -> None:
@@ -149,10 +151,12 @@ class Saver:
             journal: the plan of the order as it is now.
             more: goes to state.json, besides what belongs to the run.
             last: write before this returns, since nothing comes after it.
+            overdue: why the run ends if this last save fails; empty on all ranks or on none.
             prune: remove what the policy does not keep, when this one is committed.
             advance: called when the save before it is written.
 
         Raises:
+            UnsavedError: an overdue save failed.
             MachineError: the last save failed, or the run folder is no longer this run's. Nothing half-written stays.
         """
         start = time.monotonic()
@@ -165,14 +169,15 @@ class Saver:
         if in_background:
             tensors = self._staging.copy(tensors)
         state = {**self._state(step, journal), **more} if self._rank == 0 else {}
-        job = _Job(step, self._folder.attempt, tensors, state, last, prune, start + waited, waited)
+        job = _Job(step, self._folder.attempt, tensors, state, last, overdue, prune, start + waited, waited)
         if in_background:
             self._thread = threading.Thread(target=self._work, args=(job,), name="saver", daemon=True)
             self._thread.start()
             return
         failure = self._write(job)
         if failure is not None and last:
-            raise failure if self._rank == 0 else RankFailed("rank 0 has failed; its message says why", EXIT_OTHER)
+            code = failure.exit_code
+            raise failure if self._rank == 0 else RankFailed("rank 0 has failed; its message says why", code)
         self._end(job, failure)
 
     def wait(self) -> None:
@@ -249,8 +254,9 @@ class Saver:
             if left:
                 time.sleep(pause)
                 pause = min(pause * _GROWTH, _LONGEST_PAUSE)
+        kind, why = (UnsavedError, f"{job.overdue}: ") if job.overdue else (MachineError, "")
         if self._rank > 0:  # which tells nobody
-            return MachineError(f"step {job.step} could not be saved: {problem}")
+            return kind(f"step {job.step} could not be saved: {problem}")
         free, good, prune = "an unknown number of", "What was committed before", ""
         size = checkpoint_bytes(self._config, self._model.spec)
         with suppress(OSError):  # a file system that says no more than that it fails
@@ -266,8 +272,8 @@ class Saver:
             todo = f"make room{f', for example with {prune},' if prune else ''} and run the same command to go on"
         else:
             todo = f"training goes on, and saves again later{f'; {prune} makes room' if prune else ''}"
-        return MachineError(
-            f"step {job.step} could not be saved in {self._checkpoints.folder}: {problem}. "
+        return kind(
+            f"{why}step {job.step} could not be saved in {self._checkpoints.folder}: {problem}. "
             f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free} MiB are free. {good} is still good; {todo}"
         )
 

@@ -29,6 +29,8 @@ class Wish(NamedTuple):
 
     stop: bool
     save: bool
+    unsaved: bool = False
+    """Nothing could be saved for too long: save now, or end."""
 
 
 class Requests:

@@ -32,7 +32,7 @@ from pipeline.train.faults import Faults, Rewind
 from pipeline.train.garbage import Garbage
 from pipeline.train.goodput import goodput
 from pipeline.train.heartbeat import host_of
-from pipeline.train.metrics import Metrics, Sink, TensorBoard, Terminal, Wandb, peak_flops
+from pipeline.train.metrics import Metrics, Sink, open_sinks, peak_flops
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.optim import Optimizers
 from pipeline.train.parallel import processes
@@ -55,6 +55,7 @@ from pipeline.train.start import open_run_everywhere, open_validation
 from pipeline.train.step import Stepper, agree
 from pipeline.train.stop import Requests, Wish
 from pipeline.train.straggler import Stragglers, WorkClock
+from pipeline.train.unsaved import Unsaved
 from pipeline.train.validation import HeldOutLoss, validation_losses
 from pipeline.train.warm_start import Origin, warm_start
 
@@ -202,6 +203,7 @@ class Trainer:
         self._saver = Saver(
             config, plan, folder, self._checkpoints, mesh.layout, self._model, self._optimizers, self._stepper.ema
         )
+        self._unsaved = Unsaved(folder, train.checkpoint.max_unsaved_minutes, write=ranks.rank == 0)
         self._faults = Faults(
             train.faults,
             folder,
@@ -295,9 +297,11 @@ class Trainer:
     def run(self, requests: Requests) -> None:
         """Train up to the end of the run."""
         first, total = self._folder.step, self._plan.length.steps
+        sinks: list[Sink] = []
         if self._ranks.rank == 0:
             store.put(self._folder.path / RUN_FILE, dump(self._config).encode())
             self._write_journal()
+            sinks = open_sinks(self._config, self._folder.path, self._console, first, total)
         sizes = [len(split) for split in self._heldout.values()]
         for line in [
             *start_lines(self._config, self._plan, self._setup, first, self._flops(first, causal=True)),
@@ -309,7 +313,7 @@ class Trainer:
             say(self._console, f"warning: {line}")
         with (
             out_of_memory_means(self._advice),
-            Metrics(self._sinks(first, total)) as metrics,
+            Metrics(sinks) as metrics,
             self._saver,
             self._profile,
             self._garbage,
@@ -325,6 +329,8 @@ class Trainer:
                     raise
             # All is saved. What is left is to close the sinks, one of which may still have much to send.
             self._watchdog.pause()
+        if withheld := self._faults.withheld:
+            say(self._console, f'train: {withheld} (`"skipped": true` in metrics.jsonl)')
 
     def _write_journal(self) -> None:
         store.put_json(self._folder.path / JOURNAL_FILE, self._plan.journal.to_json())
@@ -394,7 +400,10 @@ class Trainer:
         step, total = self._folder.step, self._plan.length.steps
         validation = self._config.train.validation
         self._report_saves(metrics)
-        stops, saves = self._agreed
+        if step == total:
+            self._flush(metrics)
+            self._faults.at_end(step)
+        stops, saves, unsaved = self._agreed
         if stops:
             # Before a validation, which may take longer than there is until the processes are killed.
             self._flush(metrics)
@@ -402,9 +411,10 @@ class Trainer:
         if step % validation.every_steps == 0 or step == total:
             self._flush(metrics)
             self._validate(step, metrics)
-        if (saves or due(self._config.train.checkpoint, step, total)) and not stops:
+        if (saves or unsaved or due(self._config.train.checkpoint, step, total)) and not stops:
             self._flush(metrics)
-            self._save(step, requests, metrics, last=step == total)
+            overdue = self._unsaved.why if unsaved and step < total else ""
+            self._save(step, requests, metrics, last=unsaved or step == total, overdue=overdue)
         if stops or step == total:
             reason = requests.reason() or "a stop request"  # of another rank
             # Also a stop file that came during the last step: a longer run would stop at once.
@@ -459,17 +469,6 @@ class Trainer:
             "the result is the same"
         )
 
-    def _sinks(self, first: int, total: int) -> list[Sink]:
-        if self._ranks.rank > 0:
-            return []
-        config = self._config.train.metrics
-        sinks: list[Sink] = [store.JsonLines(self._folder.metrics)]
-        if config.tensorboard:
-            sinks.append(TensorBoard(self._folder.path / "tensorboard", first))
-        if config.wandb is not None:
-            sinks.append(Wandb(config, self._folder.path, self._config.model_dump(mode="json")))
-        return [*sinks, Terminal(self._console, first, total, config.log_every_steps)]
-
     def _segment(self, step: int) -> Segment:
         journal = self._plan.journal
         return journal.segments[journal.segment_number(step)]
@@ -482,7 +481,7 @@ class Trainer:
         """The metrics of a step of which nothing is trained on: nothing is computed and nothing changes."""
 
         def row() -> dict[str, Any]:
-            self._agreed = agree(requests.wish(), self._setup.device)
+            self._agreed = agree(self._wish(requests), self._setup.device)
             self._since = time.monotonic()
             return {**self._head(data.step + 1), **place(self._loader, data), "passed_over": True}
 
@@ -499,7 +498,7 @@ class Trainer:
             lr,
             step=data.step + 1,
             data_hash=data.data_hash,
-            wish=requests.wish,
+            wish=lambda: self._wish(requests),
             work=self._clock.take() + waited,
         )
         on_host = result.to_host()
@@ -526,6 +525,9 @@ class Trainer:
             }
 
         return row
+
+    def _wish(self, requests: Requests) -> Wish:
+        return requests.wish()._replace(unsaved=self._unsaved.overdue)
 
     def _head(self, step: int) -> dict[str, Any]:
         """What every row of metrics has; `step` from 1."""
@@ -569,10 +571,10 @@ class Trainer:
         )
         say(self._console, f"step {step}: validation loss {blended.mean:.4f}")
 
-    def _save(self, step: int, requests: Requests, metrics: Metrics, *, last: bool) -> None:
+    def _save(self, step: int, requests: Requests, metrics: Metrics, *, last: bool, overdue: str = "") -> None:
         """Save, and remove what is too old.
 
-        While steps go wrong nothing is removed, and nothing saved but at the end.
+        While steps go wrong nothing is removed, and nothing saved but at the end. For `overdue` see `Saver.save`.
         """
         if self._faults.troubled and not last:
             return
@@ -583,9 +585,9 @@ class Trainer:
         # Each of the two saves that this may wait for has the whole limit.
         advance, prune = self._watchdog.beat, not self._faults.troubled
         with span("save"):
-            self._saver.save(step, self._plan.journal, more, last=last, prune=prune, advance=advance)
+            self._saver.save(step, self._plan.journal, more, last=last, overdue=overdue, prune=prune, advance=advance)
         requests.saved()
-        self._agreed = self._agreed._replace(save=False)
+        self._agreed = Wish(self._agreed.stop, save=False)
         self._report_saves(metrics)
         self._since = time.monotonic()
         metrics.write({**self._head(step), "save_blocked": self._since - start})
@@ -593,7 +595,8 @@ class Trainer:
     def _report_saves(self, metrics: Metrics) -> None:
         for report in self._saver.reports():
             if report.failure is None:
+                self._unsaved.committed(report.step)
                 waited = {"save_waited": report.waited} if report.waited else {}
                 metrics.write({**self._head(report.step), "save_seconds": report.seconds, **waited})
             else:
-                say(self._console, f"warning: {report.failure}")
+                say(self._console, f"warning: {self._unsaved.failed(report.step, report.failure)}")

@@ -42,6 +42,7 @@ WELL = Situation(
         ({"terminated": True, "running": False, "over_time": True}, "requeue"),
         ({"code": 2}, "end"),
         ({"code": 77}, "end"),
+        ({"code": 79, "crashes": 1}, "end"),
         ({"code": 130}, "end"),
         ({"code": 1, "crashes": 1}, "relaunch"),
         ({"code": 76, "crashes": 2}, "relaunch"),

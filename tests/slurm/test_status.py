@@ -184,7 +184,8 @@ def test_jobs_that_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "state"), [(0, "done"), (2, "refused"), (76, "hung"), (77, "diverged"), (75, "stopped"), (1, "failed")]
+    ("code", "state"),
+    [(0, "done"), (2, "refused"), (76, "hung"), (77, "diverged"), (79, "unsaved"), (75, "stopped"), (1, "failed")],
 )
 def test_how_a_training_ended(tmp_path: Path, code: int, state: str) -> None:
     send(tmp_path)

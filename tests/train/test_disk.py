@@ -4,11 +4,13 @@ import errno
 import io
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import torch
 from rich.console import Console
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeline.config.load import load
+from pipeline.data import store
 from pipeline.train import metrics, trainer
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.parallel.compat_files import HashingWriter
@@ -126,6 +129,58 @@ def test_wherever_the_disk_ends_the_message_is_one_of_a_full_disk(
         save({str(i): torch.randn(10_000) for i in range(20)}, storage_writer=writer, no_dist=True)
     cause = failure.value.failures[0][0]
     assert isinstance(cause, OSError) and cause.errno == errno.ENOSPC
+
+
+def test_on_a_full_disk_a_run_notes_its_end_and_keeps_its_exit_code(small_disk: Path) -> None:
+    """A process that can write nothing, not even what it prints."""
+    script = """
+import errno, os, sys, time
+from pathlib import Path
+from pipeline import cli
+from pipeline.errors import MachineError
+from pipeline.train.run_folder import open_run
+run = Path(sys.argv[1])
+def train(*_):
+    with open_run(run) as folder, open(run / "filler", "wb", buffering=0) as out:
+        try:
+            while True:
+                out.write(bytes(512))
+        except OSError:
+            folder.step = 7
+            sys.stdout.buffer.write(b"x" * 3000)  # stays in the buffer until the end
+            raise type("Full", (MachineError,), {"exit_code": 79})("no room")
+cli.app.command("now")(lambda: train())
+sys.argv = ["pipeline", "now"]
+cli.main()
+"""
+    run = small_disk / "run"
+    with (small_disk / "log").open("wb") as log:
+        log.write(bytes(4096))  # a whole page: nothing of it is left for another byte
+        log.flush()
+        words = [sys.executable, "-c", script, run]
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        done = subprocess.run(words, stdout=log, stderr=log, env=buffered, check=False)
+    end = orjson.loads((run / "exit.json").read_bytes())
+    assert (end["code"], end["reason"], end["step"]) == (79, "no room", 7)
+    assert done.returncode == 79
+
+
+def test_room_that_was_kept_can_be_written_on_a_full_disk(small_disk: Path) -> None:
+    reserved = store.Reserved(small_disk / "reserved", 4096)
+    with (small_disk / "log").open("ab", buffering=0) as log:
+        store.keep_room(log.fileno())
+        assert log.tell() == 0 and (small_disk / "log").stat().st_size == 0
+        with (small_disk / "filler").open("wb", buffering=0) as out, suppress(OSError):
+            while True:
+                out.write(bytes(512))
+        assert store.cannot_write(small_disk) == os.strerror(errno.ENOSPC)
+        assert log.write(bytes(60_000)) == 60_000
+        reserved.write(b"old")
+        reserved.become(small_disk / "new", b'{"a": 1}')
+        with pytest.raises(OSError, match="No space"):
+            reserved.write(b"again")
+    assert orjson.loads((small_disk / "new").read_bytes()) == {"a": 1}
+    assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "log", "new"]
 
 
 def test_a_read_only_run_folder_is_named(tmp_path: Path, small_disk: Path) -> None:

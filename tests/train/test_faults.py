@@ -273,3 +273,48 @@ def test_a_fault_right_behind_what_was_passed_over_leads_back_again(
     assert_same_training(root / "again", other)
     assert [row["passes_over"] for row in faults(root / "again")] == [[11, 14], [12, 15]]
     assert column(root / "again", "attempt")[-1] == 3
+
+
+def overflowing(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Steps whose gradients leave the range of fp16 at any loss scale, while the loss is what it always is."""
+    poison(monkeypatch, dict.fromkeys(steps, 1e30))
+
+
+FP16 = ("train.precision.compute=fp16", "train.validation.samples=0")
+
+
+def test_an_fp16_run_that_makes_no_update_at_all_does_not_end_well(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss scale is still on its way down when the run is over."""
+    overflowing(monkeypatch, *range(1, 9))
+    for attempt in (1, 2):  # the same command again, too: nothing was saved that would look like the end
+        code, out = start(root, "no-update", *FP16)
+        assert code == 77, out
+        assert "8 updates were withheld and none was made" in out and "train.precision.compute: bf16" in out
+        assert "train: done" not in out and Checkpoints.of_run(root / "no-update").all()[-1].step == 6, attempt
+
+
+def test_at_its_lowest_loss_scale_an_fp16_run_ends_and_the_message_says_so(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, *range(3, 25))
+    code, out = start(root, "lowest", *FP16, "train.duration=24 steps", "train.precision.loss_scale.initial=4")
+    assert code == 77
+    assert "3 steps in a row up to step 7 were not finite, with the loss scale at its lowest" in out
+    assert "train.precision.compute: bf16" in out and "5 updates were withheld" in out
+    # A later attempt does not begin to count anew.
+    code, out = start(root, "lowest", *FP16, "train.duration=24 steps", "train.precision.loss_scale.initial=4")
+    assert code == 77 and "up to step 7 were" in out
+
+
+def test_the_summary_counts_updates_that_were_withheld_over_a_resume(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, 2, 5)
+    keys = (*FP16, "train.schedule.type=constant")
+    _, out = start(root, "summary", *keys, "train.duration=4 steps")
+    assert "train: 1 update was withheld" in out
+    code, out = start(root, "summary", *keys)
+    assert code == 0 and "train: 2 updates were withheld" in out
+    assert column(root / "summary", "skipped") == [step in (2, 5) for step in range(1, 9)]
+    _, out = start(root, "summary-without", *keys, "train.precision.loss_scale.initial=2", "blend.skip=[{steps: 2-5}]")
+    assert "withheld" not in out

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from pipeline.data.store import JsonLines, temporary
-from pipeline.errors import MachineError, NumericalError, Stopped, UserError
+from pipeline.errors import MachineError, NumericalError, Stopped, UnsavedError, UserError
 from pipeline.train.run_folder import metrics_path, note_end, open_run, read_metrics, refuse_lost_checkpoints
 
 
@@ -52,7 +52,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> Non
 @pytest.mark.parametrize(
     ("error", "code"),
     [(None, 0), (UserError("no"), 2), (Stopped("now"), 75), (NumericalError("nan"), 77), (KeyboardInterrupt(), 130),
-     (ZeroDivisionError("x"), 1)],
+     (ZeroDivisionError("x"), 1), (UnsavedError("full"), 79)],
 )  # fmt: skip
 def test_how_it_ended_is_written_however_it_ended(tmp_path: Path, error: BaseException | None, code: int) -> None:
     (tmp_path / "exit.json").write_text("from the attempt before")
@@ -71,6 +71,7 @@ def test_how_it_ended_is_written_however_it_ended(tmp_path: Path, error: BaseExc
             attempt()
     written = orjson.loads((tmp_path / "exit.json").read_bytes())
     assert (written["code"], written["step"], written["attempt"]) == (code, 7, 1)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_last_attempt_of_a_step_counts_and_cut_lines_are_passed_over(tmp_path: Path) -> None:

@@ -302,8 +302,8 @@ def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(
 ) -> None:
     original = trainer.Trainer._save
 
-    def save(self: trainer.Trainer, step: int, *arguments: Any, last: bool) -> None:
-        original(self, step, *arguments, last=last)
+    def save(self: trainer.Trainer, step: int, *arguments: Any, **keys: Any) -> None:
+        original(self, step, *arguments, **keys)
         if step == 8:
             (self._folder.path / "stop").touch()
 
@@ -366,7 +366,7 @@ def test_what_is_waited_for_has_its_own_time_limit(root: Path, monkeypatch: pyte
         return original(self, *arguments)
 
     monkeypatch.setattr(trainer, "Watchdog", Watched)
-    monkeypatch.setattr(trainer.Trainer, "_sinks", lambda self, first, total: [Slow()])
+    monkeypatch.setattr(trainer, "open_sinks", lambda *_: [Slow()])
     monkeypatch.setattr(Checkpoints, "resumable", resumable)
     train(root, "limits")
     assert seen == ["save", None]

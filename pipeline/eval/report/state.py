@@ -23,6 +23,7 @@ _ENDS: dict[str, tuple[str, Kind]] = {
     "refused": ("refused", "bad"),
     "hung": ("failed: it hung", "bad"),
     "diverged": ("failed: it diverged", "bad"),
+    "unsaved": ("failed: it could not save", "bad"),
     "killed": ("failed: it was killed", "bad"),
     "failed": ("failed", "bad"),
 }

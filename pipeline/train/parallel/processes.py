@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,16 +17,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.run import TimeLimitsConfig
-from pipeline.errors import (
-    EXIT_NUMERICAL,
-    EXIT_OK,
-    EXIT_OTHER,
-    EXIT_STOPPED,
-    MachineError,
-    RankFailed,
-    UserError,
-    exit_code,
-)
+from pipeline.console import flush
+from pipeline.errors import AGREED_CODES, EXIT_OTHER, MachineError, RankFailed, UserError, exit_code
 from pipeline.train.parallel.compat import record_collectives
 from pipeline.train.parallel.peers import Peers, is_watched
 from pipeline.train.parallel.rank import STORE, Processes, of_environment, record_error
@@ -50,8 +41,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_AGREED = (EXIT_OK, EXIT_STOPPED, EXIT_NUMERICAL)
-"""Ends that all ranks come to at the same step."""
 _LEAVING = timedelta(seconds=60)
 """How long those who leave wait for one another: for a rank that still closes its files or trackers."""
 COLLECTIVE_TIMEOUT = timedelta(days=7)
@@ -330,15 +319,13 @@ def leave(code: int) -> NoReturn:
     An end that all have agreed on is waited for, within limits: launchers kill the other ranks as soon as one has left
     with a code that is not 0, and rank 0 has more to close than the others.
     """
-    if code in _AGREED:
+    if code in AGREED_CODES:
         start_is_over()
-    if code in _AGREED and _Joined.store is not None and _world() > 1:
+    if code in AGREED_CODES and _Joined.store is not None and _world() > 1:
         with suppress(Exception):  # those who are gone need not be waited for
             _Joined.store.set(f"left {dist.get_rank()}", "")
             _Joined.store.wait([f"left {rank}" for rank in range(_world())], _LEAVING)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+    flush()
     # The ordinary way joins the threads of gloo and NCCL, which now and then aborts or hangs.
     os._exit(code)
 

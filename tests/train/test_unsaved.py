@@ -1,0 +1,117 @@
+"""Saves that fail again and again: what is said, and when the run ends because of it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from pipeline.errors import MachineError
+from pipeline.train import saving, unsaved
+from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.run_folder import RunFolder, read_metrics
+from pipeline.train.unsaved import Unsaved, read_saves
+from tests.train.runs import start
+
+HOUR = 3600.0
+
+
+class Clock:
+    """Seconds that go on when they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(unsaved, "_clock", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, clock: Clock, failures: Iterable[bool]) -> None:
+    """An hour passes with each write of a checkpoint; where an item is true the disk is full."""
+    original, coming = storage.write, iter(failures)
+
+    def write(*args: Any, **keys: Any) -> Any:
+        clock.now += HOUR
+        if next(coming):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args, **keys)
+
+    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(saving, "_PAUSE", 0.0)
+
+
+KEYS = (
+    "train.duration=12 steps",
+    "train.checkpoint.every_steps=2",
+    "train.checkpoint.retries=0",
+    "train.checkpoint.max_unsaved_minutes=130",
+    "train.checkpoint.async_save=false",
+)
+
+
+def test_only_saves_that_fail_for_too_long_are_too_many(tmp_path: Path, clock: Clock) -> None:
+    found = Unsaved(RunFolder(tmp_path, 3, step=40), 120, write=True)
+    clock.now += 10 * HOUR
+    assert not found.overdue, "nothing has failed: the next save is not due yet"
+    found.committed(50)
+    clock.now += 2 * HOUR
+    said = found.failed(60, MachineError("step 60 could not be saved in /run: No space left on device. Make room"))
+    assert "Make room. Nothing was saved for 2 h" in said
+    assert not found.overdue, "as long as is allowed"
+    clock.now += 1
+    assert found.overdue and "longer than train.checkpoint.max_unsaved_minutes (120)" in found.why
+    kept = read_saves(tmp_path)
+    assert kept is not None and (kept.attempt, kept.step, kept.failed, kept.failed_step) == (3, 50, 1, 60)
+    assert kept.words(kept.since + 7200) == (
+        "1 save has failed since step 50 was saved; 2 h of work are unsaved (train.checkpoint.max_unsaved_minutes "
+        "allows 2 h); the last failure: step 60 could not be saved in /run: No space left on device"
+    )
+    found.committed(70)
+    assert not found.overdue
+    kept = read_saves(tmp_path)
+    assert kept is not None and (kept.step, kept.words(kept.since)) == (70, "")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"attempt": 1', b" " * 100])
+def test_a_file_that_is_being_written_says_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "saves.json").write_bytes(content)
+    assert read_saves(tmp_path) is None
+
+
+def test_a_run_that_cannot_save_for_too_long_ends(root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 2 is saved; 4, 6 and 8 are not, then it is too long ago."""
+    failing(monkeypatch, clock, [False, True, True, True, True])
+    code, out = start(root, "unsaved", *KEYS)
+    run = root / "unsaved"
+    assert code == 79, out
+    for step, since in ((4, "1 h"), (6, "2 h"), (8, "3 h")):
+        (line,) = [text for text in out.splitlines() if f"warning: step {step} could not be saved in" in text]
+        assert "No space left on device" in line and line.endswith(f"Nothing was saved for {since}")
+    assert "no checkpoint could be written for 3 h, longer than train.checkpoint.max_unsaved_minutes (130)" in out
+    assert "step-00000002 is still good; make room" in out
+    assert [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()] == [2]
+    end = orjson.loads((run / "exit.json").read_bytes())
+    assert (end["code"], end["step"], end["agreed"]) == (79, 9, True)
+    assert len(read_metrics(run)) == 9
+    saves = read_saves(run)
+    assert saves is not None and (saves.step, saves.failed, saves.failed_step) == (2, 3, 8)
+    assert not list(run.glob(".exit*"))
+
+
+def test_if_the_last_try_works_training_goes_on(root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, clock, [False, True, True, True, False, False, False])
+    code, out = start(root, "saved", *KEYS)
+    run = root / "saved"
+    assert code == 0, out
+    assert len(read_metrics(run)) == 12
+    assert [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()] == [10, 12]
+    saves = read_saves(run)
+    assert saves is not None and (saves.step, saves.failed) == (12, 0)
