@@ -237,7 +237,9 @@ def test_the_share_of_the_held_out_split():
     assert [i for i in range(24) if is_heldout(f"document {i}".encode(), 0.2)] == [3, 5, 23]
 
 
-@given(st.lists(st.integers(0, 2**64 - 2), min_size=12, max_size=40), st.lists(st.integers(0, 4), max_size=3))
+@given(
+    st.lists(st.integers(0, 2**64 - 2), min_size=12, max_size=40), st.lists(st.integers(0, 4), min_size=1, max_size=3)
+)
 def test_ends_of_numbers(hashes, counts):
     """Each number gets at least as many as it asks for, in order, and only more where hashes are equal."""
     smallest = sorted(hashes)
