@@ -22,6 +22,7 @@ _OUTPUT_BYTES = 2**18
 """What is decompressed at a time."""
 _HELD_BYTES = 2**23
 """A member that holds no more than this is decompressed once; a larger one twice, the first time for its checksum."""
+_BEAT_BYTES = 2**25
 _XZ_MEMORY = 2**28
 """What an .xz file may ask for; `xz -9` needs 65 MiB."""
 
@@ -51,16 +52,17 @@ def compression_of(path: str) -> str | None:
     return next((name for suffix, name in FORMATS.items() if path.lower().endswith(suffix)), None)
 
 
-def open_stream(path: str, *, verify: bool = True) -> io.BufferedReader:
+def open_stream(path: str, *, verify: bool = True, beat: Callable[[], None] = lambda: None) -> io.BufferedReader:
     """Open a file, plain or compressed, for reading what is in it.
 
     Args:
         path: of the file.
         verify: as for `Decompressed`.
+        beat: as for `Decompressed`.
     """
     if (name := compression_of(path)) is None:
         return open(path, "rb")
-    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name, verify=verify), _OUTPUT_BYTES)
+    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name, verify=verify, beat=beat), _OUTPUT_BYTES)
 
 
 class Decompressed(io.RawIOBase):
@@ -71,14 +73,17 @@ class Decompressed(io.RawIOBase):
         name: of the format.
         verify: give nothing of a member before its end was read and its checksum held. Otherwise everything that can
             be decompressed comes at once: for samples of files that are too large to be read to the end.
+        beat: called now and then while a long member is verified, of which nothing can be given yet.
     """
 
-    def __init__(self, file: BinaryIO | io.RawIOBase, name: str, *, verify: bool = True) -> None:
+    def __init__(
+        self, file: BinaryIO | io.RawIOBase, name: str, *, verify: bool = True, beat: Callable[[], None] = lambda: None
+    ) -> None:
         self._file = file
         self._name = name
         self._input = _Input(file)
         self._sound = 0
-        self._chunks = self._members(verify)
+        self._chunks = self._members(verify, beat)
         self._rest = memoryview(b"")
         self._error: StreamError | None = None
 
@@ -134,7 +139,7 @@ class Decompressed(io.RawIOBase):
     def _damaged(self, detail: str) -> StreamError:
         return StreamError(f"damaged {self._name} file", detail, self._sound)
 
-    def _members(self, verify: bool) -> Iterator[bytes]:
+    def _members(self, verify: bool, beat: Callable[[], None]) -> Iterator[bytes]:
         """What the members of the file hold."""
         decode = self._decode_zstd if self._name == "zstd" else self._decode
         while self._find_member():
@@ -146,6 +151,8 @@ class Decompressed(io.RawIOBase):
                 size = 0
                 for out in decode():
                     size += len(out)
+                    if size % _BEAT_BYTES < len(out):
+                        beat()
                     if held is not None:
                         held.append(out)
                         if size > _HELD_BYTES:

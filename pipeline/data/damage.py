@@ -39,7 +39,11 @@ class DamagedFile(NamedTuple):
 
 def damaged_files(unit: Unit, damage: Sequence[Damage]) -> list[DamagedFile]:
     """Damage of pieces of a unit, with their files."""
-    return [DamagedFile(unit.pieces[each.piece].file, each.reason, each.detail, each.lost) for each in damage]
+    return [
+        DamagedFile(unit.pieces[each.piece].file, each.reason, each.detail, each.lost)
+        for each in damage
+        if each.piece < len(unit.pieces)
+    ]
 
 
 def damage_in(unit: Unit, receipt: Any) -> list[DamagedFile]:

@@ -88,7 +88,9 @@ def read_shard(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         return
     if cursor.reader.verify and os.path.isfile(piece.file.path) and compression_of(piece.file.path):
         try:
-            with open_stream(piece.file.path) as whole:  # `datasets` would give what lies before damage
+            with open_stream(
+                piece.file.path, beat=cursor.beat
+            ) as whole:  # `datasets` would give what lies before damage
                 while whole.read1():
                     pass
         except StreamError as error:

@@ -15,11 +15,14 @@ from pipeline.data.records import EMPTY, NOT_UTF8, Cursor, Document, Piece, Read
 _BOM = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
+_BEAT_BYTES = 2**26
+"""After so much that gives no document, a sign of life."""
 CUT_FILE = "truncated JSON lines file"
 """The reason where a file ends inside of a record: nobody knows what was behind it."""
 _NESTING = 500
 """Levels of records that only Python's `json` reads: below what any version of Python takes."""
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([\[{])|([\]}])', re.DOTALL)
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|([\[{])|([\]}])', re.DOTALL)
+"""A string, also one that is cut, or a bracket outside of strings."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -27,7 +30,7 @@ def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """One document a file. A byte order mark is no part of the text; line ends stay as they are."""
     path, longest = piece.file.path, cursor.reader.max_record_bytes
     try:
-        with open_stream(path, verify=cursor.reader.verify) as stream:
+        with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
             # A plain file that is too long is not even begun to be held; of a compressed one nobody knows before.
             limit = longest + 1 if compression_of(path) or piece.file.size <= longest else 0
             raw = b"".join(_chunks(stream, limit))
@@ -83,7 +86,7 @@ def read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             _seek(file, piece, cursor)
             yield from _lines(cursor, piece, file, piece.end, None)
         return
-    with open_stream(path, verify=cursor.reader.verify) as stream:
+    with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
         source = stream.raw
         assert isinstance(source, Decompressed)
         try:
@@ -119,6 +122,8 @@ def _skip(stream: BinaryIO, cursor: Cursor) -> None:
     left = cursor.offset
     while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
         left -= len(chunk)
+        if left % _BEAT_BYTES < _CHUNK_BYTES:
+            cursor.beat()
 
 
 def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None) -> Iterator[Document]:
@@ -166,7 +171,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             except _Rejected as rejected:
                 reason, detail = rejected.args
                 if reason == CUT_FILE:
-                    cursor.damaged(reason, f"the line of byte {byte} ends inside of its record", size)
+                    lost = size if source is None else piece.file.size * size // position
+                    cursor.damaged(reason, f"the line of byte {byte} ends inside of its record", lost)
                     continue
                 yield cursor.rejected(line - 1, byte, reason, detail, raw)
                 continue
@@ -199,10 +205,13 @@ def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) 
         _Rejected: it does not, or such a surrogate is in the text.
     """
     if raw.count(b"[") + raw.count(b"{") > _NESTING and _depth(raw) > _NESTING:
-        raise _Rejected("invalid JSON", f"nested deeper than {_NESTING} levels, or not closed")
+        reason = CUT_FILE if _is_cut(raw) else "invalid JSON"
+        raise _Rejected(reason, f"nested deeper than {_NESTING} levels, or not closed")
     try:
         record = json.loads(raw.decode(), parse_int=_number)
-    except ValueError:
+    except ValueError as again:
+        if _is_cut(raw, again):
+            raise _Rejected(CUT_FILE, "") from None
         raise _Rejected(*_json_reason(raw, error)) from None
     if isinstance(record, dict):
         text, own = record.get(reader.text_key), record.get(reader.id_key)
@@ -211,6 +220,17 @@ def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) 
         if isinstance(own, str):
             record[reader.id_key] = _escaped(own)
     return record
+
+
+def _is_cut(raw: bytes, error: ValueError | None = None) -> bool:
+    """Whether a record that cannot be read is cut by the end of its file. `error`: what Python's `json` says of it."""
+    if raw.endswith(b"\n") or not raw.lstrip().startswith(b"{"):
+        return False
+    if not raw.rstrip().endswith(b"}"):
+        return True
+    return isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip())
+    )
 
 
 def _depth(raw: bytes) -> int:
@@ -265,8 +285,6 @@ def _text_reason(record: Any, text_key: str) -> tuple[str, str]:
 
 def _json_reason(raw: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
     """Why a line is no JSON: (one of a few reasons, the detail)."""
-    if not raw.endswith(b"\n") and raw.lstrip().startswith(b"{"):
-        return CUT_FILE, ""
     try:
         text = raw.decode()
     except UnicodeDecodeError as bad:

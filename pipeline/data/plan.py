@@ -121,6 +121,16 @@ class Plan:
         }
 
 
+def is_planned(config: Config, found: SourceFiles) -> bool:
+    """Whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
+    try:
+        plan = store.get_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
+    except (FileNotFoundError, UserError):
+        return False
+    same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
+    return same_files and plan["settings"].items() >= _settings(found.source, config).items()
+
+
 def is_begun(folder: Path) -> bool:
     """Whether a unit in a source's folder was begun: it has a receipt, a file of a part, or a lease of a process."""
     try:
@@ -269,6 +279,7 @@ def counting_job(
         below=UNSHUFFLED if settings.shuffle == "global" else "",
         has_parts=True,
         fail_on_error=settings.on_error == "fail",
+        drops_damaged=settings.on_damaged_file == "drop",
         start_over=start_over,
     )
 

@@ -27,7 +27,16 @@ from pipeline.data.finish import Finish, SourceReport
 from pipeline.data.leases import Watch, sweep, take_when_free
 from pipeline.data.manifest import PLAN_FILE
 from pipeline.data.opening import dataset_folder, open_datasets
-from pipeline.data.plan import Plan, SourceFiles, find_source_files, is_begun, make_plan, reading, source_job
+from pipeline.data.plan import (
+    Plan,
+    SourceFiles,
+    find_source_files,
+    is_begun,
+    is_planned,
+    make_plan,
+    reading,
+    source_job,
+)
 from pipeline.data.progress import NOTHING_TO_DO, counted, print_report
 from pipeline.data.receipts import MANIFEST_FILE, TRAIN, Receipts
 from pipeline.data.room import dataset_warning
@@ -126,7 +135,7 @@ def _preprocess(
     config: Config, console: Console, sources: list[SourceFiles], started: float, *, units: bool
 ) -> PreprocessReport:
     for found in sources:
-        is_new = not is_begun(config.data_dir / found.source.name)
+        is_new = not is_planned(config, found) and not is_begun(config.data_dir / found.source.name)
         check_columns(found.files, found.reader, every=is_new)
         refuses = is_new and config.data.preprocess.on_damaged_file == "fail"
         if refuses and (damaged := look_at_ends(found.files, found.reader)):
@@ -224,7 +233,8 @@ class _Stage:
             done, held = done + outcome.units, outcome.held
             if outcome.failed:
                 raise MachineError(self._problem(outcome.failed, {job.unit.source for job, _ in outcome.failed}))
-            if not outcome.condemned:
+            finds = outcome.damaged and self._config.data.preprocess.on_damaged_file == "drop"
+            if not outcome.condemned and not finds:
                 break
         others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
         say(
@@ -299,12 +309,14 @@ class _Stage:
     def _dropping(self, plan: Plan, receipts: Receipts) -> SourceJob:
         """The job of a source; with `on_damaged_file: drop`, without the files that were seen to be damaged."""
         job = self._jobs[plan.found.source.name]
-        if self._config.data.preprocess.on_damaged_file != "drop":
+        if not job.drops_damaged:
             return job
         dropped: dict[str, tuple[str, str]] = {}
         for unit in plan.units:
             for receipt in receipts.of(unit.index):
-                if receipt["config_hash"] == job.config_hash and receipt["input"]["stat"] == input_stat(unit):
+                if not receipt.get("damaged") or receipt["config_hash"] != job.config_hash:
+                    continue
+                if receipt["input"]["stat"] == input_stat(unit):
                     for damaged in damage_in(unit, receipt):
                         dropped.setdefault(damaged.file.name, (damaged.reason, damaged.detail))
         return replace(job, reader=replace(job.reader, dropped=dropped))

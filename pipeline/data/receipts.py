@@ -52,9 +52,25 @@ def _beside(source: Path, unit: int, link: int, suffix: str) -> Path:
 def read_receipt(source: Path, unit: int, link: int = 0) -> Any:
     """The receipt of a link; None if there is none that can be read."""
     try:
-        return store.get_json(receipt_path(source, unit, link), *RECEIPT_KEYS)
+        receipt = store.get_json(receipt_path(source, unit, link), *RECEIPT_KEYS)
     except (FileNotFoundError, UserError):
         return None
+    return receipt if _is_sound(receipt) else None
+
+
+def _is_sound(receipt: Any) -> bool:
+    """Whether what a receipt says of damaged files is of the right kinds."""
+    damaged, dropped = receipt.get("damaged", []), receipt.get("dropped", [])
+    if not (isinstance(damaged, list) and isinstance(dropped, list) and all(isinstance(name, str) for name in dropped)):
+        return False
+    kinds = {"piece": int, "reason": str, "detail": str, "lost": int}
+    return all(
+        isinstance(each, dict)
+        and each.keys() == kinds.keys()
+        and all(type(each[name]) is kind for name, kind in kinds.items())
+        and min(each["piece"], each["lost"]) >= 0
+        for each in damaged
+    )
 
 
 def read_receipts(source: Path, unit: int) -> Iterator[Any]:

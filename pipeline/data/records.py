@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -187,6 +187,7 @@ class Cursor:
         bytes_read: bytes on disk since the start; for compressed files and tables about as many.
         digest: of what `input_bytes` counts.
         damage: what could not be read since the start.
+        beat: called now and then where much is read that gives no document.
     """
 
     def __init__(self, unit: Unit, reader: Reader, start: Position) -> None:
@@ -198,6 +199,7 @@ class Cursor:
         self.bytes_read = 0
         self.digest = xxhash.xxh3_128()
         self.damage: list[Damage] = []
+        self.beat: Callable[[], None] = lambda: None
         self._start = start
         self._counts: dict[int, tuple[int, int]] = {}
         self._first: tuple[int, int] | None = None

@@ -42,12 +42,14 @@ class Outcome:
         units: units that this run made, wholly or in part.
         failed: units that were given up, with how they failed last.
         condemned: the engine gave other ids than `tokenizers`, so its units have to be made again.
+        damaged: whether files were found to be damaged.
         held: units that were left to other commands, which have them.
     """
 
     units: int = 0
     failed: list[tuple[UnitJob, str]] = field(default_factory=list)
     condemned: str | None = None
+    damaged: bool = False
     held: int = 0
 
 
@@ -181,6 +183,7 @@ class _Run:
             # Bytes that were only estimated, or passed over, count now.
             self._line.advance(event.job.unit.bytes - event.advanced)
             self._line.unit_done(event.result.tokens)
+            self._outcome.damaged |= bool(event.result.damaged)
             for damaged in event.result.damaged:
                 say(self._console, f"warning: {event.job.unit.source}: {damaged}")
             self._watch_rejected(event.job, event.result)

@@ -56,6 +56,8 @@ class SourceJob:
     has_parts: bool
     """Whether the parts have to be there; not when a global shuffle has taken all documents out of them."""
     fail_on_error: bool
+    drops_damaged: bool
+    """Whether nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
     start_over: str
     """How to begin again with mended files, for messages."""
 
@@ -198,6 +200,7 @@ def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> Smallest:
     found: list[int] = []
     rejected: Counter[str] = Counter()
     reader = UnitReader(job.unit, job.source.reader)
+    reader.beat = partial(progress, 0)
     reported = 0
     for document in reader:
         raw = document.text.encode()
@@ -273,8 +276,10 @@ class _Worker:
                     self._check_same_input(receipt)
                 self._advance(receipt["input"]["read"])
             else:
+                self._refuse_finished(receipt)
                 if reader is None:
                     reader = UnitReader(self._unit, self._source.reader, position)
+                    reader.beat = partial(self._advance, 0)
                     documents = self._documents(reader)
                 else:
                     reader.count_anew()
@@ -287,6 +292,18 @@ class _Worker:
             if receipt["last"]:
                 return UnitDone(made, tokens, records, dict(rejected), damaged)
             position, link = tuple(receipt["next"]), link + 1
+
+    def _refuse_finished(self, receipt: Any) -> None:
+        """Leave what another command has made of damaged files in another way, and finished since this one looked."""
+        source = self._source
+        if receipt is None or receipt["config_hash"] != source.config_hash:
+            return
+        finished = any((source.folder / name / MANIFEST_FILE).exists() for name in source.splits.names)
+        if finished and not damage_stands(source, self._unit, receipt):
+            raise UserError(
+                f"another command has finished {source.folder} with another data.preprocess.on_damaged_file, or "
+                "before a file was changed; run this command again when that one has ended"
+            )
 
     def _documents(self, reader: UnitReader) -> Iterator[Document]:
         """Those of a reader. What it refuses is changed in the files or keys of the source, which the plan is of."""
@@ -537,14 +554,17 @@ def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position,
 
 def damage_stands(source: SourceJob, unit: Unit, receipt: Any) -> bool:
     """Whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
-    dropped = receipt.get("dropped", [])
-    if dropped != _dropped(source, unit):
+    dropped, wanted = receipt.get("dropped", []), _dropped(source, unit)
+    # Another command that drops may have seen more damage by now.
+    if dropped != wanted and not (source.drops_damaged and set(dropped) > set(wanted)):
         return False
     return not (dropped or receipt.get("damaged")) or bool(receipt["input"]["stat"] == input_stat(unit))
 
 
 def _dropped(source: SourceJob, unit: Unit) -> list[str]:
     """Names of the files of a unit of which nothing is to be taken."""
+    if not source.reader.dropped:
+        return []
     return sorted({piece.file.name for piece in unit.pieces} & source.reader.dropped.keys())
 
 

@@ -15,13 +15,14 @@ import pytest
 import zstandard
 
 from pipeline.console import Console
+from pipeline.data import preprocess as stage
 from pipeline.data.files import find_files
 from pipeline.data.origins import Origins
 from pipeline.data.preprocess import preprocess
 from pipeline.data.sources import Reader, UnitReader
 from pipeline.data.status import print_status
 from pipeline.errors import UserError
-from tests.data.reading import files, units
+from tests.data.reading import LINES, damage, files, read, units
 from tests.data.runs import datasets, make_config, text
 from tests.data.test_tokenizer import byte_vocabulary, write
 
@@ -324,3 +325,80 @@ class TestLinksAndPipes:
         found = find_files([f"{tmp_path}/**/*.txt"], left, "data.sources.0")
         assert [Path(file.path).name for file in found] == ["good.txt", "a.txt"]
         assert len(find_files([f"{tmp_path}/*/a.txt", f"{tmp_path}/good*"], [], "k")) == 2
+
+
+@pytest.mark.parametrize(
+    "last",
+    [b'{"text": "caf\xe9"}', b'{"text": "a",}', b"{'text': 'a'}", b'{"text": "a"}{"text": "b"}', b'{"text": "a\tb"}'],
+)
+def test_a_bad_last_line_that_is_whole_is_a_bad_record(tmp_path, last):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + last)
+    assert [document.reason is None for document in read(path, LINES)] == [True, False]
+    assert damage(path, LINES) == []
+
+
+@pytest.mark.parametrize(
+    "whole", ['{"text": "漢 f() {}; x[0]", "n": 12.5}', '{"a": true, "text": "\\u00e9 }", "b": [{}]}']
+)
+def test_a_line_that_is_cut_anywhere_is_no_bad_record(tmp_path, whole):
+    path = tmp_path / "a.jsonl"
+    raw = whole.encode()
+    for end in range(1, len(raw)):
+        path.write_bytes(b'{"text": "good"}\n' + raw[:end])
+        found = len(damage(path, LINES)), sum(document.reason is not None for document in read(path, LINES))
+        assert found == (1, 0), raw[:end]
+
+
+def test_a_long_line_of_code_that_is_cut(tmp_path):
+    """Looked through once: a look for each of its quotes would take a quarter of an hour."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b'f(x[0]) = \\"ab\\"; ' * 60_000)
+    assert read(path, LINES) == []
+    assert [each.lost for each in damage(path, LINES)] == [path.stat().st_size]
+
+
+def test_lost_bytes_are_those_on_disk(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "good"}\n' * 50 + b'{"text": "' + b"x" * 850))
+    (found,) = damage(path, LINES)
+    assert 0 < found.lost < path.stat().st_size * 0.7
+
+
+@pytest.mark.parametrize("damaged", [[{"piece": 0}], None, "x", [{"piece": -1, "reason": "", "detail": "", "lost": 1}]])
+def test_a_receipt_that_makes_no_sense_is_made_again(tmp_path, tokenizer, damaged):
+    _corpus(tmp_path)
+    config = _config(tmp_path, tokenizer, "a.jsonl.gz")
+    preprocess(config)
+    path = next((config.data_dir / "s" / "receipts").rglob("*.json"))
+    sound = path.read_bytes()
+    path.write_bytes(orjson.dumps(orjson.loads(sound) | {"damaged": damaged}))
+    assert preprocess(config).units_done == 1
+    assert path.read_bytes() == sound
+
+
+def test_a_command_that_looked_before_another_one_dropped_leaves_its_parts(tmp_path, tokenizer, monkeypatch):
+    made = _corpus(tmp_path)
+    _corpus(tmp_path, b=len(made["b.jsonl.zst"]) // 2 - 7)
+    config = _config(tmp_path, tokenizer, "*.jsonl.*", on_damaged_file="drop")
+    assert preprocess(config).documents == 240
+    before = datasets(config)
+    # As this command saw it, before there was a receipt.
+    monkeypatch.setattr(stage._Stage, "_dropping", lambda self, plan, _: self._jobs[plan.found.source.name])
+    monkeypatch.setattr(stage._Stage, "_is_retracted", lambda *_: False)
+    monkeypatch.setattr(stage, "_is_done", lambda *_: False)
+    preprocess(config, units=True)
+    assert datasets(config) == before
+    keep = _config(tmp_path, tokenizer, "*.jsonl.*", on_damaged_file="keep")
+    with pytest.raises(UserError, match="another command has finished"):
+        preprocess(keep, units=True)
+    assert datasets(config) == before
+
+
+def test_units_alone_are_made_again_without_dropped_files(tmp_path, tokenizer):
+    made = _corpus(tmp_path)
+    _corpus(tmp_path, b=len(made["b.jsonl.zst"]) // 2 - 7)
+    config = _config(tmp_path, tokenizer, "*.jsonl.*", on_damaged_file="drop")
+    preprocess(config, units=True)
+    report = preprocess(config)
+    assert (report.units_done, report.documents) == (0, 240)
