@@ -73,7 +73,7 @@ class Reader:
     max_expansion: int = MAX_EXPANSION
     max_record_bytes: int = MAX_RECORD_BYTES
     verify: bool = True
-    dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
 
     @property
     def too_long(self) -> str:

@@ -149,7 +149,7 @@ class TestWhatIsMissing:
     def test_a_round_reads_each_receipt_once(self, tmp_path, monkeypatch, shuffle):
         """Receipts with rejected records among them, which are collected from the receipts as well."""
         path = write_jsonl(tmp_path / "a.jsonl", 60)
-        path.write_bytes(path.read_bytes() + b"{")
+        path.write_bytes(path.read_bytes() + b"nonsense")
         settings = {"max_error_rate": 0.1, "shuffle": shuffle}
         config = make_config(tmp_path, [{"name": "s", "type": "jsonl", "paths": [str(path)]}], preprocess=settings)
         found = Counter()
@@ -163,7 +163,7 @@ class TestWhatIsMissing:
 
         monkeypatch.setattr(store, "get_json", getting)
         report = preprocess(config)
-        assert report.rejected == {"s": {"cut line": 1}}
+        assert report.rejected == {"s": {"invalid JSON": 1}}
         assert len(found) == len(list(config.data_dir.glob("s/receipts/00000/*.json"))) > 2
         # Before a global shuffle they are read once more, when no other command can change them.
         assert set(found.values()) == {1 if shuffle == "unit" else 2}

@@ -26,6 +26,9 @@ from pipeline.train.lock import Lock, is_held
 from pipeline.train.run_folder import open_run
 from tests.data.test_file_lock import held
 
+BEGIN = 'folder.begin(0, layout={}, config="")'
+"""From then on an attempt counts."""
+
 
 @pytest.fixture(autouse=True)
 def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +75,8 @@ def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     script = (
         "import os, signal; from pathlib import Path; from pipeline.train.run_folder import open_run\n"
-        f"with open_run(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
+        f"with open_run(Path({str(tmp_path)!r})) as folder:\n"
+        f"    {BEGIN}; os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert (tmp_path / "lock").exists()
@@ -83,7 +87,8 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
 def test_a_killed_process_that_nobody_has_waited_for_does_not_hold_the_lock(tmp_path: Path) -> None:
     script = (
         "import os, signal; from pathlib import Path; from pipeline.train.run_folder import open_run\n"
-        f"with open_run(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
+        f"with open_run(Path({str(tmp_path)!r})) as folder:\n"
+        f"    {BEGIN}; os.kill(os.getpid(), signal.SIGKILL)"
     )
     child = subprocess.Popen([sys.executable, "-c", script])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -114,6 +119,7 @@ from tests.data.test_file_lock import held
 while time.time() < float(sys.argv[1]):
     pass
 with open_run(Path({str(tmp_path)!r})) as folder:
+    {BEGIN}
     Path({str(tmp_path)!r}, f"held-{{folder.attempt}}").touch(exist_ok=False)
     time.sleep(1)
 """
@@ -259,6 +265,7 @@ def test_a_lock_that_somebody_removed_is_noticed(tmp_path: Path) -> None:
 
 def test_going_on_as_the_next_attempt_keeps_the_lock(tmp_path: Path) -> None:
     with open_run(tmp_path) as folder:
+        folder.begin(0, layout={}, config="")
         folder.next_attempt(write=True)
         folder.assert_mine()
         assert folder.attempt == 2
@@ -324,7 +331,8 @@ def test_where_the_file_system_has_no_flock_two_never_both_keep_the_lock(tmp_pat
 def test_the_second_of_two_processes_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from pipeline.train.run_folder import open_run\n"
-        f"with open_run(Path({str(tmp_path)!r})): print('in', flush=True); time.sleep(60)"
+        f"with open_run(Path({str(tmp_path)!r})) as folder:\n"
+        f"    {BEGIN}; print('in', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "in\n"
@@ -343,7 +351,8 @@ def test_a_guard_that_is_held_does_not_block_the_run(tmp_path: Path, monkeypatch
             pass
         assert "lock.guard is locked by" in (lock_module.clear(tmp_path, "77") or "")
     with ExitStack() as stack:
-        with open_run(tmp_path):
+        with open_run(tmp_path) as folder:
+            folder.begin(0, layout={}, config="")
             stack.enter_context(held(tmp_path / "lock.guard"))
         assert not (tmp_path / "lock").exists()
     with open_run(tmp_path) as folder:
