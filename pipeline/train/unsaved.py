@@ -21,6 +21,8 @@ from pipeline.words import duration
 _clock = time.monotonic
 _LONGEST = 4000
 """Characters of a reason that are kept."""
+_END = 1e12
+"""Every number in the file is below it."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,24 @@ def saves_file(run: Path) -> Path:
 
 
 def read_saves(run: Path) -> Saves | None:
-    """What is known of the saves of the last attempt; None if that is nothing, or is being written."""
+    """The saves of the last attempt; None if nothing is known of them, or the file is being written or damaged."""
     try:
         values = orjson.loads(store.read_bytes(saves_file(run)))
         found = Saves(**{name: values[name] for name in Saves.__dataclass_fields__})
-        found.words(0.0)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found
+    whole = (found.attempt, found.step, found.failed, 0 if found.failed_step is None else found.failed_step)
+    seconds = (found.limit_minutes, found.since, 0.0 if found.failed_at is None else found.failed_at)
+    if not all(_is_number(value, int) for value in whole) or not all(
+        _is_number(value, int, float) for value in seconds
+    ):
+        return None
+    return replace(found, reason=found.reason[:_LONGEST]) if isinstance(found.reason, str) else None
+
+
+def _is_number(value: object, *types: type) -> bool:
+    # True is an int for Python, and type() tells them apart.
+    return type(value) in types and 0 <= value < _END  # type: ignore[operator]
 
 
 class Unsaved:

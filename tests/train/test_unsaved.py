@@ -86,6 +86,26 @@ def test_a_file_that_is_being_written_says_nothing(tmp_path: Path, content: byte
     assert read_saves(tmp_path) is None
 
 
+GOOD = {"attempt": 1, "limit_minutes": 120.0, "since": 1e9, "step": 5, "failed": 1, "failed_step": 6, "failed_at": 1e9}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"attempt": "9"}, {"attempt": None}, {"attempt": True}, {"step": -1}, {"step": 2.5}, {"failed": 10**12},
+     {"failed_step": "6"}, {"limit_minutes": 1e308}, {"since": -1e308}, {"since": "x", "failed": 0}, {"since": None},
+     {"failed_at": [1]}, {"reason": {"a": 1}}, {"reason": None}],
+)  # fmt: skip
+def test_a_file_of_a_stranger_says_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "saves.json").write_bytes(orjson.dumps({**GOOD, "reason": "x", **change}))
+    assert read_saves(tmp_path) is None
+
+
+def test_a_long_reason_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "saves.json").write_bytes(orjson.dumps({**GOOD, "reason": "x" * 10**6, "failed_at": None}))
+    kept = read_saves(tmp_path)
+    assert kept is not None and kept.failed_at is None and 0 < len(kept.reason) < 5000
+
+
 def test_a_run_that_cannot_save_for_too_long_ends(root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 is saved; 4, 6 and 8 are not, then it is too long ago."""
     failing(monkeypatch, clock, [False, True, True, True, True])
