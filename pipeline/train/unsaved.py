@@ -88,6 +88,21 @@ def _is_number(value: object, *types: type) -> bool:
     return type(value) in types and 0 <= value < _END  # type: ignore[operator]
 
 
+def too_late(failed: int, unsaved: float, failing: float, limit: float) -> bool:
+    """Tell whether one last save is due, after which the run ends.
+
+    One failed save is not enough, or it would be all that a run may have whose saves are further apart than the limit.
+    Such a run waits for the next one no longer than the limit.
+
+    Args:
+        failed: saves since the last commit.
+        unsaved: seconds since then.
+        failing: seconds since the first of those saves.
+        limit: seconds that are allowed.
+    """
+    return (failed >= 2 and unsaved > limit) or (failed > 0 and failing > limit)
+
+
 class Unsaved:
     """Counts the saves that fail, and knows when it is too late; of rank 0, the others learn it with the step.
 
@@ -105,12 +120,14 @@ class Unsaved:
 
     def committed(self, step: int) -> None:
         """A checkpoint has been committed."""
-        self._since = _clock()
+        self._since = self._first = _clock()
         self._note(Saves(self._folder.attempt, self._limit, time.time(), step))
 
     def failed(self, step: int, failure: MachineError) -> str:
         """A save was given up; returns what to say of it."""
         reason = str(failure).partition(". ")[0][:_LONGEST]  # what follows is for the log of that moment
+        if not self._saves.failed:
+            self._first = _clock()
         count, attempt = self._saves.failed + 1, self._folder.attempt
         self._note(
             replace(self._saves, attempt=attempt, failed=count, failed_step=step, failed_at=time.time(), reason=reason)
@@ -119,8 +136,8 @@ class Unsaved:
 
     @property
     def overdue(self) -> bool:
-        """Whether saves fail, and have for too long."""
-        return self._saves.failed > 0 and _clock() - self._since > 60 * self._limit
+        """Whether saves have failed for too long."""
+        return too_late(self._saves.failed, _clock() - self._since, _clock() - self._first, 60 * self._limit)
 
     @property
     def why(self) -> str:
