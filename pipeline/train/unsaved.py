@@ -123,6 +123,10 @@ class Unsaved:
         self._since = self._first = _clock()
         self._note(Saves(self._folder.attempt, self._limit, time.time(), step))
 
+    def rewound(self) -> None:
+        """The next attempt goes back to an older checkpoint; the saves that have failed count on."""
+        self._note(replace(self._saves, attempt=self._folder.attempt, step=self._folder.step))
+
     def failed(self, step: int, failure: MachineError) -> str:
         """A save was given up; returns what to say of it."""
         reason = str(failure).partition(". ")[0][:_LONGEST]  # what follows is for the log of that moment

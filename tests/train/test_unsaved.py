@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import orjson
 import pytest
 
 from pipeline.errors import MachineError
-from pipeline.train import saving, unsaved
+from pipeline.train import saving, trainer, unsaved
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run_folder import RunFolder, read_metrics
-from pipeline.train.unsaved import Unsaved, read_saves, too_late
-from tests.train.runs import start
+from pipeline.train.unsaved import Saves, Unsaved, read_saves, too_late
+from tests.train.poison import INF, poison
+from tests.train.runs import start, train
 
 HOUR = 3600.0
 
@@ -158,3 +160,23 @@ def test_if_the_last_try_works_training_goes_on(
     assert [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()] == [10, 12]
     saves = read_saves(run)
     assert saves is not None and (saves.step, saves.failed) == (12, 0)
+
+
+def test_saves_that_failed_before_a_rewind_are_still_told(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt after it has the next number, and `pipeline status` does not show what an earlier attempt noted."""
+    failing(monkeypatch, clock, [False, False, False, True, *[False] * 9])
+    poison(monkeypatch, {9: INF})
+    original, seen = trainer.Trainer._rewind, list[Saves | None]()
+
+    def rewind(self: trainer.Trainer, *args: Any) -> None:
+        before = read_saves(root / "rewound")
+        original(self, *args)
+        seen.extend((before, read_saves(root / "rewound")))
+
+    monkeypatch.setattr(trainer.Trainer, "_rewind", rewind)
+    train(root, "rewound", *KEYS, "train.faults.on_nonfinite=rewind", "train.faults.rewind_steps=3")
+    before, after = seen
+    assert before is not None and (before.attempt, before.step, before.failed_step) == (1, 6, 8)
+    assert after == replace(before, attempt=2, step=4)
