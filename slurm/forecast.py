@@ -235,7 +235,7 @@ def _measured(run: Path, processes: int) -> tuple[float, str] | None:
 
 
 def checkpoints_disk(config: Config, spec: DecoderSpec, course: Course | None) -> Disk:
-    """What the checkpoints of a run take, and what the disk of `run.dir` has.
+    """What the checkpoints of a run take, and what their disk has: their folder may be a link.
 
     Args:
         config: the run.
@@ -250,7 +250,7 @@ def checkpoints_disk(config: Config, spec: DecoderSpec, course: Course | None) -
     most = rules.keep + 1 if course is None else most_checkpoints(rules, course.steps)
     if course is not None and not course.steps_left:
         most = len(there)
-    return Disk(each, len(there), most, *free_space(config.run.dir))
+    return Disk(each, len(there), most, *free_space(checkpoints.folder))
 
 
 def _size(checkpoint: Checkpoint) -> int | None:

@@ -230,23 +230,27 @@ class Link:
         known = status > 0 and (not step.nodes or status in AGREED_CODES)
         return Ending(status if known else EXIT_OTHER, text, failed_nodes=lost)
 
-    def _exit_file(self) -> Any:
-        """What tells one `exit.json` from another: each is a new file."""
-        with suppress(OSError):
-            stat = (self._run / "exit.json").stat()
-            return stat.st_ino, stat.st_mtime_ns
+    def _exit_file(self) -> tuple[int, int, bytes] | None:
+        """Inode, time and content of `exit.json`: each is a new file.
+
+        Opening it asks the server of a network file system, where `stat` may be answered from memory.
+        """
+        with suppress(OSError, UserError), store.open_regular(self._run / "exit.json") as file:
+            stat = os.fstat(file.fileno())
+            return stat.st_ino, stat.st_mtime_ns, file.read()
         return None
 
-    def _exit_state(self, before: Any) -> Ending | None:
+    def _exit_state(self, before: tuple[int, int, bytes] | None) -> Ending | None:
         """What the training has noted of its end, if it has and that is of this launch.
 
         Args:
             before: `_exit_file` at the start of the launch: a start that is refused has the next number and does not
                 count, so the number alone does not tell.
         """
-        if self._submission.stage == "train" and self._exit_file() != before:
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                state = orjson.loads(store.read_bytes(self._run / "exit.json"))
+        found = self._exit_file() if self._submission.stage == "train" else None
+        if found is not None and found != before:
+            with suppress(ValueError, KeyError, TypeError):
+                state = orjson.loads(found[2])
                 if state["attempt"] > self._attempt:
                     return Ending(int(state["code"]), str(state["reason"]), agreed=bool(state["agreed"]))
         return None

@@ -8,6 +8,7 @@ from pipeline.config import Config
 from pipeline.data.progress import size
 from pipeline.data.room import room_of
 from pipeline.errors import MachineError, UserError
+from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.parallel.check import vocabulary
 from slurm.forecast import Course, Disk, checkpoints_disk, read_course
@@ -26,7 +27,9 @@ def checkpoints_room(config: Config, disk: Disk, course: Course | None) -> tuple
     """
     if course is not None and not course.steps_left:
         return None, None
-    where = room_of("run.dir", config.run.dir, disk.free)
+    where, folder = room_of("run.dir", config.run.dir, disk.free), Checkpoints.of_run(config.run.dir).folder
+    if folder.is_symlink():
+        where = f"{folder} -> {folder.resolve()} has {size(disk.free)} free"
     todo = "make room, or set run.dir to a folder on another disk"
     if disk.free < disk.each:
         return f"{where}, and a checkpoint needs {size(disk.each)}; {todo}", None

@@ -267,9 +267,9 @@ class CheckpointConfig(Section):
     which needs room for that copy."""
     retries: int = Field(default=2, ge=0)
     """So many times a save that failed is tried again."""
-    max_unsaved_minutes: float = Field(default=120, gt=0)
-    """When a save has failed and the newest checkpoint is older than this, one last save is tried. If that fails, too,
-    the run ends with code 79. Should be more than the time between two saves."""
+    max_unsaved_minutes: float = Field(default=120, gt=0, lt=10**9)
+    """When two saves have failed and the newest checkpoint is older than this, one last save is tried. If that fails,
+    too, the run ends with code 79. One failed save is enough if no other one follows within this time."""
 
 
 class FaultsConfig(Section):

@@ -450,6 +450,7 @@ class Trainer:
         share(write_down)
         if self._ranks.rank > 0:
             self._folder.next_attempt(write=False)
+        self._unsaved.rewound()
         self._loader = self._open_loader()
         if self._stepper.spikes is not None:
             self._stepper.spikes.load({})  # of a checkpoint that has none

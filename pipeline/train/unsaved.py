@@ -21,6 +21,8 @@ from pipeline.words import duration
 _clock = time.monotonic
 _LONGEST = 4000
 """Characters of a reason that are kept."""
+_END = 1e12
+"""Every number in the file is below it."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,39 @@ def saves_file(run: Path) -> Path:
 
 
 def read_saves(run: Path) -> Saves | None:
-    """What is known of the saves of the last attempt; None if that is nothing, or is being written."""
+    """The saves of the last attempt; None if nothing is known of them, or the file is being written or damaged."""
     try:
         values = orjson.loads(store.read_bytes(saves_file(run)))
         found = Saves(**{name: values[name] for name in Saves.__dataclass_fields__})
-        found.words(0.0)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found
+    whole = (found.attempt, found.step, found.failed, 0 if found.failed_step is None else found.failed_step)
+    seconds = (found.limit_minutes, found.since, 0.0 if found.failed_at is None else found.failed_at)
+    if not all(_is_number(value, int) for value in whole) or not all(
+        _is_number(value, int, float) for value in seconds
+    ):
+        return None
+    return replace(found, reason=found.reason[:_LONGEST]) if isinstance(found.reason, str) else None
+
+
+def _is_number(value: object, *types: type) -> bool:
+    # True is an int for Python, and type() tells them apart.
+    return type(value) in types and 0 <= value < _END  # type: ignore[operator]
+
+
+def too_late(failed: int, unsaved: float, failing: float, limit: float) -> bool:
+    """Tell whether one last save is due, after which the run ends.
+
+    One failed save is not enough, or it would be all that a run may have whose saves are further apart than the limit.
+    Such a run waits for the next one no longer than the limit.
+
+    Args:
+        failed: saves since the last commit.
+        unsaved: seconds since then.
+        failing: seconds since the first of those saves.
+        limit: seconds that are allowed.
+    """
+    return (failed >= 2 and unsaved > limit) or (failed > 0 and failing > limit)
 
 
 class Unsaved:
@@ -93,12 +120,18 @@ class Unsaved:
 
     def committed(self, step: int) -> None:
         """A checkpoint has been committed."""
-        self._since = _clock()
+        self._since = self._first = _clock()
         self._note(Saves(self._folder.attempt, self._limit, time.time(), step))
+
+    def rewound(self) -> None:
+        """The next attempt goes back to an older checkpoint; the saves that have failed count on."""
+        self._note(replace(self._saves, attempt=self._folder.attempt, step=self._folder.step))
 
     def failed(self, step: int, failure: MachineError) -> str:
         """A save was given up; returns what to say of it."""
         reason = str(failure).partition(". ")[0][:_LONGEST]  # what follows is for the log of that moment
+        if not self._saves.failed:
+            self._first = _clock()
         count, attempt = self._saves.failed + 1, self._folder.attempt
         self._note(
             replace(self._saves, attempt=attempt, failed=count, failed_step=step, failed_at=time.time(), reason=reason)
@@ -107,8 +140,8 @@ class Unsaved:
 
     @property
     def overdue(self) -> bool:
-        """Whether saves fail, and have for too long."""
-        return self._saves.failed > 0 and _clock() - self._since > 60 * self._limit
+        """Whether saves have failed for too long."""
+        return too_late(self._saves.failed, _clock() - self._since, _clock() - self._first, 60 * self._limit)
 
     @property
     def why(self) -> str:

@@ -53,6 +53,23 @@ def test_room_for_some_checkpoints_is_a_warning_and_for_all_none(config: Config,
     assert check_room(config) == []
 
 
+def test_the_disk_is_that_of_the_checkpoints_where_they_are_a_link(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.mkdir()
+    (run / "checkpoints").symlink_to(other)
+    full = {run: 10_000, other: 2**40}
+    monkeypatch.setattr(forecast, "free_space", lambda path: (full[room.nearest(path).resolve()], None))
+    linked = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
+    assert check_room(linked) == []
+    full.update({run: 2**40, other: 10_000})
+    with pytest.raises(MachineError) as refused:
+        check_room(linked)
+    assert f"{run}/checkpoints -> {other} has 10.0 kB free" in str(refused.value)
+
+
 def test_datasets_that_will_hardly_fit_are_a_warning(
     tmp_path: Path,
     free,  # type: ignore[no-untyped-def]
