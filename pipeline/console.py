@@ -71,6 +71,9 @@ class Console(rich.console.Console):
 
     def _check_buffer(self) -> None:
         """Write out what was printed; a pipe without a reader is an error, where rich would end the process."""
+        if self.quiet:
+            del self._buffer[:]
+            return
         try:
             self._write_buffer()
         except OSError as error:
