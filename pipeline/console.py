@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import sys
+import termios
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,7 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.segment import Segment
 from rich.text import Text
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_TOLD = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE)
+"""Errors of a full disk under a log file, a terminal that is gone and a pipe without a reader: they end no run."""
 _UNSAFE = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and line feed, DEL, C1
@@ -67,10 +69,41 @@ class Console(rich.console.Console):
             else:
                 yield segment
 
+    def _check_buffer(self) -> None:
+        """Write out what was printed; a pipe without a reader is an error, where rich would end the process."""
+        if self.quiet:
+            del self._buffer[:]
+            return
+        try:
+            self._write_buffer()
+        except OSError as error:
+            del self._buffer[:]  # or the next print would write it again, and more each time
+            if error.errno != errno.EIO or not let_go_of_terminal():
+                raise
+
+
+def let_go_of_terminal() -> bool:
+    """Put /dev/null in the place of a terminal that has hung up, to which each write fails; whether there was one."""
+    found = False
+    for stream in (0, 1, 2):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:  # as files and closed streams raise, too
+            if error.args[0] == errno.EIO:
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, stream)
+                os.close(null)
+                found = True
+    return found
+
 
 def echo(text: object = "", *, end: str = "\n", error: bool = False, flush: bool = False) -> None:
     """`print` of a text as it is, to standard output or the error output, with control characters spelled out."""
-    print(visible(str(text)), end=end, file=sys.stderr if error else sys.stdout, flush=flush)
+    try:
+        print(visible(str(text)), end=end, file=sys.stderr if error else sys.stdout, flush=flush)
+    except OSError as failed:
+        if failed.errno != errno.EIO or not let_go_of_terminal():
+            raise
 
 
 def say(console: rich.console.Console, text: str) -> None:
@@ -78,7 +111,7 @@ def say(console: rich.console.Console, text: str) -> None:
     try:
         console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
     except OSError as error:
-        if error.errno not in _FULL:  # of a log file, which is no reason to end a run
+        if error.errno not in _NOT_TOLD:
             raise
 
 
@@ -89,7 +122,7 @@ def alarm(label: str, message: str) -> None:
         console.print(label, style="bold red", end=" ")
         console.print(message)
     except OSError as error:
-        if error.errno not in _FULL:  # the exit code still says what happened
+        if error.errno not in _NOT_TOLD:  # the exit code still says what happened
             raise
 
 

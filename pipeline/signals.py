@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
+
+from pipeline.console import let_go_of_terminal
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -12,3 +15,10 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGUSR2) if ignored else (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+
+
+def on_stop(number: int) -> None:
+    """What a handler of these signals does first: nothing that is printed from now on fails for want of a terminal."""
+    if number == signal.SIGHUP:
+        with suppress(OSError):
+            let_go_of_terminal()

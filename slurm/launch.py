@@ -38,7 +38,7 @@ from pipeline.errors import (
     Stopped,
     UserError,
 )
-from pipeline.signals import stop_signals
+from pipeline.signals import on_stop, stop_signals
 from pipeline.train.parallel.compat import OneNode, WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, STORE, read_error
 from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
@@ -323,6 +323,7 @@ class _Signals:
             with suppress(OSError):
                 os.write(2, b"\n" + self._what + b"; once more ends all ranks at once.\n")
         else:
+            on_stop(number)
             self._ranks.forward(number)
 
 

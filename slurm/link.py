@@ -25,7 +25,7 @@ from pipeline.console import Console, say
 from pipeline.data import store
 from pipeline.data.machine import node_name
 from pipeline.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
-from pipeline.signals import stop_signals
+from pipeline.signals import on_stop, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.lock import clear
 from pipeline.train.run_folder import last_attempt
@@ -450,6 +450,7 @@ class Link:
         """Note signals. The scheduler itself signals the processes of steps."""
 
         def note(number: int, frame: FrameType | None) -> None:
+            on_stop(number)
             # The end of a terminal is the end of a job that runs in it.
             self._told.add(signal.SIGTERM if number == signal.SIGHUP else number)
             if self._allocation is None and self._step is not None and number != signal.SIGCONT:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pipeline.config import Config
 from pipeline.console import Console, say
 from pipeline.errors import MachineError, Stopped, UserError
-from pipeline.signals import stop_signals
+from pipeline.signals import on_stop, stop_signals
 from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def _terminate_stops() -> Iterator[None]:
     """`stop_signals` end the stage as Ctrl-C does, and it says so."""
 
     def stop(number: int, frame: object) -> None:
+        on_stop(number)
         for each in before:
             signal.signal(each, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
         name = signal.Signals(number).name

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from pipeline.cli import main
 from pipeline.config.document import parse, render
-from pipeline.console import Console, alarm, echo, progress, say, visible, visible_log
+from pipeline.console import Console, alarm, echo, let_go_of_terminal, progress, say, visible, visible_log
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +97,42 @@ def test_lines_and_errors(capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     for text in capfd.readouterr():
         assert "\\u009b" in text
         assert UNSAFE.search(OURS.sub("", text)) is None
+
+
+def test_readers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe of which nobody reads, and a terminal that has hung up: lines and alarms are dropped."""
+    pipe, terminal = os.pipe(), pty.openpty()
+    for ours, theirs in (pipe, terminal):
+        os.close(ours)
+        with os.fdopen(theirs, "w", buffering=1) as stream:
+            console = Console(file=stream)
+            for _ in range(2):
+                say(console, "a line")
+            monkeypatch.setattr(sys, "stderr", stream)
+            alarm("error:", "a message")
+            assert not console._buffer, "kept for the next one"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), theirs)
+
+
+def test_a_terminal_that_hangs_up_is_let_go() -> None:
+    """What libraries print fails no more, either; another terminal and a file are kept."""
+    ours, theirs = pty.openpty()
+    kept, others = pty.openpty()
+    before = [os.dup(stream) for stream in (0, 1, 2)]
+    try:
+        for stream, new in zip((0, 1, 2), (theirs, others, theirs), strict=True):
+            os.dup2(new, stream)
+        os.close(ours)
+        assert let_go_of_terminal()
+        gone = [os.path.samestat(os.fstat(stream), os.stat(os.devnull)) for stream in (0, 1, 2)]
+        echo("text", error=True, flush=True)
+        assert not let_go_of_terminal()
+    finally:
+        for stream, old in zip((0, 1, 2), before, strict=True):
+            os.dup2(old, stream)
+        for each in (theirs, kept, others, *before):
+            os.close(each)
+    assert gone == [True, False, True]
 
 
 def test_nothing_prints_past_it() -> None:

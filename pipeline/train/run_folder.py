@@ -172,7 +172,7 @@ def refuse_lost_checkpoints(run: Path) -> None:
 
 def make_writable(path: Path) -> None:
     """Create the run folder, or say in one sentence why it cannot be used."""
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):  # pathlib's raise where a folder may not be searched
         raise UserError(f"run.dir {path} is a file; set run.dir to a folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -263,7 +263,7 @@ def no_trace_if_refused(run: Path) -> Iterator[None]:
 
     It stays where there is more in it than the files of a start, or where the message names logs in it.
     """
-    made = [folder for folder in (run, *run.parents) if not folder.exists()]
+    made = [folder for folder in (run, *run.parents) if not os.path.lexists(folder)]
     try:
         yield
     except (UserError, RankFailed) as error:

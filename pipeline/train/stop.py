@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from pipeline.signals import stop_signals
+from pipeline.signals import on_stop, stop_signals
 
 _ALLOCATION_END = "SLURM_JOB_END_TIME"
 """Set by SLURM in a job that has a time limit: when it ends, in seconds since 1970."""
@@ -90,6 +90,7 @@ class Requests:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal == number == signal.SIGINT:
             raise KeyboardInterrupt
+        on_stop(number)
         self._signal = number
 
     def wish(self) -> Wish:

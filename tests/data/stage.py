@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,33 @@ def start(file: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
         text=True,
         **options,
     )
+
+
+_ON_TERMINAL = "import os, sys; os.login_tty(0); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+@contextmanager
+def on_terminal(file: Path, until: Callable[[], object]) -> Iterator[subprocess.Popen[bytes]]:
+    """The command on a terminal of its own, which is gone when something is so."""
+    ours, theirs = pty.openpty()
+    begin = [sys.executable, "-c", _ON_TERMINAL]
+    process = subprocess.Popen([*begin, *command("preprocess", file)], stdin=theirs)
+    os.close(theirs)
+    try:
+        said = b""
+        deadline = time.monotonic() + 60
+        with suppress(OSError):  # how Linux says that nobody has the other end open any more
+            while not until() and time.monotonic() < deadline:
+                if select.select([ours], [], [], 0.01)[0]:
+                    said += os.read(ours, 2**16)
+        assert until() and process.poll() is None, said.decode()
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        os.close(ours)
+    with process:
+        yield process
 
 
 def receipts(config: Config) -> int:

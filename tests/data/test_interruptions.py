@@ -14,7 +14,18 @@ from pipeline.data.manifest import verify
 from pipeline.data.preprocess import preprocess
 from tests.data import mixed
 from tests.data.runs import datasets, make_config
-from tests.data.stage import alive, children, gone, left_behind, receipts, start, wait_for, workers, write_run_file
+from tests.data.stage import (
+    alive,
+    children,
+    gone,
+    left_behind,
+    on_terminal,
+    receipts,
+    start,
+    wait_for,
+    workers,
+    write_run_file,
+)
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +203,17 @@ def test_a_signal_ends_it_with_a_word(run, number):
     assert f"stopped: {number.name} came; what was committed is kept" in said.replace("\n", " ")
     gone(held)
     assert left_behind(config) == []
+
+
+@pytest.mark.parametrize("code", [75, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("hangup")
+def test_a_terminal_that_is_gone_is_no_error(run, done, code):
+    """Each write to it fails. A job whose shell does not send it SIGHUP, after `disown`, goes on to its end."""
+    config, file = run
+    if code == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with on_terminal(file, lambda: receipts(config) >= 2) as process:
+        assert process.wait(timeout=120) == code
+    assert left_behind(config) == []
+    if code == 0:
+        check_finished(config, done)

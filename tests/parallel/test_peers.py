@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.parallel import peers, processes
 from pipeline.train.parallel.peers import is_watched
+from pipeline.train.parallel.rank import Processes
 from tests.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.parallel
@@ -110,3 +116,95 @@ def _leaves_early() -> None:
 def test_a_launcher_that_watches_is_enough() -> None:
     assert is_watched({"TORCHELASTIC_RUN_ID": "none"}) and is_watched({"PIPELINE_STORE": "file"})
     assert not is_watched({"RANK": "0", "SLURM_PROCID": "0"})
+
+
+def _rank_0_cannot_watch() -> bool:
+    """It has no port for it, and the others do not wait for one."""
+    if processes.of_environment().rank == 0:
+        peers._listen = _refuse  # type: ignore[assignment]
+    _join()
+    return processes._Joined.peers is None
+
+
+def _refuse(address: str) -> socket.socket:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_where_rank_0_cannot_watch_the_others_start_without() -> None:
+    with Ranks(2, connect=False) as these:
+        assert these.call(_rank_0_cannot_watch, timeout=LIMIT) == [True] * 2
+
+
+@contextmanager
+def _watching(world_size: int = 2) -> Iterator[tuple[peers.Peers, tuple[str, int], str]]:
+    """Rank 0 alone: its watch, its address and the token."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    watch = peers.Peers(_place(world_size), store, "127.0.0.1")
+    try:
+        port, token = store.get("peers").decode().split()
+        yield watch, ("127.0.0.1", int(port)), token
+    finally:
+        watch.over()
+
+
+def _place(world_size: int) -> Processes:
+    return Processes(0, world_size, 0, world_size)
+
+
+def _is_closed(end: socket.socket) -> bool:
+    """The other side closes this connection, sooner or later."""
+    end.settimeout(LIMIT / 4)
+    try:
+        return end.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_rank_0_without_open_files_watches_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that cannot be accepted would wake it again and again."""
+    tries = []
+
+    class Full(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            tries.append(1)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def listen(address: str) -> socket.socket:
+        return Full(fileno=socket.create_server((address, 0)).detach())
+
+    monkeypatch.setattr(peers, "_listen", listen)
+    with _watching() as (_, address, _), socket.create_connection(address) as end:
+        assert _is_closed(end)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+    assert len(tries) == 1
+
+
+@pytest.mark.parametrize(("naming", "kept", "closed"), [(FOREVER, 2 + 16, 5), (0.2, 0, 3)])
+def test_connections_without_a_name_are_few_and_short(
+    monkeypatch: pytest.MonkeyPatch, naming: float, kept: int, closed: int
+) -> None:
+    monkeypatch.setattr(peers, "_NAMING", naming)
+    with _watching(2) as (watch, address, token):
+        rank = socket.create_connection(address)
+        rank.sendall(f"{token} rank 1\n".encode())
+        assert rank.recv(100) == b"welcome\n"
+        nameless = [socket.create_connection(address) for _ in range(kept + closed)]
+        assert all(map(_is_closed, nameless[kept:]))
+        assert [peer.name for peer in watch._connections.values()] == ["rank 1"] + [""] * kept
+        for end in (rank, *nameless):
+            end.close()
+
+
+def test_rank_0_has_open_files_for_all_ranks_or_watches_none() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    try:
+        low = min(700, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        with _watching((hard - 512) // 2):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        assert peers.watch(_place(hard), store, "127.0.0.1") is None
+        assert store.get("peers") == b""
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

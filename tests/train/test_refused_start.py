@@ -59,6 +59,12 @@ def test_a_refused_start_does_not_count_as_an_attempt(root: Path) -> None:
     assert last_attempt(run) == 2
 
 
+def test_a_run_folder_that_cannot_be_looked_at_is_named(root: Path) -> None:
+    """As below a folder that may not be searched, which root may: so a name that no disk takes."""
+    with pytest.raises(MachineError, match=r"run\.dir .* cannot be written to"):
+        _train(_config(root, "x" * 300))
+
+
 @pytest.mark.parametrize(
     "error", [MachineError("a full disk"), RankFailed("the logs are in logs", EXIT_REFUSED), UserError("no")]
 )

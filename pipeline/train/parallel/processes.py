@@ -20,7 +20,7 @@ from pipeline.config.run import TimeLimitsConfig
 from pipeline.console import flush
 from pipeline.errors import AGREED_CODES, EXIT_OTHER, MachineError, RankFailed, UserError, exit_code
 from pipeline.train.parallel.compat import record_collectives
-from pipeline.train.parallel.peers import Peers, is_watched
+from pipeline.train.parallel.peers import Peers, is_watched, watch
 from pipeline.train.parallel.rank import STORE, Processes, of_environment, record_error
 
 __all__ = [
@@ -127,8 +127,7 @@ def _meet(processes: Processes, init_seconds: float) -> Any:
             "process a rank of its own (torchrun: a --node-rank of its own to every node)"
         )
     if not is_watched(os.environ):
-        with suppress(OSError, RuntimeError):  # then a dead one is noticed later
-            _Joined.peers = Peers(processes, store, where.rpartition(":")[0])
+        _Joined.peers = watch(processes, store, where.rpartition(":")[0])
     missing = [f"rank {rank}" for rank in range(processes.world_size)]
     try:
         store.wait(missing, wait)
