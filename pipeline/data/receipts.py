@@ -6,9 +6,10 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.data import store
 from pipeline.data.indexed import metadata_file, numbered, part_files, part_prefix
@@ -33,6 +34,61 @@ RECEIPT_KEYS = (
     "splits",
 )
 
+_Count = Annotated[int, Field(ge=0)]
+_Place = Annotated[list[int], Field(min_length=4, max_length=4)]
+
+_Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Input(_Strict):
+    hash: str
+    stat: str
+    read: _Count
+
+
+class _File(_Strict):
+    size: _Count
+    xxh3: Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
+
+
+class _Split(_Strict):
+    documents: _Count
+    tokens: _Count
+    text_bytes: _Count
+    files: dict[str, _File]
+
+
+class _Damage(_Strict):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    piece: _Count
+    reason: str
+    detail: str
+    lost: _Count
+
+
+class _Receipt(_Strict):
+    """What a receipt has to be; others may have written to its folder."""
+
+    unit: _Count
+    link: _Count
+    last: bool
+    start: _Place
+    next: _Place | None
+    input: _Input
+    config_hash: str
+    engine: str
+    pieces: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Pair]
+    records: _Count
+    rejected: dict[str, _Count]
+    checked: _Count
+    splits: dict[str, _Split]
+    damaged: list[_Damage] = []
+    dropped: list[str] = []
+
 
 def receipt_path(source: Path, unit: int, link: int = 0) -> Path:
     """Receipt of a link."""
@@ -55,22 +111,11 @@ def read_receipt(source: Path, unit: int, link: int = 0) -> Any:
         receipt = store.get_json(receipt_path(source, unit, link), *RECEIPT_KEYS)
     except (FileNotFoundError, UserError):
         return None
-    return receipt if _is_sound(receipt) else None
-
-
-def _is_sound(receipt: Any) -> bool:
-    """Whether what a receipt says of damaged files is of the right kinds."""
-    damaged, dropped = receipt.get("damaged", []), receipt.get("dropped", [])
-    if not (isinstance(damaged, list) and isinstance(dropped, list) and all(isinstance(name, str) for name in dropped)):
-        return False
-    kinds = {"piece": int, "reason": str, "detail": str, "lost": int}
-    return all(
-        isinstance(each, dict)
-        and each.keys() == kinds.keys()
-        and all(type(each[name]) is kind for name, kind in kinds.items())
-        and min(each["piece"], each["lost"]) >= 0
-        for each in damaged
-    )
+    try:
+        _Receipt.model_validate(receipt)
+    except ValueError:
+        return None
+    return receipt
 
 
 def read_receipts(source: Path, unit: int) -> Iterator[Any]:

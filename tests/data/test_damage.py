@@ -365,14 +365,27 @@ def test_lost_bytes_are_those_on_disk(tmp_path):
     assert 0 < found.lost < path.stat().st_size * 0.7
 
 
-@pytest.mark.parametrize("damaged", [[{"piece": 0}], None, "x", [{"piece": -1, "reason": "", "detail": "", "lost": 1}]])
-def test_a_receipt_that_makes_no_sense_is_made_again(tmp_path, tokenizer, damaged):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"damaged": [{"piece": 0}]},
+        {"damaged": None},
+        {"damaged": [{"piece": -1, "reason": "", "detail": "", "lost": 1}]},
+        {"records": "many"},
+        {"rejected": {"x": -1}},
+        {"splits": {"train": {"tokens": 1.5}}},
+        {"start": [0, "x", 0, 0]},
+        {"pieces": {"0": 3}},
+        {"input": []},
+    ],
+)
+def test_a_receipt_that_makes_no_sense_is_made_again(tmp_path, tokenizer, changes):
     _corpus(tmp_path)
     config = _config(tmp_path, tokenizer, "a.jsonl.gz")
     preprocess(config)
     path = next((config.data_dir / "s" / "receipts").rglob("*.json"))
     sound = path.read_bytes()
-    path.write_bytes(orjson.dumps(orjson.loads(sound) | {"damaged": damaged}))
+    path.write_bytes(orjson.dumps(orjson.loads(sound) | changes))
     assert preprocess(config).units_done == 1
     assert path.read_bytes() == sound
 
