@@ -21,7 +21,7 @@ from pipeline.data.hashing import key, value_hash
 from pipeline.data.leases import LEASES, read_leases
 from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS, Manifest
 from pipeline.data.receipts import MANIFEST_FILE
-from pipeline.data.sources import Hub, Reader, Unit, cut, expected_text_bytes, unit_size
+from pipeline.data.sources import MAX_RECORD_BYTES, Hub, Reader, Unit, cut, expected_text_bytes, unit_size
 from pipeline.data.splits import Splits, documents_wanted
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.unit import SourceJob, identity
@@ -293,13 +293,14 @@ def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
         "data.preprocess.seed": preprocess.seed,
         "data.preprocess.unit_bytes": preprocess.unit_bytes,
         "data.preprocess.max_document_bytes": preprocess.max_document_bytes,
-        "data.preprocess.max_record_bytes": preprocess.max_record_bytes,
         "data.preprocess.on_long_document": preprocess.on_long_document,
         "data.preprocess.shuffle": preprocess.shuffle,
         "name": source.name,
         "type": source.type,
         "metadata": sorted(source.metadata),
     }
+    if preprocess.max_record_bytes != MAX_RECORD_BYTES:  # datasets of earlier versions do not name it
+        settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
     if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
         settings["data.preprocess.on_damaged_file"] = "drop"  # splits of so many documents are counted without them
     if source.type != "text":

@@ -17,7 +17,9 @@ import zstandard
 from pipeline.console import Console
 from pipeline.data import preprocess as stage
 from pipeline.data.files import find_files
+from pipeline.data.opening import open_datasets
 from pipeline.data.origins import Origins
+from pipeline.data.plan import check_settings
 from pipeline.data.preprocess import preprocess
 from pipeline.data.sources import Reader, UnitReader
 from pipeline.data.status import print_status
@@ -415,3 +417,21 @@ def test_units_alone_are_made_again_without_dropped_files(tmp_path, tokenizer):
     preprocess(config, units=True)
     report = preprocess(config)
     assert (report.units_done, report.documents) == (0, 240)
+
+
+def test_datasets_of_the_version_before_can_be_trained_on(tmp_path, tokenizer):
+    """Their settings have these keys; one more among them would be another setting, which training refuses."""
+    _corpus(tmp_path)
+    config = _config(tmp_path, tokenizer, "*.jsonl.*")
+    preprocess(config)
+    (train,) = open_datasets(config, "train").values()
+    before = "seed unit_bytes max_document_bytes on_long_document shuffle".split()
+    own = {"name", "type", "metadata", "id_key", "text_key", "code_version", "tokenizer", "ends of splits"}
+    assert train.manifest.settings.keys() == own | {
+        "data.splits",
+        "data.split_by",
+        *(f"data.preprocess.{key}" for key in before),
+    }
+    other = _config(tmp_path, tokenizer, "*.jsonl.*", max_record_bytes=2**20)
+    with pytest.raises(UserError, match=r"max_record_bytes: None then, 1MiB now"):
+        check_settings(other, {"s": train.manifest})
