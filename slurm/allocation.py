@@ -11,8 +11,11 @@ from slurm import scheduler
 from slurm.scheduler import SchedulerError
 
 _PATIENCE = 300.0
-"""Seconds for which a controller that does not answer is asked again: it may just be started anew."""
+"""Seconds for which is asked again what the controller refuses to tell. One that is away is waited for."""
 _AGAIN = 5.0
+_SOON = 0.5
+_SAY = 600.0
+"""Seconds between two lines that say that it is waited for."""
 
 
 class Allocation:
@@ -60,15 +63,22 @@ class Allocation:
         return scheduler.hostnames(details.get("NodeList", "").replace("(null)", "")) or self.nodes
 
     def is_running(self) -> bool:
-        """Whether the scheduler counts the job as running, and not as one that it is about to end."""
-        until = time.monotonic() + _PATIENCE
+        """Whether the scheduler counts the job as running, and not as one that it is about to end.
+
+        A controller that is away is waited for as long as the job lives: the job can do nothing without it.
+        """
+        began = time.monotonic()
+        told = -_SAY
         while True:
             try:
                 return scheduler.details(self.job).get("JobState") == "RUNNING"
             except SchedulerError as error:
-                if time.monotonic() > until:
+                passed = time.monotonic() - began
+                if not error.away and passed > _PATIENCE:
                     return True
-                self._say(f"warning: {error}; asking again")
+                if passed - told >= _SAY:
+                    told = passed
+                    self._say(f"warning: {error}; asking again until there is an answer")
                 time.sleep(_AGAIN)
 
     def is_over_time(self) -> bool:
@@ -78,14 +88,68 @@ class Allocation:
         except SchedulerError:
             return False
 
-    def keep_from(self, job: str, nodes: Sequence[str]) -> None:
-        """A waiting job is to run on none of these nodes, and may on those that it was kept from before."""
+    def requeue(self) -> str | None:
+        """Put the job back into the queue; the scheduler then ends its processes. Returns why not, if it refuses."""
+        while True:
+            try:
+                scheduler.requeue(self.job)
+                return None
+            except SchedulerError as error:
+                if not self.is_running():  # it was done, though the answer got lost, or somebody ends the job
+                    return None
+                if not error.away:
+                    return str(error)
+
+    def exclusion(self, job: str, nodes: Sequence[str], unwanted: Sequence[str]) -> list[str]:
+        """Of some nodes those that a job can be kept from, so that it still has enough to start on.
+
+        Args:
+            job: its number.
+            nodes: the worst ones first.
+            unwanted: that the user does not want, whatever follows.
+        """
+        found = [node for node in nodes if node not in unwanted]
         try:
-            have = scheduler.details(job).get("ExcNodeList", "(null)").replace("(null)", "")
-            if set(scheduler.hostnames(have)) != set(nodes):
-                scheduler.update(job, {"ExcNodeList": ",".join(nodes)})
+            while found and not scheduler.can_start(job, [*unwanted, *found]):
+                fewer = found[: len(found) // 2]
+                left = ", ".join(found[len(fewer) :])
+                self._say(f"job {job} is not kept from {left}: too few nodes would be left for it to start on")
+                found = fewer
         except SchedulerError as error:
             self._say(f"warning: {error}")
+            return []  # it is better to start on a bad node than never
+        return found
+
+    def excluded(self, job: str) -> set[str]:
+        """Nodes that a job is kept from now.
+
+        Raises:
+            SchedulerError: the scheduler does not answer.
+        """
+        return set(scheduler.hostnames(scheduler.details(job).get("ExcNodeList", "").replace("(null)", "")))
+
+    def keep_from(self, job: str, nodes: Sequence[str], seconds: float) -> bool:
+        """A waiting job is to run on none of these nodes, and may on those that it was kept from before.
+
+        Args:
+            job: its number.
+            nodes: which.
+            seconds: for which it is tried again.
+
+        Returns:
+            Whether the scheduler says so, too.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                if self.excluded(job) == set(nodes):
+                    return True
+                scheduler.update(job, {"ExcNodeList": ",".join(nodes)})
+            except SchedulerError as error:
+                if time.monotonic() > until:
+                    self._say(f"warning: {error}")
+                    return False
+                time.sleep(_SOON)
 
     def _end_time(self) -> float | None:
         try:

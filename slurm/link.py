@@ -136,6 +136,8 @@ class Link:
         self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._link}")
         with self._listening():
             number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
+            if self._has_wrong_nodes():
+                return "requeue", EXIT_OK
             while not (over := self._is_over()):  # it may be cancelled between two launches
                 number += 1
                 how = self._launch(number)
@@ -299,7 +301,8 @@ class Link:
             if not waiting:
                 self._say("this was the last link of the chain; submit the run again to go on")
             elif self._allocation:
-                self._keep_from(waiting[0], self._avoid(how))
+                exclude = self._exclude(waiting[0], self._avoid(how))
+                self._allocation.keep_from(waiting[0], exclude, scheduler.kill_wait())
         elif how.next in ("done", "end") and self._submission.stage == "train":
             self._end_chain()
         if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
@@ -308,30 +311,50 @@ class Link:
         return how.code
 
     def _avoid(self, how: LaunchEnd) -> list[str]:
-        """Nodes that the next job should not have."""
-        return sorted({*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)})
+        """Nodes that the next job should not have, those first that are known to be bad."""
+        return list(dict.fromkeys([*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)]))
 
     def _requeue(self, avoid: Sequence[str]) -> str | None:
         """Back into the queue. From then on the scheduler ends this process. Returns why not, if it is refused."""
         assert self._allocation is not None
         if signal.SIGTERM in self._told and not self._allocation.is_over_time():
             return "the scheduler has just ended the job"
-        try:
-            scheduler.requeue(self._job)
-        except scheduler.SchedulerError as error:
-            if self._allocation.is_running():  # else it was done, though the answer got lost, or somebody ends the job
-                return str(error)
+        exclude = self._exclude(self._job, avoid)
+        seconds = scheduler.kill_wait()
+        if refused := self._allocation.requeue():
+            return refused
         # Only a job that waits can be told so. It does not start before this process is gone.
-        self._keep_from(self._job, avoid)
+        self._allocation.keep_from(self._job, exclude, seconds)
         return None
 
-    def _keep_from(self, job: str, avoid: Sequence[str]) -> None:
-        """Beside the nodes that the user does not want."""
+    def _exclude(self, job: str, avoid: Sequence[str]) -> list[str]:
+        """All nodes that a job is to be kept from: those that the user does not want, too."""
         assert self._allocation is not None
-        if avoid:
-            self._say(f"job {job} is kept from {', '.join(avoid)}")
         unwanted = scheduler.hostnames(self._submission.resources.exclude or "")
-        self._allocation.keep_from(job, [*unwanted, *(node for node in avoid if node not in unwanted)])
+        found = self._allocation.exclusion(job, avoid, unwanted)
+        if found:
+            self._say(f"job {job} is kept from {', '.join(found)}")
+        return [*unwanted, *found]
+
+    def _has_wrong_nodes(self) -> bool:
+        """Go back into the queue, once, where the start before wanted to avoid nodes that the job has again.
+
+        The scheduler had not been told: it did not answer, or this process was killed first.
+        """
+        past = launches(self._run, self._submission.stage)
+        before = past[-1] if past else None
+        if self._allocation is None or before is None or before.end is None or before.end.next != "requeue":
+            return False
+        if before.key[:2] != (self._job, self._restarts - 1):
+            return False
+        avoid = self._avoid(before.end)
+        if not set(avoid) & set(self._allocation.nodes):
+            return False
+        wrong = sorted({*self._exclude(self._job, avoid)} & {*self._allocation.nodes})
+        if not wrong:
+            return False
+        self._say(f"job {self._job} was given {', '.join(wrong)} again; it goes back into the queue for other nodes")
+        return self._requeue(avoid) is None
 
     def _leave_refused(self, how: LaunchEnd, why: str) -> int:
         """The job cannot go back into the queue: that is the end of it, which must not look like a good one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,14 @@ _GONE = ("Invalid job id",)
 """What the commands say of a job that ended so long ago that the controller has forgotten it."""
 _NOT_CONFIGURED = ("DNS SRV", "configuration source")
 """What they say where there is no slurm.conf."""
+_NO_ANSWER = "no answer for"
+_AWAY = (
+    *(_NO_ANSWER, "Unable to contact slurm controller", "timed out", "Zero Bytes were transmitted"),
+    *("in standby mode", "connect failure", "Connection refused", "Communication connection"),
+)
+"""What is said where the controller does not answer, which may be started anew just now."""
+_NEVER = "Requested node configuration is not available"
+"""What sbatch says of a job for which there are too few nodes."""
 
 
 class SchedulerError(MachineError):
@@ -43,6 +52,11 @@ class SchedulerError(MachineError):
         super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))
         self.command = list(command)
         self.said = text
+
+    @property
+    def away(self) -> bool:
+        """Whether nobody has answered, so that the same may be asked again later."""
+        return any(words in self.said for words in _AWAY)
 
 
 @dataclass(frozen=True)
@@ -79,25 +93,44 @@ def here() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def ask(command: Sequence[str], hint: str = "", *, seconds: float = SECONDS) -> str:
+def ask(command: Sequence[str], hint: str = "", *, seconds: float = SECONDS, given: str = "") -> str:
     """Output of a command.
+
+    SIGTERM does not end the command: a job that was put back into the queue gets it, with all of its processes, and has
+    something to ask all the same.
+
+    Args:
+        command: with its arguments.
+        hint: what may help where it fails.
+        seconds: to wait for the answer.
+        given: its input.
 
     Raises:
         SchedulerError: it is not there, failed, or took too long.
     """
+    # The mask is inherited. That of this thread is as before when the command has started, so nothing is lost here.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False, stdin=subprocess.DEVNULL
-        )
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     except FileNotFoundError:
         raise SchedulerError(
             command, f"{command[0]} is not on the path", "Run this on a login node of the cluster"
         ) from None
-    except subprocess.TimeoutExpired:
-        raise SchedulerError(command, f"no answer for {seconds:g} seconds", hint) from None
-    if done.returncode != 0:
-        raise SchedulerError(command, done.stderr or done.stdout, hint)
-    return done.stdout
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with process:
+        try:
+            output, errors = process.communicate(given, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise SchedulerError(command, f"{_NO_ANSWER} {seconds:g} seconds", hint) from None
+        except BaseException:  # a Ctrl-C, say
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise SchedulerError(command, errors or output, hint)
+    return output
 
 
 _SQUEUE = "%i|%T|%r|%N|%S|%e"
@@ -169,6 +202,33 @@ def requeue(job: str) -> None:
         ["scontrol", "requeue", job],
         "If the site does not let users requeue jobs, set slurm.chain=singleton (has_requeue: false in the profile)",
     )
+
+
+def can_start(job: str, exclude: Sequence[str]) -> bool:
+    """Whether there are enough nodes for a job without some of them, now or when other jobs have ended.
+
+    The scheduler itself is asked, with the script of the job: it knows what features and devices are wanted. Where it
+    says anything else than that there are too few, a job like this one is taken to be possible.
+
+    Raises:
+        SchedulerError: the script of the job cannot be had.
+    """
+    script = ask(["scontrol", "write", "batch_script", job, "-"])
+    # What the job has waited for is no longer of interest, and the scheduler may have forgotten it.
+    command = ["sbatch", "--test-only", "--dependency=singleton", f"--exclude={','.join(exclude)}"]
+    try:
+        ask(command, given=script)
+    except SchedulerError as error:
+        return _NEVER not in error.said
+    return True
+
+
+def kill_wait() -> float:
+    """Seconds that the processes of a job have when the scheduler ends it."""
+    try:
+        return float(configuration()["KillWait"].split()[0])
+    except (SchedulerError, KeyError, ValueError):
+        return 30.0
 
 
 def update(job: str, values: Mapping[str, str]) -> None:

@@ -127,16 +127,21 @@ def test_a_node_on_which_launches_crash_is_left_out(train: Run, whole: Path) -> 
     assert f"{bad} is left out: the last launches failed there" in log.read_text()
 
 
-def test_an_unhealthy_node_is_not_used(train: Run, whole: Path) -> None:
-    """Nothing can be written there, as on a node whose file system has turned read-only."""
-    bad = train.cluster.nodes[0]
-    wrapper = train.file.parent / "wrapper"
+def _make_unhealthy(train: Run, bad: str) -> None:
+    """Nothing can be written there, as on a node whose file system has turned read-only; only the doctor notices."""
+    wrapper = train.folder.with_suffix(".wrapper")
     wrapper.write_text(f'#!/bin/bash\n[[ $SLURMD_NODENAME != {bad} ]] || ulimit -f 0\nexec "$@"\n')
     wrapper.chmod(0o755)
-    profile = train.file.parent / "site.yaml"
+    profile = train.folder.with_suffix(".site.yaml")
     shipped = yaml.safe_load((Path(slurm.__file__).parent / "profiles" / "devcluster.yaml").read_text())
     profile.write_text(yaml.safe_dump({**shipped, "container_prefix": str(wrapper)}))
-    train.overrides += [f"slurm.profile={profile}", "slurm.doctor=true", "slurm.spare_nodes=1"]
+    train.overrides += [f"slurm.profile={profile}", "slurm.doctor=true"]
+
+
+@pytest.mark.parametrize("train", [("slurm.spare_nodes=1",)], indirect=True)
+def test_an_unhealthy_node_is_not_used(train: Run, whole: Path) -> None:
+    bad = train.cluster.nodes[0]
+    _make_unhealthy(train, bad)
     train.submit()
     train.until_over()
     train.check(whole)
@@ -144,6 +149,29 @@ def test_an_unhealthy_node_is_not_used(train: Run, whole: Path) -> None:
     assert bad not in launch.nodes and len(launch.nodes) == 2
     (log,) = (train.folder / "slurm" / "jobs").glob("*_log.out")
     assert f"{bad} is unhealthy" in log.read_text()
+
+
+@pytest.mark.parametrize("train", [("train.duration=10 steps",)], indirect=True)
+def test_a_job_without_spare_nodes_is_kept_from_an_unhealthy_one(train: Run) -> None:
+    """The scheduler ends all processes of a job that goes back into the queue, also those that tell it this."""
+    bad = train.cluster.nodes[0]
+    _make_unhealthy(train, bad)
+    (job,) = train.submit()
+    train.until(lambda: train.launches() and train.launches()[0].end, why="the first start")
+    train.until(lambda: _excluded(job) == bad, why=f"a job that is kept from {bad}")
+    scheduler.update(job, {"ExcNodeList": ""})  # as if nobody had told it
+    train.until_over()
+    first, second = train.launches()
+    assert first.end is not None and (first.end.failed_nodes, first.end.next) == ((bad,), "requeue")
+    assert bad not in second.nodes and second.restarts == 2, "the start between did not launch"
+    assert train.step() == 10
+    train.check_left()
+    (log,) = (train.folder / "slurm" / "jobs").glob("*_log.out")
+    assert f"job {job} was given {bad} again" in log.read_text()
+
+
+def _excluded(job: str) -> str:
+    return scheduler.details(job).get("ExcNodeList", "")
 
 
 @pytest.mark.parametrize("train", [("slurm.train.options={begin: now+10}",)], indirect=True)

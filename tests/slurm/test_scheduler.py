@@ -1,0 +1,70 @@
+"""What is asked of a scheduler that does not answer, as its commands say it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slurm import allocation, scheduler
+from slurm.allocation import Allocation
+
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+"""SLURM 22.05, whose controller was killed."""
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A command of this name; the test writes it."""
+    command = tmp_path / "scontrol"
+    command.write_text("#!/bin/sh\nexit 0\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return command
+
+
+@pytest.fixture
+def hours(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Each pause of an allocation lasts ten minutes, in no time."""
+    passed = [0.0]
+    sleep = lambda seconds: passed.append(passed[-1] + 600.0)  # noqa: E731
+    monkeypatch.setattr(allocation, "time", SimpleNamespace(monotonic=lambda: passed[-1], sleep=sleep))
+    return passed
+
+
+def test_a_controller_that_is_away_is_waited_for_as_long_as_the_job_lives(
+    scontrol: Path, hours: list[float], tmp_path: Path
+) -> None:
+    told: list[str] = []
+    job = Allocation("7", [], told.append)
+    calls = tmp_path / "calls"
+    scontrol.write_text(
+        f"#!/bin/sh\necho $1 >> {shlex.quote(str(calls))}\n"
+        f"[ $(wc -l < {shlex.quote(str(calls))}) -gt 9 ] || {{ echo {shlex.quote(AWAY)} >&2; exit 1; }}\n"
+        "[ $1 = show ] && echo JobState=RUNNING\nexit 0\n"
+    )
+    assert job.is_running()
+    assert hours[-1] > 5000 and "asking again until there is an answer" in told[0]
+    calls.unlink()
+    assert job.requeue() is None
+    assert [calls.read_text().split()[n] for n in (0, 1, -2, -1)] == ["requeue", "show", "show", "requeue"]
+
+
+def test_what_is_refused_is_not_asked_for_without_end(scontrol: Path, hours: list[float]) -> None:
+    scontrol.write_text("#!/bin/sh\n[ $1 = show ] && echo JobState=RUNNING || { echo denied >&2; exit 1; }\n")
+    refused = Allocation("7", [], print).requeue()
+    assert refused is not None and "denied" in refused
+    scontrol.write_text("#!/bin/sh\nexit 1\n")
+    assert Allocation("7", [], print).is_running()
+    assert hours[-1] < 2000
+
+
+def test_the_end_of_a_job_does_not_end_what_it_asks(scontrol: Path) -> None:
+    """The scheduler sends SIGTERM to all processes of a job that has gone back into the queue."""
+    scontrol.write_text("#!/bin/sh\nkill -TERM $$\necho 7\n")
+    assert scheduler.ask(["scontrol"]) == "7\n"
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
