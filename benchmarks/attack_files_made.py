@@ -45,7 +45,7 @@ FILES: dict[str, list[str]] = {
     **{f"{STEP}/{name}": [SHOW, EXPORT, FORK] for name in ("COMMIT", "state.json", ".metadata", "__0_0.distcp")},
     f"{STEP}/tokenizer.json": [EXPORT, "generate {c}/run/config.yaml run.dir={c}/run"],
     **{f"run/{name}": READ[:2] for name in ("exit.json", "metrics.jsonl", "ledger.jsonl", "summary.json")},
-    **{f"run/{name}": READ for name in ("config.yaml", "heartbeats/rank-0000.json", "eval/step-00000002.json")},
+    **{f"run/{name}": READ for name in ("config.yaml", "heartbeats/node-0000.jsonl", "eval/step-00000002.json")},
     "run/journal.json": [
         *READ[:2],
         READ[4],
@@ -263,7 +263,7 @@ def checkpoints(canary: Path) -> Iterator[Attack]:
         for text in ("[" * 10**5, "null", '{"step": 1e999}', '{"step": -1, "loss": "' + ESCAPE + '"}', "\0" * 10**5):
             yield Attack(f"{name}: {text[:24]!a}", lambda c, n=name, t=text: (c / "run" / n).write_text(t), commands)
     hosts = {"host": ESCAPE, "rank": 0, "pid": 10**30, "attempt": 1, "step": -1, "phase": ESCAPE, "time": 1e308}
-    for name in ("run/heartbeats/rank-0000.json", "run/exit.json", "run/summary.json", "run/eval/step-00000002.json"):
+    for name in ("run/heartbeats/node-0000.jsonl", "run/exit.json", "run/summary.json", "run/eval/step-00000002.json"):
         yield Attack(
             f"{name} with escapes", lambda c, n=name: (c / n).write_text(json.dumps(hosts | {"reason": ESCAPE})), READ
         )

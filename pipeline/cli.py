@@ -334,12 +334,22 @@ def serve(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where run.yaml is written.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where run.yaml, or site.yaml, is written.")],
     source: Annotated[str, typer.Option("--from", help="A run file that ships, to start from.")] = "starter",
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Write site.yaml instead: a profile of this cluster, as SLURM describes it."),
+    ] = False,
 ) -> None:
-    """Write a commented run file to start from."""
+    """Write a commented run file to start from, or a profile of the cluster that this machine belongs to."""
     from pipeline.config.starter import write
 
+    if profile:
+        from slurm.site import write_profile
+
+        path = write_profile(folder)
+        echo(f"wrote {path}\nCorrect what is marked CHANGE, then set slurm.profile={path} in run files")
+        return
     path = write(folder, source)
     echo(f"wrote {path}\nEdit it, then: pipeline run {path}")
 

@@ -17,7 +17,7 @@ from pipeline.console import say
 from pipeline.data import store
 from pipeline.errors import UserError
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.heartbeat import beat_file, read_beat
+from pipeline.train.heartbeat import read_beat
 from pipeline.train.lock import holder, is_held, when
 from slurm import active, jobs, scheduler
 from slurm.active import Active
@@ -245,7 +245,7 @@ class _Cancelling:
 
     def _say_progress(self, before: tuple[str, int | None] | None) -> tuple[str, int | None] | None:
         """What rank 0 does, when that changes."""
-        beat = read_beat(beat_file(self._run, 0))
+        beat = read_beat(self._run)
         if beat is None or beat.time < self._begin:
             return before
         place = beat.phase, beat.step

@@ -9,14 +9,19 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
+from pipeline.data import store
+
 SLOW_FACTOR = 2.0
 """A device that takes so many times the median of all for the same matrix product is slow."""
+_REPORTS = "reports.json"
+"""Those of all nodes, by name."""
 _ENOUGH = 3
 """With fewer of a kind the median does not say which one is the odd one."""
 _CLOCK_WARNING = 2.0
@@ -153,6 +158,15 @@ def verdict(folder: Path, nodes: Sequence[str]) -> Verdict:
         except (OSError, ValueError):  # the report is renamed into place, so a damaged one is a damaged disk
             found[node] = None
     return compare(found)
+
+
+def gather_reports(folder: Path, nodes: Sequence[str]) -> None:
+    """Put the reports of nodes into one file, when they are not written any more."""
+    files = {node: file for node in nodes if (file := report_file(folder, node)).exists()}
+    with suppress(OSError, ValueError):  # on a full disk they stay as they are
+        store.put_json(folder / _REPORTS, {node: orjson.loads(file.read_bytes()) for node, file in files.items()})
+        for file in files.values():
+            file.unlink()
 
 
 def compare(reports: Mapping[str, Report | None]) -> Verdict:

@@ -11,12 +11,14 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.data import store
 from pipeline.errors import EXIT_OTHER, EXIT_REFUSED, EXIT_STOPPED
-from pipeline.train.parallel.rank import ErrorRecord, read_error
-from slurm.tails import last_lines
+from pipeline.train.parallel.rank import ErrorRecord, read_error, read_errors
+from slurm.rank_logs import ERRORS, rank_log
 
 TAIL = 20
 """Lines of the log of a rank that has left no message."""
@@ -105,16 +107,6 @@ def first_of(found: Sequence[Ended]) -> Ended:
     return first
 
 
-def log_file(folder: Path, rank: int) -> Path:
-    """The log of a rank."""
-    return folder / f"rank-{rank:04d}.log"
-
-
-def error_file(folder: Path, rank: int) -> Path:
-    """What a rank leaves when it fails; see `pipeline.train.parallel.rank.record_error`."""
-    return folder / f"rank-{rank:04d}.error.json"
-
-
 @dataclass(frozen=True)
 class Failure:
     """What went wrong in a launch before anything else did."""
@@ -160,7 +152,7 @@ def first_failure(
         srun_log: what srun wrote, text; "" where there was none.
     """
     said = _read_srun(srun_log, launch_nodes)
-    failure = _what_failed(_all_ended(_records(run_logs), said), said, run_logs)
+    failure = _what_failed(_all_ended(_records(run_logs), said), said, run_logs, processes_per_node)
     if failure is None:
         return None
     if failure.rank is not None:
@@ -169,20 +161,20 @@ def first_failure(
     return replace(failure, lost_nodes=said.lost)
 
 
-def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path) -> Failure | None:
+def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path, per_node: int) -> Failure | None:
     if said.lost:  # then an abort is how a connection was lost
         ended = [each for each in ended if each.record or each.code != -signal.SIGABRT]
     found = causes(ended)
     if found and not found[0].consequence:
-        return None if found[0].code == EXIT_STOPPED else _of_process(first_of(found), run_logs)
+        return None if found[0].code == EXIT_STOPPED else _of_process(first_of(found), run_logs, per_node)
     if said.lost:
         what = f"node {said.lost[0]} was lost" if len(said.lost) == 1 else f"nodes {', '.join(said.lost)} were lost"
         return Failure(None, said.lost[0], EXIT_OTHER, what, "")
-    why = said.why or _why(last_lines(log_file(run_logs, 0), TAIL))
+    why = said.why or _why(rank_log(run_logs, 0, per_node).last_lines(TAIL))
     if found and not why:  # nothing is known but that connections were lost, and perhaps who could not say so any more
         silent = [each for each in said.killed if each not in {one.rank for one in ended}]
         lost = Ended(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
-        return _of_process(lost, run_logs)
+        return _of_process(lost, run_logs, per_node)
     if found or said.told_to:
         return Failure(None, None, EXIT_OTHER, f"the processes were ended from outside ({why or 'scancel'})", "")
     return Failure(None, None, EXIT_OTHER, f"srun: {said.other}", "") if said.other else None
@@ -195,15 +187,27 @@ def stopped(run_logs: Path) -> bool:
     return codes == {EXIT_STOPPED}
 
 
+def gather_errors(folder: Path) -> None:
+    """Put what the ranks of each node have left into one file, when the launch has ended."""
+    files = sorted(folder.glob(f"node-*.{ERRORS}"))
+    with suppress(OSError):  # on a full disk they stay as they are
+        if files:
+            store.put(folder / ERRORS, b"".join(file.read_bytes() for file in files))
+        for file in files:
+            file.unlink()
+
+
 def _records(folder: Path) -> dict[int, ErrorRecord]:
     """What ranks have left, by rank."""
-    found = {}
+    found: dict[int, ErrorRecord] = {}
     try:
         with os.scandir(folder) as entries:  # of thousands of ranks: no look at what is not asked for
             for entry in entries:
                 name = _ERROR_FILE.match(entry.name)
                 if name and (record := read_error(Path(entry.path))) is not None:
                     found[int(name[1])] = record
+                elif entry.name.endswith(ERRORS):
+                    found |= read_errors(Path(entry.path))
     except OSError:
         return {}
     return found
@@ -311,7 +315,7 @@ def _all_ended(records: Mapping[int, ErrorRecord], said: _Srun) -> list[Ended]:
     return found
 
 
-def _of_process(ended: Ended, run_logs: Path) -> Failure:
+def _of_process(ended: Ended, run_logs: Path, per_node: int) -> Failure:
     """In words; its node is not known here."""
     name = signal.Signals(-ended.code).name if ended.code < 0 else None
     code = ended.code if ended.code > 0 else EXIT_OTHER
@@ -319,7 +323,7 @@ def _of_process(ended: Ended, run_logs: Path) -> Failure:
         message, _, more = ended.record.message.partition("\n")
         details = "\n".join(filter(None, [more, ended.record.traceback.rstrip()]))
         return Failure(ended.rank, None, code, message, details, ended.record.time, name)
-    tail = last_lines(log_file(run_logs, ended.rank), TAIL)
+    tail = rank_log(run_logs, ended.rank, per_node).last_lines(TAIL)
     words = ended.words
     if missing := [why for line in tail if (why := line.partition(_NO_PROGRAM)[2])]:
         # What slurmstepd leaves with then is no code of ours.

@@ -14,7 +14,7 @@ from slurm import active, jobs
 from slurm.launches import Launch, launches
 from slurm.live import Found, look
 from slurm.log_parts import Part, parts
-from slurm.tails import Tail
+from slurm.tails import Tail, Tails
 
 _POLL = 0.3
 """Seconds between looks at files."""
@@ -22,7 +22,7 @@ _ASK = 15.0
 """Seconds between questions to the scheduler, where files say nothing."""
 
 
-def follow_logs(run: Path, part: Part | None, rank: int, tail: Tail | None, console: Console) -> None:
+def follow_logs(run: Path, part: Part | None, rank: int, tail: Tails | None, console: Console) -> None:
     """Write what comes, until the run has ended for good.
 
     Args:
@@ -46,7 +46,7 @@ def follow_logs(run: Path, part: Part | None, rank: int, tail: Tail | None, cons
         following.begin(launch)
 
 
-def write_out(tail: Tail, console: Console) -> bool:
+def write_out(tail: Tail | Tails, console: Console) -> bool:
     """Print all that has come, which any program may have written. Returns whether that was anything."""
     some = False
     while text := tail.read():
@@ -66,7 +66,7 @@ class _Following:
         self._asked = 0.0
         self._told = ""
 
-    def by_hand(self, tail: Tail) -> None:
+    def by_hand(self, tail: Tails) -> None:
         """Until nobody trains any more."""
         while True:
             left = is_held(self._run)
@@ -92,10 +92,10 @@ class _Following:
         say(self._console, f"==> {part.words}")
         log = part.log(self._rank)
         if log is not None:
-            say(self._console, f"==> {log}")
-            self.launch(launch, Tail(log))
+            say(self._console, f"==> {log.path}")
+            self.launch(launch, log.tail())
 
-    def launch(self, launch: Launch, tail: Tail) -> None:
+    def launch(self, launch: Launch, tail: Tails) -> None:
         """Until it has ended, and why."""
         quiet = time.monotonic()
         while True:

@@ -45,7 +45,8 @@ from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
 from pipeline.train.planning.fit import check_memory
 from pipeline.train.run_folder import note_end
-from slurm.failures import TAIL, Ended, causes, error_file, first_of, log_file
+from slurm.failures import TAIL, Ended, causes, first_of
+from slurm.rank_logs import error_file, log_file
 from slurm.room import check_room
 from slurm.tails import last_lines
 

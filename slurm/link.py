@@ -34,9 +34,9 @@ from slurm import jobs, permissions, report, scheduler
 from slurm.allocation import Allocation
 from slurm.decide import Situation, choose, crashes_in_a_row, decide, suspects
 from slurm.doctor import doctor_command
-from slurm.doctor_report import verdict
+from slurm.doctor_report import gather_reports, verdict
 from slurm.evaluations import Evaluations
-from slurm.failures import first_failure, stopped
+from slurm.failures import first_failure, gather_errors, stopped
 from slurm.launches import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.step import Step, meeting_place, tail
 from slurm.submission import Submission, read_submission
@@ -203,6 +203,7 @@ class Link:
             status = step.run(self._look, self._started)
             self._tell_saves()
             ending = self._judge(step, status, launch, before)
+            gather_errors(logs)
         how = self._decide(launch, ending)
         self._note(launch, how)
         return how
@@ -416,10 +417,12 @@ class Link:
         folder.mkdir()
         words = tuple(doctor_command(self._submission.run_file, folder, self._submission.site.gpus_per_node))
         place = meeting_place(self._submission, nodes)
-        Step(self._submission, words, nodes, 1, folder, place, together=False).run(lambda: None, lambda _: None)
+        step = Step(self._submission, words, nodes, 1, folder, place, together=False, through_srun=True)
+        step.run(lambda: None, lambda _: None)
         if signal.SIGTERM in self._told:
             return []  # it was not the nodes that kept them from answering
         found = verdict(folder, nodes)
+        gather_reports(folder, nodes)
         self._allocation.unhealthy.update(found.unhealthy)
         bad = [f"{node} is unhealthy: {'; '.join(why)}" for node, why in found.unhealthy.items()]
         return [*bad, *(f"warning: {text}" for text in found.warnings)]
@@ -503,11 +506,11 @@ class Link:
         others = [node for node in self._allocation.nodes if node not in down]
         if others:
             words = ("-m", "slurm.guard", self._job, str(self._run))
-            command = Step(self._submission, words, (others[-1],), 1, self._run, {}).command(outside=True)
+            step = Step(self._submission, words, (others[-1],), 1, self._run, {}, through_srun=True)
             # It has nothing to say but what ends with it; its own session, as for the ranks.
             nowhere = subprocess.DEVNULL
             self._guard = subprocess.Popen(
-                command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
+                step.command(outside=True), stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
             )
 
     def _started(self, process: subprocess.Popen[bytes]) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pipeline.train.attempts import Attempt, attempts
 from pipeline.train.lock import when
-from slurm.failures import log_file
 from slurm.jobs import Stage
 from slurm.launches import Launch, launches
+from slurm.rank_logs import RankLog, rank_log
 
 _BY_HAND = re.compile(r"^(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(-eval)?(?:\.\d+)?$")
 """A folder that `pipeline train` or `pipeline eval` makes for its ranks from 1 on."""
@@ -39,10 +39,12 @@ class Part:
     ranks: Path | None
     """Logs of ranks from 1 on, where the processes were started on one machine."""
 
-    def log(self, rank: int) -> Path | None:
+    def log(self, rank: int) -> RankLog | None:
         """The log of a rank, which may not be there yet."""
-        own = self.ranks if rank and self.ranks is not None else self.folder
-        return None if own is None else log_file(own, rank)
+        if rank and self.ranks is not None:
+            return rank_log(self.ranks, rank)
+        per_node = self.launch.processes_per_node if self.launch and self.launch.nodes else 1
+        return None if self.folder is None else rank_log(self.folder, rank, per_node)
 
     @property
     def words(self) -> str:

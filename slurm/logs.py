@@ -9,11 +9,12 @@ from rich.console import Console
 from pipeline.console import say
 from pipeline.errors import UserError
 from slurm import active, jobs
-from slurm.failures import Failure, first_failure, log_file
+from slurm.failures import Failure, first_failure
 from slurm.follow import follow_logs, write_out
 from slurm.log_parts import Part, parts
 from slurm.named import run_folder
-from slurm.tails import Tail, last_lines
+from slurm.rank_logs import RankLog
+from slurm.tails import Tail, Tails, last_lines
 
 _SRUN_LINES = 10_000
 """Of srun's own output, the last ones."""
@@ -72,7 +73,7 @@ def _of_attempt(found: list[Part], number: int) -> list[Part]:
     raise UserError(f"--attempt {number}: the run has no such attempt at training; {there}")
 
 
-def _show(part: Part, rank: int, console: Console, lines: int) -> Tail | None:
+def _show(part: Part, rank: int, console: Console, lines: int) -> Tails | None:
     """The last lines of a rank's log; returns where to go on."""
     processes = _processes(part)
     if processes is not None and rank >= processes:
@@ -83,11 +84,11 @@ def _show(part: Part, rank: int, console: Console, lines: int) -> Tail | None:
     if log is None:
         say(console, _in_the_terminal(part))
         return None
-    missing = f"there is no log of rank {rank} yet: {log}"
+    missing = f"there is no log of rank {rank} yet: {log.path}"
     if part.end is not None:
-        missing = f"rank {rank} wrote nothing before the launch ended: there is no {log}"
-    say(console, f"==> {log}" if log.exists() else missing)
-    tail = Tail(log, lines)
+        missing = f"rank {rank} wrote nothing before the launch ended: there is no {log.path}"
+    say(console, f"==> {log.path}" if log.path.exists() else missing)
+    tail = log.tail(lines)
     write_out(tail, console)
     return tail
 
@@ -145,14 +146,14 @@ def _show_first_error(found: list[Part], console: Console) -> None:
         if failure.details:
             say(console, failure.details)
         if failure.rank is not None and (log := _log_of(part, failure.rank)):
-            say(console, f"==> {log}")
+            say(console, f"==> {log.path}")
         return
     say(console, "nothing failed")
 
 
-def _log_of(part: Part, rank: int) -> Path | None:
+def _log_of(part: Part, rank: int) -> RankLog | None:
     log = part.log(rank)
-    return log if log is not None and log.exists() else None
+    return log if log is not None and log.path.exists() else None
 
 
 def _failure(part: Part) -> Failure | None:
@@ -169,8 +170,8 @@ def _failure(part: Part) -> Failure | None:
     if found is not None:
         return found
     if launch is not None and launch.end is not None:
-        log = log_file(part.folder, 0) if part.folder else None
-        details = "\n".join(last_lines(log, 20)) if log and not launch.nodes else ""
+        log = part.log(0)
+        details = "\n".join(log.last_lines(20)) if log and not launch.nodes else ""
         return Failure(launch.end.rank, launch.end.node, launch.end.code, launch.end.reason, details)
     died = [each for each in part.attempts if each.died]
     return Failure(None, None, died[-1].code or 1, died[-1].reason, "") if died else None

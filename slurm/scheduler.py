@@ -328,6 +328,28 @@ def partitions() -> dict[str, Partition]:
     return found
 
 
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of a partition that are alike."""
+
+    nodes: int
+    cpus: int
+    """Of each."""
+    gres: str
+    """Like `gpu:h100:8`; `(null)` for none."""
+
+
+def node_kinds(partition: str) -> list[NodeKind]:
+    """The kinds of nodes of a partition.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    text = ask(["sinfo", "--noheader", "--exact", "--partition", partition, "--format", "%D|%c|%G"])
+    rows = [[word.strip() for word in line.split("|")] for line in text.splitlines()]
+    return [NodeKind(_count(nodes), _count(cpus.rstrip("+")), gres) for nodes, cpus, gres in rows]
+
+
 def configuration() -> dict[str, str]:
     """`scontrol show config`, by key, like `MaxArraySize`.
 

@@ -35,11 +35,13 @@ class Step:
     nodes: tuple[str, ...]
     per_node: int
     logs: Path
-    """An existing folder for the output of each process."""
+    """An existing folder for the output of the processes."""
     environment: Mapping[str, str]
     """In addition to this process's."""
     together: bool = True
     """Whether all end when one of them fails."""
+    through_srun: bool = False
+    """Whether what the few lines of the processes say is in srun's own output, and not in a log for each node."""
 
     @property
     def said(self) -> Path:
@@ -68,11 +70,20 @@ class Step:
             # What an earlier step had may still count as taken: one with a lost node never ends for the controller.
             "--overlap",
             f"--wait={_STRAGGLE}",
-            "--unbuffered",
-            f"--output={self.logs}/rank-%4t.log",
+            *self._output,
             *site.srun_options,
             *python,
         ]
+
+    @property
+    def _output(self) -> list[str]:
+        """Each node writes its own file, so that nothing passes through srun."""
+        if self.through_srun:
+            return ["--label"]
+        if self.per_node == 1:
+            return ["--unbuffered", f"--output={self.logs}/rank-%4t.log"]
+        # Whole lines, each after its rank; see `slurm.rank_logs`.
+        return ["--label", f"--output={self.logs}/node-%4n.log"]
 
     def run(self, look: Callable[[], None], started: Callable[[subprocess.Popen[bytes]], None]) -> int:
         """Start it and wait for its end; returns the exit code of srun, or of the process.

@@ -8,13 +8,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline.data import store
 from pipeline.errors import UserError
-from slurm.failures import error_file
+from pipeline.train.parallel.rank import NODE_ERRORS
+from slurm.rank_logs import log_file, node_errors
 
 LOGS = "PIPELINE_LOGS"
 """Folder in which processes leave what they know of their failure."""
+_PLACE = (("PROCID", "0"), ("NTASKS", "1"), ("STEP_NUM_NODES", "1"))
 
 
 def ranks_environment(given: dict[str, str]) -> dict[str, str]:
@@ -40,13 +44,22 @@ def main() -> None:
     if words[:1] == ["eval"]:
         # Sent ahead of the end of the time; there is nothing to save, and what is left may be enough.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    rank = int(os.environ.get("SLURM_PROCID", "0"))
     if LOGS in os.environ:
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file(Path(os.environ[LOGS]), rank))
+        _tell_in(Path(os.environ[LOGS]), os.environ)
     from pipeline.cli import main as pipeline
 
     sys.argv = ["pipeline", *words]
     pipeline()
+
+
+def _tell_in(logs: Path, given: Mapping[str, str]) -> None:
+    """Where this process leaves what it says, and why it failed."""
+    rank, number, nodes = (int(given.get(f"SLURM_{name}", default)) for name, default in _PLACE)
+    per_node = number // nodes
+    os.environ[NODE_ERRORS] = str(node_errors(logs, rank // per_node))
+    if rank == 0 and per_node > 1:
+        # Once the disk was full, SLURM writes no more to the log of a node. What tells how the run gets on goes on.
+        store.log_to(log_file(logs, rank))
 
 
 if __name__ == "__main__":

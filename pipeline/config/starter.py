@@ -15,10 +15,18 @@ def write(folder: Path, source: str = "starter") -> Path:
     Raises:
         UserError: `folder/run.yaml` exists, or no such run file ships.
     """
-    path = folder / "run.yaml"
+    original = find(Path("configs", f"{source.removesuffix('.yaml')}.yaml"))
+    return write_new(folder / "run.yaml", original.read_bytes())
+
+
+def write_new(path: Path, data: bytes) -> Path:
+    """Write a file that is not there yet, for somebody to edit.
+
+    Raises:
+        UserError: it is there.
+    """
     if path.exists():
         raise UserError(f"{path} exists and is not overwritten; name another folder, or move it away")
-    original = find(Path("configs", f"{source.removesuffix('.yaml')}.yaml"))
-    folder.mkdir(parents=True, exist_ok=True)
-    put(path, original.read_bytes())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put(path, data)
     return path

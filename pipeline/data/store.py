@@ -27,6 +27,8 @@ TEMPORARY_SUFFIX = ".tmp"
 FOREIGN_S = 7 * 86_400.0
 """A temporary file of another machine or container that nobody has written for so long is nobody's."""
 _SHOWN_NAME = 200
+_SHARED = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""To open a file that stays in its place; a pipe with its name is no reason to wait."""
 _TEMPORARY = re.compile(r"\..+\.(?P<space>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
@@ -331,6 +333,46 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file to which other processes of this machine may add theirs at the same time.
+
+    The line comes after a newline, too, so that one before it that a full disk has cut short does not spoil it.
+    """
+    descriptor = os.open(path, _SHARED | os.O_APPEND, 0o666)
+    try:
+        os.write(descriptor, b"\n" + line + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def write_at(path: Path, offset: int, data: bytes) -> None:
+    """Write a part of a file in place, which other processes of this machine may do with theirs.
+
+    Neither flushed to disk nor in one piece: whoever reads it looks again where it is none.
+    """
+    descriptor = os.open(path, _SHARED, 0o666)
+    try:
+        os.pwrite(descriptor, data, offset)
+    finally:
+        os.close(descriptor)
+
+
+def cut(path: Path, size: int) -> None:
+    """Take away what a file has beyond a size in bytes."""
+    with path.open("rb+") as file:
+        if file.seek(0, os.SEEK_END) > size:
+            file.truncate(size)
+
+
+def log_to(path: Path) -> None:
+    """Let a file take all that this process prints from now on; on an error it stays as it is."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, _SHARED | os.O_APPEND, 0o666)
+        for stream in (1, 2):
+            os.dup2(descriptor, stream)
+        os.close(descriptor)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from pipeline.errors import (
     EXIT_UNSAVED,
     UserError,
 )
-from pipeline.train.heartbeat import HUNG, beat_file, read_beat
+from pipeline.train.heartbeat import HUNG, read_beat
 from pipeline.train.lock import is_held, job
 
 _BEGIN, _END = "attempt", "attempt end"
@@ -309,7 +309,7 @@ def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
             step = max(step, row["step"])
             break
     code, reason = None, _WITHOUT_A_WORD
-    beat = read_beat(beat_file(run, 0))
+    beat = read_beat(run)
     if beat is not None and beat.attempt == number:
         last = max(last, beat.time)
         if beat.step is not None:  # the one that it is in

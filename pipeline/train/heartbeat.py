@@ -1,4 +1,4 @@
-"""What each process of a run does now, in a file of its own: `RUN/heartbeats/rank-0001.json`.
+"""What each process of a run does now, a line each in a file for each node: `RUN/heartbeats/node-0001.jsonl`.
 
 Whoever looks at the run folder sees from them which ranks live, how far they are, and which one the others wait for.
 They are signs of life and nothing more: a disk that is full or gone must not end a run because of them.
@@ -23,6 +23,10 @@ HUNG = "hang"
 """The phase of a rank whose watchdog is about to end it."""
 ENDED = "end"
 """The phase of a rank that has left the training."""
+_SLOT = 1024
+"""Bytes of a line, which is written in place. A page has a whole number of them."""
+_TORN = 3
+"""How often a line is read that is being written."""
 _LEAVING = 5.0
 """Seconds that a rank waits, when it ends, for a heartbeat that is being written."""
 _NAMED = 8
@@ -54,38 +58,69 @@ def folder(run: Path) -> Path:
     return run / "heartbeats"
 
 
+def node_file(run: Path, node: int) -> Path:
+    """The heartbeats of the ranks of a node, by its number among the nodes of the run."""
+    return folder(run) / f"node-{node:04d}.jsonl"
+
+
 def beat_file(run: Path, rank: int) -> Path:
-    """The heartbeat of a rank."""
+    """The heartbeat of a rank of an older version, which had a file each."""
     return folder(run) / f"rank-{rank:04d}.json"
 
 
-def read_beat(file: Path) -> Beat | None:
-    """A heartbeat, or None where there is none that can be read."""
-    try:
-        values = orjson.loads(store.read_bytes(file))
-        known = {name: values[name] for name in Beat.__dataclass_fields__ if name in values}
-        beat = Beat(**known)
-        float(beat.time)
-    except (OSError, ValueError, TypeError):
-        return None
-    return beat
+def read_beat(run: Path, rank: int = 0) -> Beat | None:
+    """The last heartbeat of a rank, or None where there is none that can be read."""
+    first = [node_file(run, 0), beat_file(run, 0)]
+    return _newest(first if rank == 0 else _files(run)).get(rank)
 
 
 def read_beats(run: Path, attempt: int | None = None) -> dict[int, Beat]:
     """Heartbeats by rank; of one attempt, or whichever is the last of each rank."""
-    found: dict[int, Beat] = {}
-    with suppress(OSError):
-        for file in sorted(folder(run).glob("rank-*.json")):
-            beat = read_beat(file)
-            if beat is not None and attempt in (None, beat.attempt):
-                found[beat.rank] = beat
-    return found
+    return {rank: beat for rank, beat in _newest(_files(run)).items() if attempt in (None, beat.attempt)}
 
 
 def host_of(run: Path, rank: int) -> str | None:
     """Where a rank runs, by its last heartbeat."""
-    beat = read_beat(beat_file(run, rank))
+    beat = read_beat(run, rank)
     return None if beat is None else beat.host
+
+
+def _files(run: Path) -> list[Path]:
+    return sorted([*folder(run).glob("node-*.jsonl"), *folder(run).glob("rank-*.json")])
+
+
+def _newest(files: Iterable[Path]) -> dict[int, Beat]:
+    """The last heartbeat of each rank."""
+    found: dict[int, Beat] = {}
+    for file in files:
+        for beat in _of_file(file):
+            if beat.rank not in found or found[beat.rank].time <= beat.time:
+                found[beat.rank] = beat
+    return found
+
+
+def _of_file(file: Path) -> list[Beat]:
+    """The heartbeats in a file, without what cannot be read."""
+    found: list[Beat] = []
+    for _ in range(_TORN):
+        lines: list[bytes] = []
+        with suppress(OSError, ValueError):
+            # Lines that nobody has written yet are zeros.
+            lines = [line for line in store.read_bytes(file).replace(b"\0", b"").splitlines() if line.strip()]
+        found = [beat for line in lines if (beat := _parse(line)) is not None]
+        if len(found) == len(lines):
+            break
+    return found
+
+
+def _parse(line: bytes) -> Beat | None:
+    try:
+        values = orjson.loads(line)
+        beat = Beat(**{name: values[name] for name in Beat.__dataclass_fields__ if name in values})
+        float(beat.time)
+    except (ValueError, TypeError):
+        return None
+    return beat if isinstance(beat.rank, int) else None
 
 
 class Heartbeat:
@@ -98,6 +133,7 @@ class Heartbeat:
         run: The run folder.
         rank: Of this process.
         world: Ranks of the run.
+        per_node: Ranks on each node.
         attempt: Number of the attempt, asked at each beat: it grows when a run goes back to an earlier step.
         seconds: From one beat to the next.
         place: Phase and step of now.
@@ -109,6 +145,7 @@ class Heartbeat:
         *,
         rank: int,
         world: int,
+        per_node: int,
         attempt: Callable[[], int],
         seconds: float,
         place: Callable[[], tuple[str, int | None]],
@@ -119,7 +156,9 @@ class Heartbeat:
         self.attempt = attempt
         self.seconds = seconds
         self._place = place
-        self._file = beat_file(run, rank)
+        self._per_node = per_node
+        self._file = node_file(run, rank // per_node)
+        self._offset = rank % per_node * _SLOT
         self._host = machine.node_name()
         self._one_at_a_time = threading.Lock()
         self._last = False
@@ -148,11 +187,14 @@ class Heartbeat:
     def _prepare(self) -> None:
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
-            if self.rank == 0:  # those of a run on more processes
-                for file in self._file.parent.glob("rank-*.json"):
-                    number = file.stem.removeprefix("rank-")
-                    if number.isdecimal() and int(number) >= self.world:
-                        file.unlink(missing_ok=True)
+            if self._offset == 0 and not os.access(self._file, os.W_OK):  # of another member of the group, or none
+                self._file.unlink(missing_ok=True)
+            elif self._offset == 0:  # lines of a run on more processes
+                store.cut(self._file, self._per_node * _SLOT)
+            if self.rank == 0:  # files of a run on more nodes, or of an older version
+                own = {node_file(self.run, node) for node in range(self.world // self._per_node)}
+                for file in set(_files(self.run)) - own:
+                    file.unlink(missing_ok=True)
 
     def write(
         self,
@@ -179,11 +221,13 @@ class Heartbeat:
             values = asdict(
                 Beat(self.rank, self._host, os.getpid(), self.attempt(), step, phase, time.time(), place, waits)
             )
-            temporary = self._file.with_name(f".{self._file.name}.tmp")
+            line = orjson.dumps(values)
+            if len(line) >= _SLOT:  # by the line of code; of a long path the end tells more
+                values["place"] = str(place)[-_SLOT // 4 :]
+                line = orjson.dumps(values)
             # Not flushed to disk: after a crash of the machine it says nothing that was still true.
             with suppress(OSError):
-                temporary.write_bytes(orjson.dumps(values))
-                os.replace(temporary, self._file)
+                store.write_at(self._file, self._offset, line.ljust(_SLOT - 1) + b"\n")
 
     def others_have_noticed(self, within: float) -> dict[int, Beat]:
         """The heartbeats, when every rank that gives a sign of life has found that it hangs, or after so many seconds.

@@ -24,7 +24,7 @@ import orjson
 from pipeline.data import machine, store
 from pipeline.data.file_lock import exclusive
 from pipeline.errors import MachineError, UserError
-from pipeline.train.heartbeat import beat_file, read_beat
+from pipeline.train.heartbeat import read_beat
 
 _SQUEUE_SECONDS = 20.0
 """A scheduler that takes longer to answer is not waited for: then nothing is known of the job."""
@@ -268,7 +268,7 @@ def _in_use(run: Path, held: Holder, why: str) -> str:
     text = f"run folder {run} is in use by {_who(held)} ({why})"
     if since := held.get("since"):
         text += f", since {when(since)}"
-    if beat := read_beat(beat_file(run, 0)):
+    if beat := read_beat(run):
         place = "" if beat.step is None else f", at step {beat.step}"
         text += f"; its last sign of life is of {when(beat.time)}{place} ({beat.phase})"
     lock = run / "lock"

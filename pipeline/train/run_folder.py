@@ -38,7 +38,7 @@ from pipeline.train.attempts import (
     settle,
 )
 from pipeline.train.goodput import goodput
-from pipeline.train.heartbeat import beat_file, read_beat
+from pipeline.train.heartbeat import read_beat
 from pipeline.train.lock import Lock
 
 __all__ = [
@@ -230,7 +230,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
     with suppress(OSError, ValueError):
         if exit_file.stat().st_mtime >= start:
             state = orjson.loads(store.read_bytes(exit_file))
-    beat = read_beat(beat_file(run, 0))
+    beat = read_beat(run)
     step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None
     with suppress(OSError):  # a full disk, say
         code, reason = exit_code(end), str(end) or type(end).__name__

@@ -189,4 +189,4 @@ def test_heartbeats_tell_where_each_rank_is_and_stacks_come_on_request(root: Pat
     process.communicate(timeout=120)
     assert process.returncode == 75
     assert {rank: beat.phase for rank, beat in read_beats(run).items()} == {0: "end", 1: "end"}
-    assert [path.name for path in sorted((run / "heartbeats").iterdir())] == ["rank-0000.json", "rank-0001.json"]
+    assert [path.name for path in sorted((run / "heartbeats").iterdir())] == ["node-0000.jsonl"]

@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 import slurm
+from pipeline.data import store
 from pipeline.train.lock import Lock
 from slurm import scheduler
+from tests import tiny
 from tests.slurm.training import Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
@@ -81,6 +83,12 @@ def test_a_rank_crashes(train: Run, whole: Path) -> None:
     assert (first.end.rank, first.end.node) == (3, first.nodes[1])
     assert "SIGKILL" in first.end.reason
     assert second.checkpoint >= 10
+    files = {file.name for file in (train.folder / first.logs).iterdir()}
+    assert files == {"srun.log", "rank-0000.log", "node-0000.log", "node-0001.log", "errors.jsonl"}
+    assert len(list((train.folder / "heartbeats").iterdir())) == 2, "one for each node"
+    log = tiny.pipeline("logs", train.folder, "--attempt", "1", "--rank", "2")
+    assert "error: rank 2 has lost another process of the run" in log.stdout, log.stdout
+    assert "SIGKILL" in tiny.pipeline("logs", train.folder, "--attempt", "1", "--first-error").stdout
 
 
 def test_a_rank_hangs(train: Run, whole: Path) -> None:
@@ -92,6 +100,9 @@ def test_a_rank_hangs(train: Run, whole: Path) -> None:
     first, second = train.launches()
     assert first.end is not None and (first.end.code, first.end.next) == (76, "relaunch"), first.end
     assert second.checkpoint >= 10
+    hang = sorted((train.folder / "logs" / "hang-0001").iterdir())
+    assert [file.name for file in hang] == ["flight-recorder-node-0000.jsonl", "flight-recorder-node-0001.jsonl"]
+    assert {row["rank"] for row in store.read_json_lines(hang[0])} == {0, 1}
 
 
 @pytest.mark.parametrize("train", [("slurm.max_restarts=1", "train.checkpoint.every_steps=1000")], indirect=True)

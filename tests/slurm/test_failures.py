@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EXIT_HANG, EXIT_REFUSED, EXIT_STOPPED, HangError, RankFailed, Stopped, UserError
-from pipeline.train.parallel.rank import record_error
+from pipeline.train.parallel.rank import NODE_ERRORS, record_error
 from slurm import failures
-from slurm.failures import Failure, first_failure, stopped
+from slurm.failures import Failure, first_failure, gather_errors, stopped
+from slurm.rank_logs import node_errors
 
 NODES = ["n1", "n2"]
 KILLED = """\
@@ -187,6 +188,33 @@ def test_one_that_could_not_say_why(tmp_path: Path, fail, srun: str, name: str, 
     assert (failure.rank, failure.node, failure.code, failure.signal) == (3, "n2", 1, name)
     assert words in failure.message
     assert failure.details.split("\n") == [f"line {line}" for line in range(80, 100)]
+
+
+def test_ranks_of_a_node_share_a_file(tmp_path: Path, fail, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """As `slurm.task` lets them; when the launch has ended one file has all of them."""
+    for rank, error in ((0, lost_connection()), (1, lost_connection()), (3, KeyError("\udcff")), (3, KeyError("more"))):
+        monkeypatch.setenv(NODE_ERRORS, str(node_errors(tmp_path, rank // 2)))
+        fail(rank, error)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["node-0000.errors.jsonl", "node-0001.errors.jsonl"]
+    with node_errors(tmp_path, 1).open("a") as file:
+        file.write('{"rank": 2, "mess')  # a full disk
+    monkeypatch.setenv(NODE_ERRORS, str(node_errors(tmp_path, 1)))
+    fail(2, Stopped("as it was told"))
+    (tmp_path / "rank-0000.log").write_text("step 1\n")
+    (tmp_path / "node-0001.log").write_text("2: a\n3: b\n" * 30 + "2: last\n")
+    for _ in range(2):
+        failure = found(tmp_path, EXITED)
+        assert (failure.rank, failure.node, failure.message) == (3, "n2", "KeyError: '\\udcff'")
+        gather_errors(tmp_path)
+    assert [file.name for file in tmp_path.glob("*errors*")] == ["errors.jsonl"]
+    (tmp_path / "errors.jsonl").unlink()
+    assert found(tmp_path, KILLED).details.split("\n") == ["b"] * 20, "the lines of this rank"
+    (tmp_path / "node-0000.log").write_text(f"0: {TIME_LIMIT}1: more\n")
+    assert "time limit" in found(tmp_path, CANCELLED).message
+    (tmp_path / "node-0000.log").write_text(
+        "0: slurmstepd-n1: error: execve(): /no/python: No such file or directory\n"
+    )
+    assert found(tmp_path, NO_PROGRAM).message == "was not started: /no/python: No such file or directory"
 
 
 def test_aftermath_of_one_that_did(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]

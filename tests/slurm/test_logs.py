@@ -23,6 +23,7 @@ from slurm.jobs import Stage
 from slurm.launches import Launch, LaunchEnd, Next, begin, end
 from slurm.log_parts import parts
 from slurm.logs import show_logs
+from slurm.rank_logs import rank_log
 from slurm.tails import Tail, last_lines
 
 WAIT = 60.0
@@ -107,6 +108,25 @@ def test_the_newest_launch_or_that_of_an_attempt(run: Path) -> None:
     other = launched(run, "78_1", "preprocess")
     write(run, other, 0, "units\n")
     assert "preprocess, job 78_1 on n1, n2" in shown(run)
+
+
+def test_a_log_for_each_node(run: Path) -> None:
+    """As `srun --label` writes it; rank 0 has one of its own, and what SLURM says of it is in that of its node."""
+    launch = launched(run)
+    write(run, launch, 0, "".join(f"step {step}\n" for step in range(100)))
+    for node, (one, other) in enumerate(((0, 1), (2, 3))):
+        lines = [f"{one}: here is {one}\rstill\n", *(f"{other}: {other} says {line}\n" for line in range(9))]
+        (run / launch.logs / f"node-{node:04d}.log").write_text("".join(lines) + f"{one}: end\n{other}: cut")
+    ended(run, launch, 1, "end")
+    assert shown(run, rank=3, lines=2).endswith("node-0001.log\n3 says 8\n")
+    assert shown(run, rank=2, lines=9).endswith("node-0001.log\nhere is 2\nstill\nend\n")
+    assert shown(run, rank=1, lines=0).count("1 says") == 9
+    assert shown(run, lines=2).endswith("rank-0000.log\nstep 98\nstep 99\nhere is 0\nstill\nend\n")
+    tail = rank_log(run / launch.logs, 3, 2).tail(1)
+    assert tail.read() == ""
+    with (run / launch.logs / "node-0001.log").open("a") as file:
+        file.write(" off\n2: x\n" + "2: y\n" * 10**6 + "3: after much\n")
+    assert tail.read() + tail.read() == "cut off\nafter much\n"
 
 
 def test_trained_by_hand(run: Path) -> None:

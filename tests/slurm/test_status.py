@@ -21,7 +21,7 @@ from pipeline.config.load import load_written
 from pipeline.data import store
 from pipeline.errors import UserError
 from pipeline.train.attempts import Running
-from pipeline.train.heartbeat import Beat, beat_file
+from pipeline.train.heartbeat import Beat, node_file
 from slurm import jobs, launches, scheduler, status_run
 from slurm.devcluster import DevCluster
 from slurm.launches import LaunchEnd
@@ -280,10 +280,9 @@ def test_nodes_that_are_suspects(tmp_path: Path) -> None:
 
 
 def beats(run: Path, attempt: int, *ages: float) -> None:
-    for rank, age in enumerate(ages):
-        beat_file(run, rank).parent.mkdir(exist_ok=True)
-        beat = Beat(rank, f"host-{rank}", 1, attempt, 6, "step", time.time() - age)
-        beat_file(run, rank).write_bytes(orjson.dumps(beat.__dict__))
+    found = [Beat(rank, f"host-{rank}", 1, attempt, 6, "step", time.time() - age) for rank, age in enumerate(ages)]
+    node_file(run, 0).parent.mkdir(exist_ok=True)
+    node_file(run, 0).write_bytes(b"\n".join(orjson.dumps(beat.__dict__) for beat in found))
 
 
 @pytest.fixture
@@ -319,7 +318,7 @@ def test_another_machine_holds_the_lock(elsewhere: Path) -> None:
 
 
 def test_damaged_files_are_told_and_the_rest_is_shown(run: Path) -> None:
-    for name in ("exit.json", "lock", "config.yaml", "journal.json", "heartbeats/rank-0000.json"):
+    for name in ("exit.json", "lock", "config.yaml", "journal.json", "heartbeats/node-0000.jsonl"):
         (run / name).write_bytes(b'{"half')
     for file in (run / "metrics.jsonl", run / "ledger.jsonl"):
         file.write_bytes(file.read_bytes() + b'[]\nnull\n{"event": 1, "step": "x"}\n{"event": "attempt", "att')

@@ -12,10 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pipeline.config.load import load
 from pipeline.train.attempts import attempts
+from pipeline.train.heartbeat import read_beats
 from pipeline.train.run_folder import read_metrics
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
@@ -135,8 +134,7 @@ class Run:
 
     def pid(self, rank: int) -> int:
         """Of a rank that runs, by its heartbeat."""
-        beat = orjson.loads((self.folder / "heartbeats" / f"rank-{rank:04d}.json").read_bytes())
-        return int(beat["pid"])
+        return read_beats(self.folder)[rank].pid
 
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal a rank."""

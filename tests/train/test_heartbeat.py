@@ -4,7 +4,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import orjson
 
 from pipeline.train.heartbeat import Beat, Heartbeat, beat_file, host_of, read_beat, read_beats, whom_it_waits_for
 
@@ -12,7 +15,8 @@ NOW = 1_000_000.0
 
 
 def heartbeat(run: Path, *, rank: int = 0, world: int = 2, seconds: float = 100.0) -> Heartbeat:
-    return Heartbeat(run, rank=rank, world=world, attempt=lambda: 3, seconds=seconds, place=lambda: ("save", None))
+    place = lambda: ("save", None)  # noqa: E731
+    return Heartbeat(run, rank=rank, world=world, per_node=2, attempt=lambda: 3, seconds=seconds, place=place)
 
 
 def beat(
@@ -21,32 +25,60 @@ def beat(
     return Beat(rank, f"n{rank}", 100 + rank, 3, 7, phase, NOW - ago, place, waits)
 
 
-def appears(file: Path) -> None:
+def appears(run: Path) -> None:
+    until(lambda: bool(read_beats(run)), "there is no heartbeat")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < end
+    while not condition():
+        assert time.monotonic() < end, what
         time.sleep(0.01)
 
 
 def test_a_heartbeat_is_there_from_the_beginning_and_says_when_it_ended(tmp_path: Path) -> None:
     with heartbeat(tmp_path):
-        appears(beat_file(tmp_path, 0))
-        found = read_beat(beat_file(tmp_path, 0))
+        appears(tmp_path)
+        found = read_beat(tmp_path)
         assert found is not None
         assert (found.rank, found.host, found.pid) == (0, socket.gethostname(), os.getpid())
         assert (found.attempt, found.step, found.phase) == (3, None, "save")
         assert host_of(tmp_path, 0) == socket.gethostname()
     assert read_beats(tmp_path)[0].phase == "end"
-    assert [path.name for path in (tmp_path / "heartbeats").iterdir()] == ["rank-0000.json"], "nothing temporary stays"
+    assert [path.name for path in (tmp_path / "heartbeats").iterdir()] == ["node-0000.jsonl"], "nothing temporary stays"
 
 
-def test_rank_0_removes_what_more_ranks_have_left(tmp_path: Path) -> None:
+def test_a_file_for_each_node_which_its_ranks_write_in_place(tmp_path: Path) -> None:
+    beats = [heartbeat(tmp_path, rank=rank, world=4) for rank in range(4)]
     (tmp_path / "heartbeats").mkdir()
-    for rank in (1, 2, 15):
-        beat_file(tmp_path, rank).touch()
+    beats[3].write("step", 7)  # before those whose lines come first
+    assert list(read_beats(tmp_path)) == [3]
+    for step in range(20):
+        for each in beats:
+            each.write("step", step, place="x" * 5000)
+    files = sorted((tmp_path / "heartbeats").iterdir())
+    assert [(file.name, file.stat().st_size) for file in files] == [
+        ("node-0000.jsonl", 2048),
+        ("node-0001.jsonl", 2048),
+    ]
+    assert {rank: beat.step for rank, beat in read_beats(tmp_path).items()} == dict.fromkeys(range(4), 19)
+    found = read_beat(tmp_path, 3)
+    assert found is not None and found.place is not None and 100 < len(found.place) < 1000, "its end"
+
+
+def test_what_other_ranks_and_an_older_version_have_left_goes(tmp_path: Path) -> None:
+    (tmp_path / "heartbeats").mkdir()
+    for rank in range(8):
+        beat_file(tmp_path, rank).write_bytes(orjson.dumps(beat(rank).__dict__))
+    assert read_beats(tmp_path).keys() == set(range(8))
+    for rank in range(6):
+        Heartbeat(
+            tmp_path, rank=rank, world=6, per_node=3, attempt=lambda: 2, seconds=1, place=lambda: ("step", 1)
+        ).write("step", 1)
     with heartbeat(tmp_path):
-        pass
-    assert sorted(path.name for path in (tmp_path / "heartbeats").iterdir()) == ["rank-0000.json", "rank-0001.json"]
+        appears(tmp_path)
+        until(lambda: read_beats(tmp_path).keys() == {0, 1}, "rank 1 is that of the run before, on the same node")
+    assert [path.name for path in (tmp_path / "heartbeats").iterdir()] == ["node-0000.jsonl"]
 
 
 def test_beats_of_another_attempt_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
@@ -70,7 +102,7 @@ def test_a_disk_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
 
 def test_nothing_replaces_the_last_beat(tmp_path: Path) -> None:
     with heartbeat(tmp_path) as beats:
-        appears(beat_file(tmp_path, 0))
+        appears(tmp_path)
         beats.write("hang", 5, place="here", waits=False, last=True)
         beats.write("step", 6)
     found = read_beats(tmp_path)[0]

@@ -17,7 +17,7 @@ from pipeline.data.receipts import files_are_there
 from pipeline.errors import UserError
 from pipeline.train.attempts import rows_backwards
 from pipeline.train.checkpoint.weight_source import open_weights, tensors_of
-from pipeline.train.heartbeat import read_beat
+from pipeline.train.heartbeat import read_beat, read_beats
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from slurm.sweep_folder import noted
 from tests.train.runs import start
@@ -94,11 +94,15 @@ def test_a_sweep_names_folders_in_its_own(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
-    for name in ("config.yaml", "metrics.jsonl", "rank-0000.json", "exit.json"):
+    (tmp_path / "heartbeats").mkdir()
+    beats = ("heartbeats/rank-0000.json", "heartbeats/node-0000.jsonl")
+    for name in ("config.yaml", "metrics.jsonl", "exit.json", *beats):
         os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match="not a regular file"):
         load_written(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="not a regular file"):
         next(rows_backwards(tmp_path / "metrics.jsonl"))
-    assert read_beat(tmp_path / "rank-0000.json") is None
-    assert read_beat(Path("/dev/zero")) is None
+    assert read_beat(tmp_path) is None and read_beats(tmp_path) == {}
+    (tmp_path / beats[1]).unlink()
+    (tmp_path / beats[1]).symlink_to("/dev/zero")
+    assert read_beat(tmp_path) is None

@@ -13,10 +13,11 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.data import machine
+from pipeline.data import machine, store
 from pipeline.errors import EXIT_OTHER, RankFailed, Stopped, UserError, exit_code
 
 LAUNCHER = "PIPELINE_LAUNCHER"
@@ -24,6 +25,8 @@ LAUNCHER = "PIPELINE_LAUNCHER"
 STORE = "PIPELINE_STORE"
 """Set there, too: the file through which they find one another, in a folder that only this user may enter."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+NODE_ERRORS = "PIPELINE_NODE_ERRORS"
+"""Set in the ranks that SLURM starts: one file for all of their node, to which each adds a line when it fails."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that this process gets when the thread that started it ends."""
@@ -123,14 +126,14 @@ class ErrorRecord:
 
 
 def record_error(error: BaseException, trace: str | None = None) -> None:
-    """Write what happened to the error file of this rank, if it has one and nothing is in it yet.
+    """Write what happened to the error file of this rank, if it has one and nothing is in it yet, or to its node's.
 
     Args:
         error: What is about to end this process.
         trace: In place of the error's own traceback, text.
     """
-    file = os.environ.get(_ERROR_FILE)
-    if not file or os.path.exists(file):
+    file, shared = os.environ.get(_ERROR_FILE), os.environ.get(NODE_ERRORS)
+    if not shared and (not file or os.path.exists(file)):
         return
     expected = isinstance(error, (UserError, Stopped, RankFailed, OSError, KeyboardInterrupt))
     if trace is None:
@@ -150,12 +153,13 @@ def record_error(error: BaseException, trace: str | None = None) -> None:
         "consequence": is_consequence(error),
         "said": os.environ.get("RANK") == "0",
     }
-    temporary = f"{file}.{os.getpid()}.tmp"
-    try:
-        Path(temporary).write_text(json.dumps(data, indent=1))
-        os.replace(temporary, file)
-    except OSError:
-        pass  # a full disk, say; the exit code and the log still tell
+    with suppress(OSError):  # a full disk, say; the exit code and the log still tell
+        if shared:
+            store.append_line(Path(shared), json.dumps(data).encode())
+        elif file:
+            temporary = f"{file}.{os.getpid()}.tmp"
+            Path(temporary).write_text(json.dumps(data, indent=1))
+            os.replace(temporary, file)
 
 
 def log_folder() -> Path | None:
@@ -167,17 +171,31 @@ def log_folder() -> Path | None:
 def read_error(file: Path) -> ErrorRecord | None:
     """The error file of a rank, or None where it left none."""
     try:
-        data = json.loads(file.read_bytes())
-        return ErrorRecord(
-            time=float(data["time"]),
-            code=int(data["exit_code"]),
-            message=str(data["message"]["message"]),
-            traceback=str(data["traceback"]),
-            consequence=bool(data["consequence"]),
-            said=bool(data["said"]),
-        )
+        return _record(file.read_bytes())
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def read_errors(file: Path) -> dict[int, ErrorRecord]:
+    """The first line of each rank in a file of many; none of a file that cannot be read."""
+    found: dict[int, ErrorRecord] = {}
+    with suppress(OSError):
+        for line in file.read_bytes().splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # cut short by a full disk
+                found.setdefault(int(json.loads(line)["rank"]), _record(line))
+    return found
+
+
+def _record(text: bytes) -> ErrorRecord:
+    data = json.loads(text)
+    return ErrorRecord(
+        time=float(data["time"]),
+        code=int(data["exit_code"]),
+        message=str(data["message"]["message"]),
+        traceback=str(data["traceback"]),
+        consequence=bool(data["consequence"]),
+        said=bool(data["said"]),
+    )
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -23,10 +23,11 @@ import orjson
 
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.console import echo
+from pipeline.data import store
 from pipeline.errors import EXIT_HANG, HangError
 from pipeline.train.heartbeat import HUNG, Heartbeat, whom_it_waits_for
 from pipeline.train.parallel.compat import TORCH_FOLDER, last_collectives, waits_for_ranks
-from pipeline.train.parallel.rank import Processes, log_folder, record_error
+from pipeline.train.parallel.rank import NODE_ERRORS, Processes, log_folder, record_error
 from pipeline.train.run_folder import RunFolder
 
 Phase = Literal["init", "first_step", "step", "save"]
@@ -113,6 +114,7 @@ class Watchdog:
             folder.path,
             rank=ranks.rank,
             world=ranks.world_size,
+            per_node=ranks.local_world_size,
             attempt=lambda: folder.attempt,
             seconds=min(seconds, *(limit / 4 for limit in self._limits.values())),
             place=self.place,
@@ -153,8 +155,13 @@ class Watchdog:
         with suppress(Exception):
             if evidence is not None:
                 evidence.mkdir(parents=True, exist_ok=True)
-                file = evidence / f"flight-recorder-rank-{int(rank):04d}.json"
-                file.write_bytes(orjson.dumps(last_collectives(), option=orjson.OPT_INDENT_2))
+                if NODE_ERRORS in os.environ:  # on a cluster: few files, however many ranks
+                    node = int(rank) // int(os.environ["LOCAL_WORLD_SIZE"])
+                    line = orjson.dumps({"rank": int(rank), **last_collectives()})
+                    store.append_line(evidence / f"flight-recorder-node-{node:04d}.jsonl", line)
+                else:
+                    file = evidence / f"flight-recorder-rank-{int(rank):04d}.json"
+                    file.write_bytes(orjson.dumps(last_collectives(), option=orjson.OPT_INDENT_2))
         what = _DOING[phase] if step is None else f"{_DOING[phase]} (step {step})"
         message = (
             f"no progress for {elapsed:.0f} s in {what}{self._others(frame, step)}; if it only needs longer, raise "
