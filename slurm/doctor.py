@@ -1,7 +1,7 @@
 """Is this node fit for training? `pipeline doctor`; and the same before every launch on a cluster, on all its nodes.
 
-A launch starts `python -m slurm.doctor` once on each node. Each writes what it finds into a folder; `verdict` reads
-that and says which nodes are unfit. One that hangs ends itself, and its report says where it was.
+A launch starts `python -m slurm.task doctor` once on each node. Each writes what it finds into a folder; `verdict`
+reads that and says which nodes are unfit. One that hangs ends itself, and its report says where it was.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
         folder: where each node writes its report; new for every launch, as `verdict` believes what it finds there.
         gpus: that each node must have.
     """
-    return ["-m", "slurm.doctor", "--run", str(run_file), "--out", str(folder), "--gpus", str(gpus)]
+    return ["-m", "slurm.task", "doctor", "--run", str(run_file), "--out", str(folder), "--gpus", str(gpus)]
 
 
 def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_json: bool) -> None:
@@ -199,9 +199,9 @@ class Examination:
         self.report = replace(self.report, network=network)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """`python -m slurm.doctor`: check this node among others, write its report, and leave with 0 or 78."""
-    parser = argparse.ArgumentParser(prog="python -m slurm.doctor", description="Check a node; see `pipeline doctor`.")
+def main(words: Sequence[str]) -> None:
+    """`python -m slurm.task doctor`: check this node among others, write its report, and leave with 0 or 78."""
+    parser = argparse.ArgumentParser(prog="python -m slurm.task doctor", description="Check a node.")
     parser.add_argument("--run", type=Path, required=True, help="the resolved run file")
     parser.add_argument("--out", type=Path, required=True, help="folder for the report")
     parser.add_argument("--gpus", type=int, default=0, help="that the node must have")
@@ -289,7 +289,3 @@ def _rows(report: Report) -> list[Check]:
     if report.network.state != "alone":
         rows.append(Check("all-reduce", report.network.state == "ok", report.network.value()))
     return rows
-
-
-if __name__ == "__main__":
-    main()

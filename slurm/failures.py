@@ -165,8 +165,10 @@ def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path, per_node: 
     if said.lost:  # then an abort is how a connection was lost
         ended = [each for each in ended if each.record or each.code != -signal.SIGABRT]
     found = causes(ended)
-    if found and not found[0].consequence:
-        return None if found[0].code == EXIT_STOPPED else _of_process(first_of(found), run_logs, per_node)
+    stops = bool(found) and found[0].code == EXIT_STOPPED
+    # With a node that is lost the others are told to end: that is not why.
+    if found and not found[0].consequence and not (stops and said.lost):
+        return None if stops else _of_process(first_of(found), run_logs, per_node)
     if said.lost:
         what = f"node {said.lost[0]} was lost" if len(said.lost) == 1 else f"nodes {', '.join(said.lost)} were lost"
         return Failure(None, said.lost[0], EXIT_OTHER, what, "")
@@ -180,10 +182,15 @@ def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path, per_node: 
     return Failure(None, None, EXIT_OTHER, f"srun: {said.other}", "") if said.other else None
 
 
-def stopped(run_logs: Path) -> bool:
-    """Whether the processes of a launch were asked to stop, saved and left: some did, and none of them failed."""
-    records = _records(run_logs).values()
-    codes = {record.code for record in records if not record.consequence}
+def stopped(run_logs: Path, srun_log: str = "") -> bool:
+    """Whether the processes of a launch were asked to stop, saved and left: some did, and none of them failed.
+
+    Args:
+        run_logs: folder of the launch's logs.
+        srun_log: what srun wrote, text: of processes that could not leave a record.
+    """
+    codes = {record.code for record in _records(run_logs).values() if not record.consequence}
+    codes |= {EXIT_STOPPED} & {event.code for event in _read_srun(srun_log, ()).events}
     return codes == {EXIT_STOPPED}
 
 
@@ -195,6 +202,13 @@ def gather_errors(folder: Path) -> None:
             store.put(folder / ERRORS, b"".join(file.read_bytes() for file in files))
         for file in files:
             file.unlink()
+
+
+def interrupted(run_logs: Path, srun_log: str) -> bool:
+    """Whether a process was told to end, whatever became of the others; for a step in which none ends the others."""
+    codes = {record.code for record in _records(run_logs).values()}
+    codes |= {event.code for event in _read_srun(srun_log, ()).events}
+    return not codes.isdisjoint((EXIT_STOPPED, -signal.SIGTERM, -signal.SIGHUP))
 
 
 def _records(folder: Path) -> dict[int, ErrorRecord]:
@@ -272,13 +286,18 @@ def _why(lines: Sequence[str]) -> str:
 
 def _code_of(how: str) -> tuple[int, str]:
     """Exit code or minus signal, and words that tell more than it."""
+    number = _SIGNALS.get(how.removesuffix(_CORE))
     if found := _EXIT_CODE.match(how):
         code = int(found["code"])
         # What a shell or container makes of a signal.
-        return (-(code - 128), "") if code - 128 in signal.valid_signals() else (code, "")
+        number = next((each for each in signal.valid_signals() if each == code - 128), None)
+        if number is None:
+            return code, ""
     if how == _OUT_OF_MEMORY:
         return -signal.SIGKILL, _NO_MEMORY
-    number = _SIGNALS.get(how.removesuffix(_CORE))
+    if number == signal.SIGUSR2:
+        # It announces the end of the job, and ends only a process that has not come to its first line yet.
+        return EXIT_STOPPED, ""
     return (-number, "") if number else (EXIT_OTHER, f"ended: {how}")
 
 

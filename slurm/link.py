@@ -36,7 +36,7 @@ from slurm.decide import Situation, choose, crashes_in_a_row, decide, suspects
 from slurm.doctor import doctor_command
 from slurm.doctor_report import gather_reports, verdict
 from slurm.evaluations import Evaluations
-from slurm.failures import first_failure, gather_errors, stopped
+from slurm.failures import first_failure, gather_errors, interrupted, stopped
 from slurm.launches import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.step import Step, meeting_place, tail
 from slurm.submission import Submission, read_submission
@@ -48,6 +48,8 @@ _PAUSE = 5.0
 _LONGEST_PAUSE = 60.0
 _WITHOUT_QUEUE = ("requeue", "scheduler")
 """What a job of this machine alone cannot do."""
+_SAID = 10_000
+"""Lines of what srun said that are read."""
 _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
@@ -120,7 +122,7 @@ class Link:
         self._allocation = Allocation.of_environment(self._job, self._say) if submission.where == "slurm" else None
         self._step: subprocess.Popen[bytes] | None = None
         self._told: set[int] = set()
-        """Signals that came to this process."""
+        """Signals that came to this process, and SIGUSR2 where one to stop came to the doctor's alone."""
         self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
         self._looked = 0.0
         self._guard: subprocess.Popen[bytes] | None = None
@@ -188,8 +190,8 @@ class Link:
         self._launched = launch
         for line in warnings:
             self._say(line)
-        if signal.SIGTERM in self._told or jobs.cancelled(self._run, submission.stage):
-            ending = Ending(EXIT_STOPPED, "the job was ended before its processes were started")
+        if self._told & {signal.SIGTERM, signal.SIGUSR2} or jobs.cancelled(self._run, submission.stage):
+            ending = Ending(EXIT_STOPPED, "the job was told to end before its processes were started")
         elif self._allocation and len(nodes) < submission.nodes:
             down = self._allocation.down()
             text = f"of the job's nodes {', '.join(down)} cannot be used, and {submission.nodes} are needed"
@@ -214,7 +216,8 @@ class Link:
         if state is not None and state.agreed:
             return state
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
-        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, tail(step.said, 10_000))
+        said = tail(step.said, _SAID)
+        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, said)
         # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
         if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
             return replace(state, rank=0, node=failure.node, failed_nodes=lost)
@@ -222,12 +225,13 @@ class Link:
             return Ending(failure.code, failure.words, failure.rank, failure.node, lost)
         if state is not None:
             return replace(state, failed_nodes=lost)
-        if stopped(step.logs):
+        # A process of this machine may not have listened yet to what was handed on to it.
+        if stopped(step.logs, said) or (not step.nodes and -status in self._told):
             return Ending(EXIT_STOPPED, "it was stopped; what was committed is kept")
         if status == EXIT_OK and not lost:
             return Ending(EXIT_OK, "done")
-        said = tail(step.said if step.nodes else step.logs / "rank-0000.log", 3).replace("\n", "; ")
-        text = f"{'srun' if step.nodes else 'the process'} left with {status}: {said or 'it said nothing'}"
+        last = tail(step.said if step.nodes else step.logs / "rank-0000.log", 3).replace("\n", "; ")
+        text = f"{'srun' if step.nodes else 'the process'} left with {status}: {last or 'it said nothing'}"
         if full := store.cannot_write(self._run):
             text += f"; the run folder cannot be written ({full}), so that more could not be noted: make room"
         known = status > 0 and (not step.nodes or status in AGREED_CODES)
@@ -421,6 +425,13 @@ class Link:
         step.run(lambda: None, lambda _: None)
         if signal.SIGTERM in self._told:
             return []  # it was not the nodes that kept them from answering
+        said = tail(step.said, _SAID)
+        if (failure := first_failure(folder, nodes, 1, said)) and failure.lost_nodes:
+            # srun has ended the others. The scheduler knows of the lost one itself.
+            return [f"warning: the check of the nodes was interrupted: {failure.words}"]
+        if interrupted(folder, said):
+            self._told.add(signal.SIGUSR2)
+            return []
         found = verdict(folder, nodes)
         gather_reports(folder, nodes)
         self._allocation.unhealthy.update(found.unhealthy)

@@ -76,6 +76,8 @@ class JobState:
     """When it began or is expected to begin, in seconds since 1970."""
     end: float | None = None
     """When its time is over, in seconds since 1970."""
+    excluded: str = ""
+    """Nodes that it is kept from, compact."""
 
     @property
     def waits(self) -> bool:
@@ -133,7 +135,7 @@ def ask(command: Sequence[str], hint: str = "", *, seconds: float = SECONDS, giv
     return output
 
 
-_SQUEUE = "%i|%T|%r|%N|%S|%e"
+_SQUEUE = "%i|%T|%r|%N|%S|%e|%x"
 
 
 def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobState]:
@@ -161,8 +163,9 @@ def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobSt
         return {key: state for number in wanted for key, state in jobs([number], seconds=seconds).items()}
     found = {}
     for line in text.splitlines():
-        job, state, reason, nodes, start, end = line.split("|")
-        found[job] = JobState(job, state, "" if reason == "None" else reason, nodes, 0, _seconds(start), _seconds(end))
+        job, state, reason, nodes, start, end, excluded = line.split("|")
+        reason, excluded = ("" if text in ("None", "(null)") else text for text in (reason, excluded))
+        found[job] = JobState(job, state, reason, nodes, 0, _seconds(start), _seconds(end), excluded)
     return found
 
 

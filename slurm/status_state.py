@@ -27,6 +27,7 @@ from pipeline.words import listed
 from slurm import jobs
 from slurm.jobs import Cancelled, Job, Stage, Where
 from slurm.launches import Launch, Next, is_all
+from slurm.plan import KEYS
 from slurm.scheduler import Accounted, JobState
 from slurm.status_files import Facts
 
@@ -48,6 +49,20 @@ _OF_CODE: dict[int | None, State] = {
 UNKNOWN = "UNKNOWN"
 """State of a job of which the scheduler says nothing, and that the files do not know to have ended."""
 _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_SUBMIT = "`pipeline cancel` it and submit it again"
+_ASK_FOR_OTHERS = f"change slurm.nodes, or constraint, exclude and options of slurm.{{key}}, {_SUBMIT}"
+_SEE_NODES = "`sinfo -R` and `scontrol show reservation` tell why, and until when"
+_ASK_FOR_LESS = f"change slurm.nodes, or partition, qos and time of slurm.{{key}}, {_SUBMIT}"
+_STUCK = {
+    "BadConstraints": ("too few nodes have what it asks for", _ASK_FOR_OTHERS),
+    "ReqNodeNotAvail": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
+    "Nodes required for job are": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
+    "PartitionNodeLimit": ("its partition does not allow so many nodes", _ASK_FOR_LESS),
+    "PartitionTimeLimit": ("its partition does not allow so long a time", _ASK_FOR_LESS),
+    "PartitionDown": ("its partition is down", _ASK_FOR_LESS),
+    "DependencyNeverSatisfied": ("a job that it waits for has failed", _SUBMIT),
+}
+"""Why a job cannot start and what to do, by how the reason of squeue begins."""
 _AGAIN: tuple[Next, ...] = ("requeue", "scheduler", "relaunch")
 _BUSY: dict[Stage, State] = {
     "train": "running",
@@ -82,6 +97,8 @@ class QueuedJob:
     """Tasks of an array by state."""
     reason: str
     """Why it waits."""
+    excluded: str
+    """Nodes that it is kept from, compact."""
     link: int
     step: int | None
     """Of the checkpoint that it evaluates."""
@@ -150,6 +167,7 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
         state=first.state,
         tasks=dict(Counter(state.state for state in states)) if job.tasks > 1 else {},
         reason=first.reason if first.waits else "",
+        excluded=first.excluded if first.waits else "",
         link=job.link,
         step=job.step,
         nodes=first.nodes,
@@ -280,6 +298,8 @@ def _waits(facts: Facts, waiting: Sequence[QueuedJob]) -> Verdict:
     words = [f"job {job.job}" + (f" ({job.reason})" if job.reason else "")]
     if job.state == UNKNOWN:
         words = [f"job {job.job} by the files alone"]
+    if stuck := _stuck(job):
+        words.append(stuck)
     if job.start is not None:
         words.append(f"expected to start at {when(job.start)}")
     state: State = "held" if job.held else "pending"
@@ -291,6 +311,19 @@ def _waits(facts: Facts, waiting: Sequence[QueuedJob]) -> Verdict:
     if before is not None and before.end is not None:
         words.append(f"the last end: {listed(before.end.reason)}")
     return Verdict(state, _stage_name(job.stage), "; ".join(words))
+
+
+def _stuck(job: QueuedJob) -> str:
+    """What keeps a job from starting until something is done, and what to do; "" of one that waits for its turn."""
+    why, advice = next((_STUCK[word] for word in _STUCK if job.reason.startswith(word)), ("", ""))
+    if not why:
+        return ""
+    if job.excluded and advice in (_ASK_FOR_OTHERS, _SEE_NODES):
+        advice = (
+            f"it is kept from {job.excluded}: `scontrol update JobId={job.job} ExcNodeList=` lets it run there; "
+            f"or {advice}"
+        )
+    return f"this job cannot start: {why}; {advice.format(key=KEYS[job.stage])}"
 
 
 def _stage_name(stage: Stage) -> str:

@@ -9,12 +9,24 @@ import pytest
 
 from slurm import scheduler
 from tests import tiny
-from tests.slurm.training import Run
+from tests.slurm.training import Run, profile_with
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
 LONG = ("train.duration=100000 steps",)
 """Of runs that something must happen to before they are done, however long that takes to begin."""
+_WAIT = """
+import os, sys, time
+
+class Wait:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            open(f"{folder}/{{os.getpid()}}.torch", "w").close()
+            time.sleep(600)
+
+sys.meta_path.insert(0, Wait())
+"""
+"""Holds a process where it imports torch."""
 
 
 def test_undisturbed(train: Run, whole: Path) -> None:
@@ -39,6 +51,28 @@ def test_the_signal_ahead_of_the_time_limit(train: Run, whole: Path) -> None:
     assert first.end is not None and (first.end.code, first.end.next) == (75, "requeue")
     assert second.checkpoint == first.end.checkpoint >= 12, "nothing is lost where the end is announced"
     assert train.codes() == [75, 0]
+
+
+@pytest.mark.parametrize(
+    ("train", "command", "processes"),
+    [
+        pytest.param(("slurm.doctor=true",), "doctor", 2, id="doctor"),
+        pytest.param(("slurm.doctor=false",), "train", 4, id="ranks"),
+    ],
+    indirect=["train"],
+)
+def test_the_signal_comes_while_torch_is_imported(train: Run, tmp_path: Path, command: str, processes: int) -> None:
+    """It is no crash, and says nothing about the nodes."""
+    (tmp_path / "sitecustomize.py").write_text(_WAIT.format(folder=tmp_path))
+    line = f'[[ "$*" != *{command}* ]] || export PYTHONPATH={tmp_path}:$PYTHONPATH'
+    train.overrides += [f"slurm.profile={profile_with(tmp_path, line)}"]
+    (job,) = train.submit()
+    train.until(lambda: len(list(tmp_path.glob("*.torch"))) == processes, why="the import of torch")
+    scheduler.ask(["scancel", "--signal=USR2", job])
+    (end,) = train.until(lambda: [each.end for each in train.launches() if each.end], why="the end of the launch")
+    assert (end.code, end.next, end.failed_nodes) == (75, "requeue", ()), end
+    train.until(lambda: scheduler.details(job)["Restarts"] == "1", why="the requeue")
+    assert len(train.launches()) == 1 and scheduler.details(job)["ExcNodeList"] == "(null)"
 
 
 @pytest.mark.parametrize("train", [(*LONG, "launch.stop_before_end_seconds=20")], indirect=True)

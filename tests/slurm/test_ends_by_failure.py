@@ -9,14 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 
-import slurm
 from pipeline.data import store
 from pipeline.train.lock import Lock
 from slurm import scheduler
 from tests import tiny
-from tests.slurm.training import Run
+from tests.slurm.training import Run, profile_with
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
@@ -140,12 +138,7 @@ def test_a_node_on_which_launches_crash_is_left_out(train: Run, whole: Path) -> 
 
 def _make_unhealthy(train: Run, bad: str) -> None:
     """Nothing can be written there, as on a node whose file system has turned read-only; only the doctor notices."""
-    wrapper = train.folder.with_suffix(".wrapper")
-    wrapper.write_text(f'#!/bin/bash\n[[ $SLURMD_NODENAME != {bad} ]] || ulimit -f 0\nexec "$@"\n')
-    wrapper.chmod(0o755)
-    profile = train.folder.with_suffix(".site.yaml")
-    shipped = yaml.safe_load((Path(slurm.__file__).parent / "profiles" / "devcluster.yaml").read_text())
-    profile.write_text(yaml.safe_dump({**shipped, "container_prefix": str(wrapper)}))
+    profile = profile_with(train.file.parent, f"[[ $SLURMD_NODENAME != {bad} ]] || ulimit -f 0")
     train.overrides += [f"slurm.profile={profile}", "slurm.doctor=true"]
 
 

@@ -64,7 +64,7 @@ class Site:
 
     def queue(self, **states: str) -> None:
         """What squeue says: `j1="RUNNING"` of job 1."""
-        lines = [f"{name[1:]}|{state}|None||N/A|N/A\n" for name, state in states.items()]
+        lines = [f"{name[1:]}|{state}|None||N/A|N/A|\n" for name, state in states.items()]
         (self.folder / "queue").write_text("".join(lines))
 
     def submission(self) -> Submission:

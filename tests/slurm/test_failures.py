@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import EXIT_HANG, EXIT_REFUSED, EXIT_STOPPED, HangError, RankFailed, Stopped, UserError
 from pipeline.train.parallel.rank import NODE_ERRORS, record_error
 from slurm import failures
-from slurm.failures import Failure, first_failure, gather_errors, stopped
+from slurm.failures import Failure, first_failure, gather_errors, interrupted, stopped
 from slurm.rank_logs import node_errors
 
 NODES = ["n1", "n2"]
@@ -40,6 +40,12 @@ STOPPED = """\
 srun: error: n1: tasks 0-1: Exited with exit code 75
 srun: launch/slurm: _step_signal: Terminating StepId=1.5
 srun: error: n2: tasks 2-3: Exited with exit code 75
+"""
+ANNOUNCED = """\
+srun: error: n1: task 0: User defined signal 2
+srun: launch/slurm: _step_signal: Terminating StepId=1.5
+srun: error: n2: tasks 2-3: Exited with exit code 140
+srun: error: n1: task 1: Exited with exit code 75
 """
 NO_PROGRAM = STOPPED.replace("75", "2")
 WAITED = """\
@@ -116,6 +122,32 @@ def test_nothing_failed(tmp_path: Path, fail) -> None:  # type: ignore[no-untype
     assert first_failure(tmp_path, NODES, 2, STOPPED) is None
     assert stopped(tmp_path)
     assert first_failure(tmp_path, NODES, 2, STOPPED + CANCELLED) is None, "what hung at its end is not looked at"
+
+
+def test_a_signal_ahead_of_the_end_before_a_rank_listens_is_a_stop(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+    assert first_failure(tmp_path, NODES, 2, ANNOUNCED) is None
+    assert stopped(tmp_path, ANNOUNCED)
+    fail(1, Stopped("SIGUSR2 came before training began"))
+    assert first_failure(tmp_path, NODES, 2, ANNOUNCED) is None
+    assert stopped(tmp_path, ANNOUNCED)
+    fail(3, ValueError("no"))
+    assert found(tmp_path, ANNOUNCED).rank == 3 and not stopped(tmp_path, ANNOUNCED)
+
+
+def test_ranks_that_leave_because_a_node_is_lost(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+    for rank in range(2):
+        fail(rank, Stopped("SIGTERM came before training began"))
+    assert found(tmp_path, NODE_LOST).message == "node n2 was lost"
+
+
+def test_a_step_that_was_told_to_end(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+    """What its processes found till then says nothing."""
+    unhealthy = "srun: error: n1: task 0: Exited with exit code 78\n"
+    assert not interrupted(tmp_path, unhealthy + "srun: error: n2: task 1: Killed\n")
+    for how in ("User defined signal 2", "Terminated"):
+        assert interrupted(tmp_path, unhealthy + f"srun: error: n2: task 1: {how}\n")
+    fail(1, Stopped("SIGUSR2 came before the check of this node ended"))
+    assert interrupted(tmp_path, unhealthy)
 
 
 def test_the_first_of_those_that_say_why(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]

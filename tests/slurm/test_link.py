@@ -1,9 +1,10 @@
-"""The end of a training, as its job reads it."""
+"""The end of a training and of a check of nodes, as their job reads it."""
 
 from __future__ import annotations
 
 import io
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,15 @@ import pytest
 from pipeline.console import Console
 from pipeline.data import store
 from slurm.link import Ending, Link
+from slurm.step import Step
+
+
+def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
+    site = SimpleNamespace(gpus_per_node=0, network_interface=None)
+    what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False}
+    submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site)
+    return Link(submission, 1, Console(file=io.StringIO()))
 
 
 def noted(run: Path, reason: str) -> None:
@@ -25,9 +35,7 @@ def test_the_end_of_a_launch_is_told_from_that_of_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
     """Also where a file system of the network answers `stat` from memory, and times are coarse."""
-    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
-    submission: Any = SimpleNamespace(run=tmp_path, stage="train", where="local", every_checkpoint=False)
-    link = Link(submission, 1, Console(file=io.StringIO()))
+    link = made(tmp_path, monkeypatch)
     file = tmp_path / "exit.json"
     assert link._exit_state(link._exit_file()) is None
     noted(tmp_path, "before")
@@ -40,3 +48,35 @@ def test_the_end_of_a_launch_is_told_from_that_of_one_before(
         file.write_bytes(file.read_bytes().replace(b"before", b"behind"))
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert link._exit_state(before) == Ending(79, "new" if cached else "behind", agreed=True)
+
+
+@pytest.mark.parametrize(
+    ("srun", "unhealthy", "told"),
+    [
+        ("n1: task 0: Killed", {"n1", "n2"}, set()),
+        ("n1: task 0: User defined signal 2", set(), {signal.SIGUSR2}),
+        ("n2: task 1: Exited with exit code 78\nsrun: error: n1: task 0: Terminated", set(), {signal.SIGUSR2}),
+        ("Node failure on n2\nsrun: error: n1: task 0: Killed\nsrun: Force Terminated StepId=6.0", set(), set()),
+    ],
+)
+def test_nodes_whose_check_was_interrupted_are_not_unhealthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, unhealthy: set[str], told: set[int]
+) -> None:
+    """The lines are those of srun 22.05; no process has left a report."""
+    link = made(tmp_path, monkeypatch)
+    link._allocation = SimpleNamespace(nodes=["n1", "n2"], down=list, unhealthy={})
+    monkeypatch.setattr(Step, "run", lambda step, *_: step.said.write_text(f"srun: error: {srun}\n"))
+    said = link._examine(tmp_path)
+    assert (set(link._allocation.unhealthy), link._told) == (unhealthy, told)
+    assert len(said) == (0 if told else len(unhealthy) or 1), "a node that is lost is named"
+
+
+def test_a_process_that_a_signal_ended_which_was_handed_on_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = made(tmp_path, monkeypatch)
+    step: Any = SimpleNamespace(nodes=(), logs=tmp_path, said=tmp_path / "srun.log")
+    launch: Any = SimpleNamespace(nodes=(), processes_per_node=1)
+    assert link._judge(step, -signal.SIGUSR2, launch, None).code == 1
+    link._told.add(signal.SIGUSR2)
+    assert link._judge(step, -signal.SIGUSR2, launch, None).code == 75

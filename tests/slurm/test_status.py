@@ -161,6 +161,32 @@ def test_jobs_that_wait(tmp_path: Path) -> None:
     assert [(row.restarts, row.next) for row in found.attempts] == [(0, "requeue"), (1, "requeue")]
 
 
+def test_jobs_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines are what squeue 22.05 has said."""
+    down = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
+    reasons = {
+        "BadConstraints|c[1-2]": ("`scontrol update JobId=77 ExcNodeList=`", "kept from c[1-2]", "slurm.train"),
+        "BadConstraints|": ("constraint", "slurm.train", "submit it again"),
+        "ReqNodeNotAvail, UnavailableNodes:c1|": ("sinfo -R",),
+        f"{down}|c1": ("sinfo -R", "ExcNodeList="),
+        "PartitionDown|": ("partition",),
+        "DependencyNeverSatisfied|": ("pipeline cancel",),
+        "Priority|c1": (),
+        "Resources|": (),
+    }
+    send(tmp_path)
+    (tmp_path / "squeue").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for said, words in reasons.items():
+        reason, _, excluded = said.partition("|")
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '77|PENDING|{reason}||N/A|N/A|{excluded}'\n")
+        (found,) = status({tmp_path: None})
+        assert (found.state, found.scheduler) == ("pending", None) and reason in found.why
+        assert ("cannot start" in found.why) == bool(words), found.why
+        assert all(word in found.why for word in words), found.why
+        assert ("ExcNodeList" in found.why) == ("ExcNodeList=" in "".join(words))
+
+
 def test_jobs_that_run(tmp_path: Path) -> None:
     send(tmp_path, "preprocess", "70", tasks=3)
     send(tmp_path, "train", "77", after=("70",))

@@ -12,6 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+import slurm
 from pipeline.config.load import load
 from pipeline.train.attempts import attempts
 from pipeline.train.heartbeat import read_beats
@@ -46,6 +49,16 @@ def write(root: Path) -> Path:
     done = tiny.pipeline("preprocess", file)
     assert done.returncode == 0, done.stderr
     return file
+
+
+def profile_with(folder: Path, line: str) -> Path:
+    """The profile of the dev cluster, in which every process of a step starts with this line of bash."""
+    wrapper, profile = folder / "wrapper", folder / "site.yaml"
+    wrapper.write_text(f'#!/bin/bash\n{line}\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    shipped = yaml.safe_load((Path(slurm.__file__).parent / "profiles" / "devcluster.yaml").read_text())
+    profile.write_text(yaml.safe_dump({**shipped, "container_prefix": str(wrapper)}))
+    return profile
 
 
 def reference(file: Path) -> Path:
