@@ -374,9 +374,22 @@ def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str,
     if not numbers:
         return {}
     fields = "JobID,State,ExitCode,Elapsed,NodeList"
-    text = ask(["sacct", "-nP", "-X", "-o", fields, "-j", ",".join(numbers)], seconds=seconds)
+    # By array: tasks that never began are in a row of it, which does not come for a task alone.
+    wanted = sorted({number.partition("_")[0] for number in numbers})
+    text = ask(["sacct", "-nP", "-X", "-o", fields, "-j", ",".join(wanted)], seconds=seconds)
     rows = [line.split("|") for line in text.splitlines()]
     return {
-        job: Accounted(state, code, elapsed, "" if nodes == "None assigned" else nodes)
+        number: Accounted(state, code, elapsed, "" if nodes == "None assigned" else nodes)
         for job, state, code, elapsed, nodes in rows
+        for number in _tasks(job)
+        if number in numbers
     }
+
+
+def _tasks(job: str) -> list[str]:
+    """`77_[0,2-3%2]`, tasks that were cancelled before they began: 77_0, 77_2, 77_3."""
+    array, bracket, listed = job.partition("_[")
+    if not bracket:
+        return [job]
+    ranges = (each.partition("-") for each in listed.rstrip("]").partition("%")[0].split(","))
+    return [f"{array}_{task}" for low, _, high in ranges for task in range(int(low), int(high or low) + 1)]
