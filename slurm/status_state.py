@@ -45,7 +45,7 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_UNSAVED: "unsaved",
     EXIT_INTERRUPTED: "stopped",
 }
-LOST = "its end is not noted, as where its node was lost"
+LOST = "no end was noted, as where its node was lost"
 """Why a launch is over that has none."""
 UNKNOWN = "UNKNOWN"
 """State of a job of which the scheduler says nothing, and that the files do not know to have ended."""
