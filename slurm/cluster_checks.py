@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.progress import counted
-from pipeline.errors import UserError
+from pipeline.errors import MachineError, UserError
 from pipeline.words import minutes
 from slurm import scheduler
 from slurm.findings import Findings
@@ -58,8 +58,11 @@ def check_cluster(
                 "jobs are not requeued here unless they ask for it (JobRequeue=0), as these do; if that is refused, "
                 f"set has_requeue: false in the profile {config.slurm.profile}, and slurm.chain=singleton"
             )
-        if site.has_sacct and shutil.which("sacctmgr"):
+        accounting = site.has_sacct and shutil.which("sacctmgr") is not None
+        if accounting:
             _check_accounts(everything, settings, found)
+        trained = [asked for asked in everything if asked.job.stage == "train" and asked.job.chain == "requeue"]
+        _check_preemption(trained, partitions, settings, found, accounting=accounting)
 
 
 @dataclass(frozen=True)
@@ -249,3 +252,57 @@ def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[
             + (f" with account {account}" if account else "")
             + f"; set {asked.where('qos')} to one of: {', '.join(allowed) or 'none (leave it out)'}",
         )
+
+
+def _check_preemption(
+    trained: Sequence[_Asked],
+    partitions: Mapping[str, Partition],
+    settings: Mapping[str, str],
+    found: Findings,
+    *,
+    accounting: bool,
+) -> None:
+    """A job that is cancelled as soon as it is preempted cannot go back into the queue; a chain has the next job."""
+    kind = settings.get("PreemptType", "").removeprefix("preempt/")
+    try:
+        for asked in trained:
+            places: Iterator[str] = iter(())
+            if kind == "partition_prio":
+                default = next((name for name, partition in partitions.items() if partition.default), "")
+                names = asked.job.resources.partition or default
+                places = _cancelling_partitions(names.split(","), scheduler.partition_details())
+            elif kind == "qos" and accounting:
+                places = _cancelling_qos(asked.job.resources.qos, asked.job.resources.account, settings)
+            for place in places:
+                found.warn(
+                    f"slurm.chain=requeue: {place}: a preempted job is cancelled and not requeued, and the run would "
+                    "end with it; set slurm.chain=afterany, so that the next of slurm.links jobs resumes"
+                )
+    except (MachineError, ValueError) as error:
+        found.warn(f"preemption could not be looked at: {error}")
+
+
+def _cancelling_partitions(names: Sequence[str], details: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Those whose jobs are cancelled without grace when a job of a partition of a higher tier takes their nodes."""
+    highest = max((int(values.get("PriorityTier", 0)) for values in details.values()), default=0)
+    for name in names:
+        values = details.get(name, {})
+        tier, grace = int(values.get("PriorityTier", 0)), values.get("GraceTime", "0")
+        if tier < highest and grace == "0" and "CANCEL" in values.get("PreemptMode", "").split(","):
+            yield f"partition {name} has PreemptMode=CANCEL without GraceTime"
+
+
+def _cancelling_qos(name: str | None, account: str | None, settings: Mapping[str, str]) -> Iterator[str]:
+    """The quality of service of a job, if others may preempt it and that cancels its jobs without grace."""
+    if name is None:
+        rows = scheduler.associations(user())
+        name = (
+            next((row.default_qos for row in rows if account is None or account.lower() == row.account), "") or "normal"
+        )
+    every = scheduler.qualities()
+    own = every.get(name.lower())
+    if own is None or not any(name.lower() in other.preempts for other in every.values()):
+        return
+    mode = settings.get("PreemptMode", "") if own.mode == "cluster" else own.mode
+    if "CANCEL" in mode.upper().split(",") and own.grace == "00:00:00":
+        yield f"qos {name} has PreemptMode=CANCEL without GraceTime"

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeline.console import say
 from pipeline.data import store
-from pipeline.errors import UserError
+from pipeline.errors import EXIT_OK, UserError
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.heartbeat import read_beat
 from pipeline.train.lock import holder, is_held, when
@@ -266,11 +266,14 @@ class _Cancelling:
 
     def _say_finished(self, found: Found) -> None:
         """What there is now, and what stays."""
+        done = False
         if not self._stages or "train" in self._stages:
             with suppress(OSError, UserError, KeyError):
                 file = self._run / "exit.json"
                 if file.stat().st_mtime >= self._begin:
-                    say(self._console, f"it has left: {store.get_json(file, 'reason')['reason']}")
+                    state = store.get_json(file, "reason")
+                    say(self._console, f"it has left: {state['reason']}")
+                    done = state.get("code") == EXIT_OK
             last = Checkpoints.of_run(self._run).latest()
             if last is not None:
                 say(self._console, f"the newest checkpoint is of step {last.step:,} ({when(last.time)})")
@@ -284,4 +287,7 @@ class _Cancelling:
             say(self._console, f"stays: {active.words(self._run, each)}")
         if stays:
             say(self._console, f"to end these, too: pipeline cancel {self._run} --chain")
+        if done:
+            say(self._console, f"{self._run} is done: the training reached its end before it could be cancelled")
+            return
         say(self._console, f"{self._run} is cancelled" + ("" if not self._stages else f" ({', '.join(self._stages)})"))

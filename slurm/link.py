@@ -32,6 +32,7 @@ from pipeline.train.run_folder import last_attempt
 from pipeline.train.unsaved import read_saves
 from slurm import jobs, permissions, report, scheduler
 from slurm.allocation import Allocation
+from slurm.array_end import array_end
 from slurm.decide import Situation, choose, crashes_in_a_row, decide, suspects
 from slurm.doctor import doctor_command
 from slurm.doctor_report import gather_reports, verdict
@@ -137,6 +138,8 @@ class Link:
         """To the end of this start: what follows, and the exit code of the job."""
         self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._link}")
         with self._listening():
+            if why := self._is_unwanted():
+                return self._refuse_start(why)
             number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
             if self._has_wrong_nodes():
                 return "requeue", EXIT_OK
@@ -150,7 +153,30 @@ class Link:
                 time.sleep(min(_LONGEST_PAUSE, _PAUSE * crashes))
         self._say(f"nothing is started: {over}")
         self._end_chain()
-        return "end", EXIT_OK
+        return "end", self._stopped_code()
+
+    def _stopped_code(self) -> int:
+        """Exit code of a job that stopped as it was asked to: training must not start on half of its data."""
+        return EXIT_STOPPED if self._submission.stage == "finish" else EXIT_OK
+
+    def _is_unwanted(self) -> str | None:
+        """Why the end of preprocessing is not to make the rest, if somebody has cancelled the array before it."""
+        if self._submission.stage != "finish" or self._allocation is None:
+            return None
+        array = array_end(self._run, self._job, has_sacct=self._submission.site.has_sacct)
+        if array is None or not array.cancelled:
+            return None
+        if array.unwanted:
+            return f"{array.words}, so the rest of the units is not made; submit the run again to make it"
+        self._say(f"{array.words}; this job makes what it has left")
+        return None
+
+    def _refuse_start(self, why: str) -> tuple[Next, int]:
+        """Note a start of the job that launches nothing."""
+        how = LaunchEnd(EXIT_STOPPED, why, "end", 0, time.time())
+        self._note(self._begin(1, (), self._make_logs(1)), how)
+        self._say(f"nothing is started: {why}")
+        return how.next, self._stopped_code()
 
     def _is_over(self) -> str | None:
         """Why this job has nothing to do, if that is so."""
@@ -166,8 +192,7 @@ class Link:
     def _launch(self, number: int) -> LaunchEnd:
         """Start the processes on nodes that can be used, and wait for their end."""
         submission = self._submission
-        logs = self._run / "logs" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{self._job}.{self._restarts}.{number}"
-        logs.mkdir(parents=True)
+        logs = self._make_logs(number)
         warnings = self._examine(logs) if self._allocation and submission.doctor else []
         nodes = self._nodes()
         if submission.stage == "train":
@@ -175,19 +200,7 @@ class Link:
             self._watch_over()
         self._attempt = last_attempt(self._run)
         before = self._exit_file()
-        launch = begin(
-            self._run,
-            submission.stage,
-            self._job,
-            restarts=self._restarts,
-            number=number,
-            link=self._link,
-            nodes=tuple(nodes),
-            processes_per_node=submission.processes_per_node,
-            logs=str(logs.relative_to(self._run)),
-            checkpoint=self._checkpoint(),
-        )
-        self._launched = launch
+        launch = self._launched = self._begin(number, nodes, logs)
         for line in warnings:
             self._say(line)
         if self._told & {signal.SIGTERM, signal.SIGUSR2} or jobs.cancelled(self._run, submission.stage):
@@ -209,6 +222,27 @@ class Link:
         how = self._decide(launch, ending)
         self._note(launch, how)
         return how
+
+    def _make_logs(self, number: int) -> Path:
+        """The folder for what the processes of a launch print."""
+        logs = self._run / "logs" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{self._job}.{self._restarts}.{number}"
+        logs.mkdir(parents=True)
+        return logs
+
+    def _begin(self, number: int, nodes: Sequence[str], logs: Path) -> Launch:
+        """Note that a launch begins."""
+        return begin(
+            self._run,
+            self._submission.stage,
+            self._job,
+            restarts=self._restarts,
+            number=number,
+            link=self._link,
+            nodes=tuple(nodes),
+            processes_per_node=self._submission.processes_per_node,
+            logs=str(logs.relative_to(self._run)),
+            checkpoint=self._checkpoint(),
+        )
 
     def _judge(self, step: Step, status: int, launch: Launch, before: Any) -> Ending:
         """How the processes ended: what they say themselves counts more than srun's exit code."""
@@ -311,7 +345,7 @@ class Link:
         elif how.next in ("done", "end") and self._submission.stage == "train":
             self._end_chain()
         if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
-            return EXIT_OK
+            return self._stopped_code() if how.next == "end" else EXIT_OK
         self._say(report.write(self._run, self._submission.stage))
         return how.code
 

@@ -363,6 +363,40 @@ def configuration() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in (line.partition("=") for line in text.splitlines())}
 
 
+def partition_details() -> dict[str, dict[str, str]]:
+    """`scontrol show partition`, by name and key, like `PreemptMode`.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    lines = ask(["scontrol", "show", "partition", "--oneliner"]).splitlines()
+    found = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines]
+    return {values["PartitionName"]: values for values in found if "PartitionName" in values}
+
+
+@dataclass(frozen=True)
+class Qos:
+    """A quality of service, as preemption sees it."""
+
+    mode: str
+    """What happens to a preempted job of it, in lower case; `cluster`: what `PreemptMode` of the cluster says."""
+    preempts: tuple[str, ...]
+    """Those whose jobs it may preempt."""
+    grace: str
+    """From SIGTERM to the end of a preempted job, `HH:MM:SS`."""
+
+
+def qualities() -> dict[str, Qos]:
+    """All qualities of service by name.
+
+    Raises:
+        SchedulerError: there is no sacctmgr, or the accounting does not answer.
+    """
+    text = ask(["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,preemptmode,preempt,gracetime"])
+    rows = [line.split("|") for line in text.splitlines()]
+    return {name: Qos(mode, tuple(filter(None, over.split(","))), grace) for name, mode, over, grace in rows}
+
+
 @dataclass(frozen=True)
 class Association:
     """What a user may submit under."""
@@ -371,6 +405,8 @@ class Association:
     partition: str
     """That it is for; empty for all."""
     qos: tuple[str, ...]
+    default_qos: str = ""
+    """Of jobs that name none."""
 
 
 def associations(user: str) -> list[Association]:
@@ -379,9 +415,11 @@ def associations(user: str) -> list[Association]:
     Raises:
         SchedulerError: there is no sacctmgr, or the accounting does not answer.
     """
-    what = ["show", "associations", "where", f"user={user}", "format=account,partition,qos"]
+    what = ["show", "associations", "where", f"user={user}", "format=account,partition,qos,defaultqos"]
     rows = [line.split("|") for line in ask(["sacctmgr", "--noheader", "--parsable2", *what]).splitlines()]
-    return [Association(account, partition, tuple(filter(None, qos.split(",")))) for account, partition, qos in rows]
+    return [
+        Association(account, part, tuple(filter(None, qos.split(","))), usual) for account, part, qos, usual in rows
+    ]
 
 
 def _count(text: str) -> int:
@@ -421,9 +459,22 @@ def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str,
     if not numbers:
         return {}
     fields = "JobID,State,ExitCode,Elapsed,NodeList"
-    text = ask(["sacct", "-nP", "-X", "-o", fields, "-j", ",".join(numbers)], seconds=seconds)
+    # By array: tasks that never began are in a row of it, which does not come for a task alone.
+    wanted = sorted({number.partition("_")[0] for number in numbers})
+    text = ask(["sacct", "-nP", "-X", "-o", fields, "-j", ",".join(wanted)], seconds=seconds)
     rows = [line.split("|") for line in text.splitlines()]
     return {
-        job: Accounted(state, code, elapsed, "" if nodes == "None assigned" else nodes)
+        number: Accounted(state, code, elapsed, "" if nodes == "None assigned" else nodes)
         for job, state, code, elapsed, nodes in rows
+        for number in _tasks(job)
+        if number in numbers
     }
+
+
+def _tasks(job: str) -> list[str]:
+    """`77_[0,2-3%2]`, tasks that were cancelled before they began: 77_0, 77_2, 77_3."""
+    array, bracket, listed = job.partition("_[")
+    if not bracket:
+        return [job]
+    ranges = (each.partition("-") for each in listed.rstrip("]").partition("%")[0].split(","))
+    return [f"{array}_{task}" for low, _, high in ranges for task in range(int(low), int(high or low) + 1)]

@@ -86,6 +86,8 @@ class Facts:
         self.launches: list[Launch] = self.read("ledger.jsonl", lambda: launches(run), [])
         self.stages: list[StageRun] = self.read("ledger.jsonl", lambda: _stages(run), [])
         self.exit_state: dict[str, Any] = self.read("exit.json", lambda: _object(run / "exit.json"), {})
+        self.lost: set[tuple[str, int, int]] = set()
+        """Launches without an end that are over, by what the scheduler says."""
         self.cancelled = jobs.cancelled(run)
         self.holder = self.read("lock", lambda: holder(run), None)
         self.config = self._config(config)

@@ -22,7 +22,7 @@ from pipeline.words import listed
 from slurm.decide import suspects
 from slurm.launches import Launch, LaunchEnd
 from slurm.status_files import Facts, Rows
-from slurm.status_state import Answer, QueuedJob, State, judge, node_of, queue, row_outcome
+from slurm.status_state import LOST, Answer, QueuedJob, State, judge, lost_launches, node_of, queue, row_outcome
 
 _LARGE = 2**26
 """Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""
@@ -136,6 +136,8 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
     """
     run = facts.run
     launch = LaunchConfig() if facts.config is None else facts.config.launch
+    waiting = queue(facts, answer)
+    facts.lost = lost_launches(facts, answer, waiting)
     everything: dict[int, Beat] = facts.read("heartbeats", lambda: read_beats(run), {})
     tries: list[Attempt] = facts.read(
         "ledger.jsonl", lambda: attempts(run, lambda _: _holds(facts, answer, everything, launch)), []
@@ -150,7 +152,6 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
     total = facts.total_steps()
     pace = _pace(rows)
     median = statistics.median(seconds) if (seconds := _each(rows, "step_seconds")) else None
-    waiting = queue(facts, answer)
     patience = max(3 * launch.heartbeat_seconds, 2 * (median or 0.0))
     verdict = judge(facts, answer, waiting, tries, beats, patience=patience, total=total)
     saved = facts.read("checkpoints", lambda: Checkpoints.of_run(run).latest(), None)
@@ -185,7 +186,7 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
         newest_beat=_pulse(facts, alive[-1]) if running and alive else None,
         oldest_beat=_pulse(facts, alive[0]) if running and alive else None,
         restarts=max((each.restarts for each in trained), default=0),
-        attempts=facts.read("ledger.jsonl", lambda: _rows_of(tries, trained, facts.now), []),
+        attempts=facts.read("ledger.jsonl", lambda: _rows_of(tries, trained, facts), []),
         goodput=spent_now,
         goodput_to_last_end=partial,
         nodes=_nodes(last if running else None, alive, waiting, facts),
@@ -200,6 +201,10 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
 
 def _holds(facts: Facts, answer: Answer, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
     """Whether a process trains in the run folder, or may."""
+    if facts.holder is not None and (number := facts.holder.get("job")) is not None:
+        last = next((each for each in reversed(facts.launches) if each.job == str(number)), None)
+        if last is not None and last.key in facts.lost:
+            return False
     fresh = any(facts.now - beat.time < 3 * launch.heartbeat_seconds for beat in beats.values() if beat.phase != ENDED)
 
     def job_state(number: str) -> str | None:
@@ -273,8 +278,9 @@ def _goodput(facts: Facts, tries: Sequence[Attempt]) -> tuple[dict[str, float] |
     return (found.to_json() if found else None), False
 
 
-def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], now: float) -> list[Try]:
+def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: Facts) -> list[Try]:
     """Attempts and launches of the training as one table, in order."""
+    now = facts.now
     found: list[Try] = []
     seen: dict[tuple[str, int, int], int] = {}
     for each in tries:
@@ -304,7 +310,7 @@ def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], now: float) ->
             place = seen[launch.key]
             found[place] = _with_end(found[place], launch, launch.end)
         elif launch.key not in seen:
-            found.append(_without_attempt(launch, now))
+            found.append(_without_attempt(launch, now, is_lost=launch.key in facts.lost))
     return sorted(found, key=lambda each: each.begin)
 
 
@@ -322,8 +328,10 @@ def _cause(end: LaunchEnd) -> str:
     return listed(before if found else end.reason)
 
 
-def _without_attempt(launch: Launch, now: float) -> Try:
+def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> Try:
     end = launch.end
+    over = end.time if end else launch.time if is_lost else now
+    open_reason = LOST if is_lost else "no attempt has begun"
     return Try(
         number=None,
         job=launch.job,
@@ -334,9 +342,9 @@ def _without_attempt(launch: Launch, now: float) -> Try:
         first_step=launch.checkpoint,
         step=launch.checkpoint,
         begin=launch.time,
-        seconds=max(0.0, (end.time if end else now) - launch.time),
-        outcome=row_outcome(launch),
-        reason=_cause(end) if end else "no attempt has begun",
+        seconds=max(0.0, over - launch.time),
+        outcome=row_outcome(launch, is_lost=is_lost),
+        reason=_cause(end) if end else open_reason,
         next=end.next if end else None,
     )
 
@@ -351,7 +359,7 @@ def _launch_of(attempt: Attempt, trained: Sequence[Launch], now: float) -> Launc
 
 def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[QueuedJob], facts: Facts) -> list[str]:
     """Where it runs now."""
-    open_launches = [launch for launch in facts.launches if launch.end is None]
+    open_launches = [launch for launch in facts.launches if launch.end is None and launch.key not in facts.lost]
     jobs = {job.job: job for job in waiting if job.runs}
     for launch in reversed(open_launches):
         if not jobs.keys().isdisjoint((launch.job, launch.job.partition("_")[0])):

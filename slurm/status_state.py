@@ -33,7 +33,7 @@ from slurm.status_files import Facts
 
 # fmt: off
 State = Literal[
-    "nothing known", "pending", "held", "running", "stalled", "requeued", "preprocessing", "evaluating",
+    "nothing known", "pending", "held", "running", "stalled", "suspended", "requeued", "preprocessing", "evaluating",
     "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "chain exhausted", "done",
 ]
 # fmt: on
@@ -46,8 +46,11 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_UNSAVED: "unsaved",
     EXIT_INTERRUPTED: "stopped",
 }
+LOST = "no end was noted, as where its node was lost"
+"""Why a launch is over that has none."""
 UNKNOWN = "UNKNOWN"
 """State of a job of which the scheduler says nothing, and that the files do not know to have ended."""
+_SUSPENDED = ("SUSPENDED", "STOPPED")
 _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _SUBMIT = "`pipeline cancel` it and submit it again"
 _ASK_FOR_OTHERS = f"change slurm.nodes, or constraint, exclude and options of slurm.{{key}}, {_SUBMIT}"
@@ -157,7 +160,9 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
         states = [state for state in states if state.waits or state.runs]
     if not states and not unknown:
         return None
-    first = next((state for state in states if state.runs), states[0] if states else JobState(job.job, UNKNOWN))
+    # Of an array a task that is at work stands for all.
+    by_work = sorted(states, key=lambda state: (state.state != "RUNNING", not state.runs))
+    first = by_work[0] if states else JobState(job.job, UNKNOWN)
     last = next(iter(reversed(facts.launches_of(job))), None)
     may_run = unknown and last is not None and last.end is None
     return QueuedJob(
@@ -176,6 +181,26 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
         waits=first.waits or (unknown and not may_run),
         runs=first.runs or may_run,
     )
+
+
+def lost_launches(facts: Facts, answer: Answer, waiting: Sequence[QueuedJob]) -> set[tuple[str, int, int]]:
+    """Launches whose end nobody has noted, and that are over: their job was started again since, or does not run."""
+    open_launches = [launch for launch in facts.launches if launch.end is None]
+    return {launch.key for launch in open_launches if _is_lost(facts, launch, answer, waiting)}
+
+
+def _is_lost(facts: Facts, launch: Launch, answer: Answer, waiting: Sequence[QueuedJob]) -> bool:
+    if any(each.job == launch.job and each.key > launch.key for each in facts.launches):
+        return True
+    job = next((each for each in facts.sent if launch.job in each.numbers), None)
+    if job is None:
+        return False
+    if job.where == "local":
+        return not any(each.runs and _is_of(launch, each) for each in waiting)
+    if answer.states is None:
+        return False
+    state = answer.states.get(launch.job)
+    return state is None or not state.runs or (state.start is not None and state.start > launch.time)
 
 
 def _is_of(launch: Launch, job: QueuedJob) -> bool:
@@ -205,7 +230,8 @@ def judge(
         total: steps of the run.
     """
     if tries and tries[-1].end is None:
-        return _training(facts, tries[-1], beats, patience)
+        stopped = next((job for job in waiting if job.stage == "train" and job.state in _SUSPENDED), None)
+        return _suspended(stopped) if stopped else _training(facts, tries[-1], beats, patience)
     for stages in (("train",), ("preprocess", "finish")):
         if verdict := _at_work(facts, [job for job in waiting if job.stage in stages]):
             return verdict
@@ -270,21 +296,38 @@ def node_of(facts: Facts, beat: Beat) -> str:
     return last.node_of(beat.rank) or beat.host
 
 
+def _suspended(job: QueuedJob) -> Verdict:
+    return Verdict(
+        "suspended",
+        _stage_name(job.stage),
+        f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job with precedence; it "
+        f"resumes when that one has ended, or when an administrator calls `scontrol resume {job.job}`",
+    )
+
+
 def _at_work(facts: Facts, among: Sequence[QueuedJob]) -> Verdict | None:
     """Of the first job that runs."""
     job = next((job for job in among if job.runs), None)
     if job is None:
         return None
+    if job.state in _SUSPENDED:
+        return _suspended(job)
     what = f"{'process' if job.where == 'local' else 'job'} {job.job}"
-    last = next((each for each in reversed(facts.launches) if _is_of(each, job)), None)
-    if last is None:
-        why = f"{what} has started, its processes have not yet"
-    elif last.end is None:
+    past = [each for each in facts.launches if _is_of(each, job)]
+    # Of an array the tasks that are at work, whatever has become of others.
+    last = next((each for each in reversed(past) if each.end is None and each.key not in facts.lost), None)
+    if last is not None:
         why = f"{what}, since {when(last.time)}"
         if last.stage == "train":
             why += "; its first step is not begun, or it is about to leave"
+    elif not past or (job.tasks and (end := past[-1].end) is not None and end.next not in ("requeue", "relaunch")):
+        why = f"{what} has started, its processes have not yet"
+    elif (end := past[-1].end) is None:
+        why = f"{what} starts again after: {LOST}"
     else:
-        why = f"{what} starts again after: {listed(last.end.reason)}"
+        leaves = end.next == "scheduler" and job.state == "COMPLETING"
+        why = f"{what} {'is about to leave' if leaves else 'starts again after'}: {listed(end.reason)}"
+    last = past[-1] if past else None
     if job.state == UNKNOWN:
         why += "; by the files alone"
     stage = job.stage if last is None else last.stage
@@ -308,8 +351,8 @@ def _waits(facts: Facts, waiting: Sequence[QueuedJob]) -> Verdict:
         words.insert(0, f"{starts} {'time' if starts == 1 else 'times'}, waits for its next start")
         state = "held" if job.held else "requeued"
     before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
-    if before is not None and before.end is not None:
-        words.append(f"the last end: {listed(before.end.reason)}")
+    if before is not None and (before.end is not None or before.key in facts.lost):
+        words.append(f"the last end: {listed(before.end.reason) if before.end else LOST}")
     return Verdict(state, _stage_name(job.stage), "; ".join(words))
 
 
@@ -350,6 +393,10 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
         of_job = facts.last_job("train")
         final = last.code == EXIT_OK or of_job is None or last.job != of_job.job
         end = _End(last.end, last.code, listed(last.reason), final)
+    if last is not None and last.code == EXIT_OK and last.end is not None and end is not None:
+        # Its job may have been ended before it could note that.
+        begun = [launch.time for launch in facts.launches if launch.stage == "train"]
+        end = end if max(begun, default=0) > last.end else _End(max(last.end, end.time), EXIT_OK, "")
     if (hand := _by_itself(facts, "train", end)) is not None:
         end = hand
     lost = _lost(facts, answer, ("train",), end)
@@ -357,9 +404,9 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
         return None
     step = max((each.step for each in tries), default=0)
     if end is not None and end.code == EXIT_OK and lost is None:
-        return Verdict("done", "train", "")
+        return Verdict("done", "train", _too_late(facts.cancelled, end.time))
     if facts.cancelled is not None and facts.cancelled.stages != ("eval",):
-        return _cancelled(facts, facts.cancelled, end)
+        return _cancelled(facts, facts.cancelled, end, tries)
     if lost is not None:
         return lost
     assert end is not None
@@ -370,20 +417,34 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
     return Verdict(_OF_CODE.get(end.code, "failed"), "train", end.reason)
 
 
-def _cancelled(facts: Facts, by: Cancelled, end: _End | None) -> Verdict:
+def _too_late(by: Cancelled | None, end: float) -> str:
+    """Who has cancelled a training that reached its end all the same."""
+    if by is None or "train" not in (by.stages or ("train",)):
+        return ""
+    how = "which did not stop it" if by.time <= end else "after its end"
+    return f"{by.by} cancelled it at {when(by.time)}, {how}"
+
+
+def _cancelled(facts: Facts, by: Cancelled, end: _End | None, tries: Sequence[Attempt]) -> Verdict:
     """Who has cancelled what.
 
     Args:
         facts: files of the run.
         by: who, and when.
         end: of the training; one that is older has nothing to do with it.
+        tries: attempts at training.
     """
     last = facts.launches[-1].stage if facts.launches else "train"
     stage = by.stages[0] if by.stages else last
     who = f"by {by.by} at {when(by.time)}"
-    if stage == "train":
-        who += ", without saving" if by.now else ", after a save"
-    told = end.reason if end is not None and end.time >= by.time else ""
+    ended = end is not None and end.time >= by.time
+    told = end.reason if end is not None and ended else ""
+    job = facts.last_job(stage)
+    if job is not None and not ended and not facts.launches_of(job):
+        who += f", before job {job.job} began"
+    elif stage == "train" and ended:
+        own = [each.reason for each in tries[-1:] if each.end is not None and each.end >= by.time]
+        who += ", after a save" if any("; saved" in text for text in (told, *own)) else ", without saving"
     return Verdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
 
 
@@ -445,6 +506,8 @@ def _lost(facts: Facts, answer: Answer, group: Sequence[Stage], end: _End | None
         word = accounted.state if accounted else state.state if state else ""
         if not word or word == "COMPLETED":
             continue
+        if word == "CANCELLED" and (accounted or (state and state.reason == "DependencyNeverSatisfied")):
+            return None  # by nobody: what it waited for has not come to a good end, which is told instead
         text = f"job {number} ended as {word}"
         if accounted is not None:
             text += f" after {accounted.elapsed}" + (f" on {accounted.nodes}" if accounted.nodes else "")
@@ -471,6 +534,8 @@ def _user(number: str) -> str:
     return f"user {number}"
 
 
-def row_outcome(launch: Launch) -> str:
+def row_outcome(launch: Launch, *, is_lost: bool = False) -> str:
     """How a launch ended that came to no attempt at training, in a word."""
+    if is_lost:
+        return "lost"
     return "running" if launch.end is None else _OF_CODE.get(launch.end.code, "failed")

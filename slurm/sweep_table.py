@@ -33,7 +33,7 @@ _MEAN_OF = 10
 _LOOK_BACK = 1_000
 """Rows in which these are looked for: lines of validations, saves and earlier attempts are between them."""
 
-_LIVE: tuple[State, ...] = ("pending", "held", "running", "stalled", "requeued", "evaluating")
+_LIVE: tuple[State, ...] = ("pending", "held", "running", "stalled", "suspended", "requeued", "evaluating")
 _FAILED: tuple[State, ...] = ("failed", "refused", "hung", "diverged", "unsaved", "chain exhausted")
 _LOSSES = ("eval_loss", "validation_loss", "train_loss")
 

@@ -49,8 +49,8 @@ def up(
     """Start the cluster, or what is missing of it; ask as often as you like.
 
     Partitions: train (the default), short (5 minutes at most), eval; grace, whose jobs have 10 seconds to leave when
-    they are preempted; urgent, whose jobs preempt those of train, short and grace. Accounts: dev (yours) and other (not
-    yours). QOS: normal, and tiny (one job of at most 2 processors).
+    they are preempted; cancel, whose jobs are not requeued then; urgent, whose jobs preempt those of the others but
+    eval. Accounts: dev (yours) and other (not yours). QOS: normal, and tiny (one job of at most 2 processors).
     """
     console, begin = Console(), time.monotonic()
     if install and machine.missing_programs():

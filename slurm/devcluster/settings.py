@@ -183,6 +183,7 @@ AccountingStorageEnforce=associations,limits,qos
 PartitionName=DEFAULT Nodes={nodes} State=UP MaxTime=1-00:00:00 DefaultTime=01:00:00 PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=train Default=YES
 PartitionName=grace GraceTime=10
+PartitionName=cancel PreemptMode=CANCEL
 PartitionName=short MaxTime=00:05:00 DefaultTime=00:05:00
 PartitionName=eval PreemptMode=OFF
 PartitionName=urgent PriorityTier=10 PreemptMode=OFF

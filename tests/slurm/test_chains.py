@@ -16,21 +16,32 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize(
-    "train", [("slurm.chain=singleton", "slurm.links=3"), ("slurm.chain=afterany", "slurm.links=3")], indirect=True
+    "train",
+    [
+        ("slurm.chain=singleton", "slurm.links=3"),
+        ("slurm.chain=afterany", "slurm.links=3", "slurm.train.partition=cancel"),
+    ],
+    indirect=True,
 )
 def test_a_chain_of_links(train: Run, whole: Path) -> None:
-    """For sites without requeue: the next job goes on, and those that are not needed leave the queue."""
+    """For sites without requeue, or where a preempted job is cancelled: the next job resumes, and those that are not
+    needed leave the queue."""
     first, second, third = train.submit()
     train.until_step(12)
-    scheduler.ask(["scancel", "--signal=USR2", first])
+    cancels = "slurm.train.partition=cancel" in train.overrides
+    if cancels:
+        train.preempt()
+    else:
+        scheduler.ask(["scancel", "--signal=USR2", first])
     train.until_over()
     train.check(whole)
     one, two = train.launches()
     assert (one.job, one.link, two.job, two.link) == (first, 1, second, 2)
-    assert one.end is not None and (one.end.code, one.end.next) == (75, "next link")
-    assert two.checkpoint == one.end.checkpoint >= 12
+    assert one.end is not None and (one.end.code, one.end.next) == (75, "scheduler" if cancels else "next link")
+    assert two.checkpoint >= 12, "it has saved, where it is preempted within KillWait"
     states = scheduler.jobs([first, second, third])
-    assert [states[job].state for job in (first, second, third)] == ["COMPLETED", "COMPLETED", "CANCELLED"]
+    ends = ["PREEMPTED" if cancels else "COMPLETED", "COMPLETED", "CANCELLED"]
+    assert [states[job].state for job in (first, second, third)] == ends
 
 
 def test_a_whole_run(cluster: DevCluster, run_file: Path, whole: Path, tmp_path: Path) -> None:

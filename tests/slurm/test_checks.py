@@ -210,6 +210,53 @@ def test_processes_and_time_of_a_job(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert "launch.device=cuda, but the profile generic has nodes without GPUs" in message
 
 
+QOS = "normal|cancel||00:00:00\nslow|cancel||00:01:00\ntop|cancel||00:00:00\nhigh|cluster|normal,slow|00:00:00\n"
+PARTITIONS = """\
+PartitionName=train Default=YES GraceTime=0 PriorityTier=1 PreemptMode=CANCEL State=UP
+PartitionName=grace Default=NO GraceTime=10 PriorityTier=1 PreemptMode=CANCEL State=UP
+PartitionName=back Default=NO GraceTime=0 PriorityTier=1 PreemptMode=REQUEUE State=UP
+PartitionName=urgent Default=NO GraceTime=0 PriorityTier=10 PreemptMode=CANCEL State=UP
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "warned"),
+    [
+        ("partition_prio", "", "partition train has PreemptMode=CANCEL"),
+        ("partition_prio", "slurm.train.partition=grace", ""),
+        ("partition_prio", "slurm.train.partition=back,train", "partition train has"),
+        ("partition_prio", "slurm.train.partition=urgent", ""),
+        ("partition_prio", "slurm.chain=afterany", ""),
+        ("none", "", ""),
+        ("qos", "", "qos normal has PreemptMode=CANCEL"),
+        ("qos", "slurm.train.qos=slow", ""),
+        ("qos", "slurm.train.qos=top", ""),
+    ],
+)
+def test_jobs_that_are_cancelled_when_they_are_preempted(
+    run: Path, monkeypatch: pytest.MonkeyPatch, kind: str, keys: str, warned: str
+) -> None:
+    """From what the commands of a real cluster answered."""
+    names = ("train*", "grace", "back", "urgent")
+    answers = {
+        "sinfo": "".join(f"{name}|up|1-00:00:00|1-infinite|0/3/0/3|(null)|(null)\n" for name in names),
+        "scontrol show config": f"PreemptMode             = REQUEUE\nPreemptType             = preempt/{kind}\n",
+        "scontrol show partition": PARTITIONS,
+        "sacctmgr --noheader --parsable2 show qos": QOS,
+        "sacctmgr --noheader --parsable2 show associations": "dev||high,normal,slow,top|normal\n",
+    }
+    monkeypatch.setattr(scheduler, "here", lambda: True)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(
+        scheduler, "ask", lambda words, *_: next(answers[key] for key in answers if " ".join(words).startswith(key))
+    )
+    warnings, message = found(load(run, keys.split()), where="slurm")
+    assert not message
+    assert [line.partition(": ")[2].startswith(warned) and "slurm.chain=afterany" in line for line in warnings] == (
+        [True] if warned else []
+    ), warnings
+
+
 slurm = pytest.mark.slurm
 
 
@@ -224,7 +271,7 @@ def test_a_run_that_the_cluster_takes(cluster: DevCluster, run: Path) -> None:
 @slurm
 def test_what_the_cluster_would_refuse(cluster: DevCluster, run: Path) -> None:
     cases = {
-        "slurm.train.partition=trane": ["there is no partition 'trane'", "train, grace, short, eval, urgent"],
+        "slurm.train.partition=trane": ["there is no partition 'trane'", "train, grace, cancel, short, eval, urgent"],
         "slurm.train={partition: short, time: 1h}": ["slurm.train.time is 1 h", "allows 5 min", "at most that"],
         "slurm.train={partition: 'train,short', time: 1h}": ["partition short allows 5 min"],  # EnforcePartLimits=ALL
         "slurm.nodes=3 slurm.spare_nodes=1": ["slurm.nodes=3 + slurm.spare_nodes=1 is more than the 3 nodes"],
@@ -254,6 +301,9 @@ def test_what_the_cluster_may_refuse(cluster: DevCluster, run: Path) -> None:
     config = load(run, ["slurm.train={partition: short, time: 1h, qos: normal}"])
     warnings, message = found(config, where="slurm")
     assert not message and any("allows 5 min" in line for line in warnings)
+    (warning,), message = found(load(run, ["slurm.train.partition=cancel"]), where="slurm")
+    assert not message and "partition cancel has PreemptMode=CANCEL without GraceTime" in warning
+    assert scheduler.qualities()["normal"].mode == "cluster"
 
 
 @slurm

@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pipeline.data import store
 from pipeline.errors import EXIT_STOPPED, UserError
 from pipeline.train.heartbeat import beat_file
 from slurm import jobs, scheduler
-from slurm.control import cancel, hold, release
+from slurm.control import _Cancelling, cancel, hold, release
 from slurm.devcluster import DevCluster
 from slurm.jobs import Job, Stage
 from slurm.launches import LaunchEnd, begin, end, launches
+from slurm.live import Found
 from slurm.scheduler import SchedulerError
 
 WAIT = 90.0
@@ -104,6 +106,16 @@ def test_a_scheduler_that_does_not_answer(run: Path, squeue: Callable[[str], Non
     assert jobs.cancelled(run, "train") and jobs.cancelled(run, "eval")
     with pytest.raises(SchedulerError):
         hold(run, Console())
+
+
+def test_a_training_that_ends_before_it_is_cancelled(run: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    cancelling = _Cancelling(run, console, ("train",), now=True)
+    store.put_json(run / "exit.json", {"code": 0, "reason": "done"})
+    os.utime(run / "exit.json", (time.time() + 1,) * 2)
+    cancelling._say_finished(Found([], [], False, None))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "is done" in text and "is cancelled" not in text
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:

@@ -113,7 +113,7 @@ def test_preemption_without_grace(train: Run, whole: Path) -> None:
     """The processes get SIGTERM and have KillWait to save; the controller itself puts the job back."""
     (job,) = train.submit()
     train.until_step(12)
-    _preempt(train, job)
+    train.preempt()
     train.until_over()
     train.check(whole)
     first, second = train.launches()
@@ -126,7 +126,7 @@ def test_preemption_without_grace(train: Run, whole: Path) -> None:
 def test_preemption_with_grace(train: Run, whole: Path) -> None:
     (job,) = train.submit()
     train.until_step(12)
-    _preempt(train, job)
+    train.preempt()
     train.until_over()
     train.check(whole)
     first, second = train.launches()
@@ -173,14 +173,6 @@ def test_scancel(train: Run) -> None:
     train.submit()
     train.until(lambda: len(train.launches()) == 2, why="the second start")
     assert train.launches()[1].checkpoint >= 10
-
-
-def _preempt(train: Run, job: str) -> None:
-    """A job with precedence takes all nodes for a moment."""
-    nodes = len(train.cluster.nodes)
-    words = f"sbatch --parsable --partition=urgent --nodes={nodes} --exclusive --output=/dev/null --wrap".split()
-    text = scheduler.ask([*words, "sleep 3"])
-    train.until(lambda: len(train.launches()) == 2, why=f"the second start, after job {text.strip()}")
 
 
 @pytest.mark.parametrize("train", [LONG], indirect=True)

@@ -16,6 +16,7 @@ from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.jobs import Job
 from slurm.launches import Launch, launches
+from slurm.status import status
 from tests import tiny
 from tests.data.runs import datasets, make_config, write_jsonl
 from tests.data.stage import left_behind, receipts, write_run_file
@@ -51,7 +52,14 @@ def done(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.
 @pytest.fixture
 def sent(cluster: DevCluster, corpus: Path, done: Config, tmp_path: Path) -> tuple[Config, Job, Job]:
     """A run whose array starts now, each task on a node of its own: config, array, and the job that finishes."""
-    config = config_of(tmp_path, corpus, done.data.preprocess.shuffle)
+    config, array, finish = send(config_of(tmp_path, corpus, done.data.preprocess.shuffle), tmp_path)
+    for job in (array, finish):
+        scheduler.update(job.job, {"StartTime": "now"})
+    return config, array, finish
+
+
+def send(config: Config, tmp_path: Path) -> tuple[Config, Job, Job]:
+    """Send the array and the job that finishes, which start in an hour."""
     file = write_run_file(config, tmp_path / "run.yaml")
     words = ["slurm.profile=devcluster", f"slurm.array.tasks={TASKS}", "slurm.preprocess.exclusive=true"]
     # It waits until it is looked at: what sends it may take longer to end than the array to work.
@@ -59,8 +67,6 @@ def sent(cluster: DevCluster, corpus: Path, done: Config, tmp_path: Path) -> tup
     said = tiny.pipeline("preprocess", file, *words, "--slurm")
     assert said.returncode == 0, said.stderr
     array, finish = jobs.sent(config.run.dir)
-    for job in (array, finish):
-        scheduler.update(job.job, {"StartTime": "now"})
     assert (array.stage, array.tasks, finish.stage, finish.after) == ("preprocess", TASKS, "finish", (array.job,))
     return config, array, finish
 
@@ -139,3 +145,26 @@ def test_tasks_that_are_lost_in_the_middle(sent: tuple[Config, Job, Job], done: 
     assert ends[lost, 0] is None
     assert ends[lost, 1] == (0, "done")
     assert not any("shuffling" in (config.run.dir / task.logs / "rank-0000.log").read_text() for task in tasks)
+
+
+def test_an_array_that_somebody_cancels(cluster: DevCluster, corpus: Path, tmp_path: Path) -> None:
+    """Nobody wants what is left: the finish does not make it alone, and the training that waits for it never starts."""
+    config, array, finish = send(config_of(tmp_path, corpus, "unit"), tmp_path)
+    run = config.run.dir
+    words = ["sbatch", "--parsable", "--output=/dev/null", f"--dependency=afterok:{finish.job}"]
+    train = scheduler.ask([*words, "--kill-on-invalid-dep=yes", "--wrap=sleep 600"]).strip()
+    jobs.note(run, jobs.new_job("train", train, "slurm", "name", "none.json", after=(finish.job,)))
+    scheduler.cancel([array.job])
+    scheduler.update(finish.job, {"StartTime": "now"})
+    until(lambda: is_over(finish))
+    assert scheduler.jobs([finish.job])[finish.job].state == "FAILED", logs(config)
+    (launch,) = launches(run)
+    assert launch.end is not None and (launch.stage, launch.end.code, launch.end.next) == ("finish", 75, "end")
+    assert f"array {array.job} was cancelled (3 of 3 tasks)" in launch.end.reason and "submit" in launch.end.reason
+    assert not receipts(config)
+    until(lambda: scheduler.jobs([train])[train].state == "CANCELLED")
+    (found,) = status({run: None})
+    assert (found.state, found.stage, found.why) == ("stopped", "preprocess", launch.end.reason)
+    # The same from accounting, once the controller has forgotten.
+    until(lambda: scheduler.accounting(array.numbers).keys() == set(array.numbers))
+    assert all(each.state.startswith("CANCELLED by ") for each in scheduler.accounting(array.numbers).values())

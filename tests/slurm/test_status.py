@@ -255,6 +255,76 @@ def test_the_cause_goes_before_what_came_of_it(tmp_path: Path) -> None:
     assert (row.number, row.outcome, row.reason, row.next) == (1, "failed", cause, "relaunch")
 
 
+def test_a_launch_that_was_lost_with_its_node(tmp_path: Path) -> None:
+    send(tmp_path)
+    first = launch(tmp_path)
+    (row,) = say(tmp_path, answered(state="RUNNING", start=first.time - 5)).attempts
+    assert row.outcome == "running"
+    again = answered(state="RUNNING", start=first.time + 5)
+    for answer, state in ((answered(reason="BeginTime"), "requeued"), (again, "running"), (Answer({}), "failed")):
+        found = say(tmp_path, answer)
+        assert found.state == state and [each.outcome for each in found.attempts] == ["lost"]
+        assert not found.attempts[0].seconds and found.nodes != ["n1", "n2"]
+    assert "starts again after" in say(tmp_path, again).why
+    second = launch(tmp_path, restarts=1)
+    for answer in (answered(state="RUNNING", start=(first.time + second.time) / 2), SILENT):
+        assert [each.outcome for each in say(tmp_path, answer).attempts] == ["lost", "running"]
+
+
+def test_an_attempt_that_was_lost_with_its_node(elsewhere: Path) -> None:
+    """Its job runs again, which does not make it the lock's holder."""
+    begun = launch(elsewhere)
+    beats(elsewhere, 2, 400, 500)
+    found = say(elsewhere, answered(state="RUNNING", start=begun.time + 5))
+    assert found.state == "running" and "starts again after" in found.why
+    assert [(row.number, row.outcome) for row in found.attempts] == [(2, "killed"), (None, "lost")]
+
+
+def test_a_job_that_is_cancelled_before_it_begins(tmp_path: Path) -> None:
+    send(tmp_path)
+    jobs.note_cancelled(tmp_path, now=False, stages=("train",))
+    found = say(tmp_path, answered(state="CANCELLED"))
+    assert found.state == "cancelled" and "save" not in found.why and "before job 77 began" in found.why
+    end(tmp_path, launch(tmp_path), 75, "end")
+    assert "without saving" in say(tmp_path).why
+    how = LaunchEnd(75, "stop file at step 2 of 8; saved. Run the same command to go on.", "end", 2, time.time())
+    launches.end(tmp_path, launch(tmp_path, number=2), how)
+    assert "after a save" in say(tmp_path).why
+
+
+def test_tasks_that_are_over_do_not_start_again(tmp_path: Path) -> None:
+    send(tmp_path, "preprocess", "70", tasks=3)
+    for task, following in ((1, "scheduler"), (2, "done")):
+        end(tmp_path, launch(tmp_path, f"70_{task}", "preprocess"), 75, following)  # type: ignore[arg-type]
+        states = {"70_0": JobState("70_0", "RUNNING", nodes="n1"), "70_1": JobState("70_1", "CANCELLED")}
+        found = say(tmp_path, Answer(states))
+        assert found.state == "preprocessing" and "has started" in found.why
+    begun = launch(tmp_path, "70_0", "preprocess")
+    end(tmp_path, launch(tmp_path, "70_1", "preprocess", restarts=1), 75, "scheduler")
+    found = say(tmp_path, Answer(states))
+    assert found.why.startswith("job 70, since ")
+    end(tmp_path, begun, 75, "requeue")
+    end(tmp_path, launch(tmp_path, "70_0", "preprocess", restarts=1), 75, "requeue")
+    assert "starts again" in say(tmp_path, Answer(states)).why
+    send(tmp_path, "train", "80")
+    end(tmp_path, launch(tmp_path, "80"), 75, "scheduler")
+    assert "is about to leave" in say(tmp_path, answered("80", "COMPLETING")).why
+
+
+def test_a_cancel_that_does_not_stop_a_training(tmp_path: Path) -> None:
+    """A colleague's, whom the scheduler does not obey, or one that comes at the very end."""
+    send(tmp_path)
+    begun = launch(tmp_path)
+    tried = Running(tmp_path, 1, 0, {"world_size": 2}, "hash")
+    jobs.note_cancelled(tmp_path, now=True, stages=("train",))
+    tried.end(0, "done", 8)
+    for following in ("scheduler", "done"):
+        end(tmp_path, begun, 75 if following == "scheduler" else 0, following)  # type: ignore[arg-type]
+        found = say(tmp_path, answered(state="CANCELLED" if following == "scheduler" else "COMPLETED"))
+        assert found.state == "done" and found.why.startswith(f"{jobs.user()} cancelled it at "), found
+        assert "did not stop it" in found.why
+
+
 def test_a_chain_that_is_exhausted(tmp_path: Path) -> None:
     for link, job in enumerate(("77", "78"), start=1):
         send(tmp_path, job=job, link=link)
@@ -341,6 +411,15 @@ def test_another_machine_holds_the_lock(elsewhere: Path) -> None:
     assert found.state == "stalled" and "rank 1 on host-1" in found.why
     found = say(elsewhere, Answer({}, {"77": Accounted("NODE_FAIL", "0:0", "00:10:00", "n1")}))
     assert found.state == "failed" and "NODE_FAIL" in found.why
+
+
+def test_a_job_that_is_suspended(elsewhere: Path) -> None:
+    beats(elsewhere, 2, 400, 500)
+    found = say(elsewhere, answered(state="SUSPENDED", start=time.time() - 900))
+    assert found.state == "suspended" and "scontrol resume 77" in found.why
+    assert say(elsewhere, answered(state="RUNNING", start=time.time() - 900)).state == "stalled"
+    (elsewhere / "lock").unlink()
+    assert say(elsewhere, answered(state="SUSPENDED")).state == "suspended"
 
 
 def test_damaged_files_are_told_and_the_rest_is_shown(run: Path) -> None:

@@ -141,6 +141,13 @@ class Run:
         minutes = ((datetime.now() - began).total_seconds() + seconds) / 60
         scheduler.update(job, {"TimeLimit": str(math.ceil(minutes))})
 
+    def preempt(self) -> None:
+        """A job with precedence takes all nodes for a moment; waits for the start that follows."""
+        nodes, known = len(self.cluster.nodes), len(self.launches())
+        words = f"sbatch --parsable --partition=urgent --nodes={nodes} --exclusive --output=/dev/null --wrap".split()
+        text = scheduler.ask([*words, "sleep 3"])
+        self.until(lambda: len(self.launches()) > known, why=f"the next start, after job {text.strip()}")
+
     def launches(self) -> list[Launch]:
         """Of the training."""
         return launches(self.folder, "train")
