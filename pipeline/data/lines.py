@@ -42,9 +42,7 @@ def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
                     cursor.digest.update(chunk)
                     size += len(chunk)
     except StreamError as error:
-        cursor.bytes_read += piece.file.size
-        cursor.ended = True
-        cursor.damaged(error.reason, error.detail, piece.file.size)  # a part of a text is none
+        cursor.give_up(piece, error.reason, error.detail)  # a part of a text is none
         return
     cursor.input_bytes += size
     cursor.bytes_read += piece.file.size

@@ -288,6 +288,12 @@ class Cursor:
         """Take note of what cannot be read of the piece. It is no record, and has no row."""
         self.damage.append(Damage(self.piece, reason, printable(detail), lost))
 
+    def give_up(self, piece: Piece, reason: str, detail: str) -> None:
+        """Take note that all of the piece is lost, and end it."""
+        self.bytes_read += piece.end - piece.start
+        self.ended = True
+        self.damaged(reason, detail, piece.end - piece.start)
+
     def rejected(self, line: int | None, byte: int, reason: str, detail: str, raw: bytes = b"") -> Document:
         """A rejected record, of which `raw` is the beginning. It counts as read."""
         begin = printable(raw[:200].rstrip(b"\r\n").decode("utf-8", "backslashreplace"))
