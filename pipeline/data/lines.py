@@ -15,8 +15,6 @@ from pipeline.data.records import EMPTY, NOT_UTF8, Cursor, Document, Piece, Read
 _BOM = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
-_BEAT_BYTES = 2**26
-"""After so much that gives no document, a sign of life."""
 CUT_FILE = "truncated JSON lines file"
 """The reason where a file ends inside of a record: nobody knows what was behind it."""
 _NESTING = 500
@@ -120,8 +118,6 @@ def _skip(stream: BinaryIO, cursor: Cursor) -> None:
     left = cursor.offset
     while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
         left -= len(chunk)
-        if left % _BEAT_BYTES < _CHUNK_BYTES:
-            cursor.beat()
 
 
 def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None) -> Iterator[Document]:

@@ -187,7 +187,7 @@ class Cursor:
         bytes_read: bytes on disk since the start; for compressed files and tables about as many.
         digest: of what `input_bytes` counts.
         damage: what could not be read since the start.
-        beat: called now and then where much is read that gives no document.
+        beat: called now and then while a compressed file is read, much of which may give no document.
     """
 
     def __init__(self, unit: Unit, reader: Reader, start: Position) -> None:
