@@ -14,11 +14,6 @@ SWEEPS = "sweeps"
 """In a run folder: the folders of its sweeps."""
 
 
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a sweep of which something was started."""
-    return (folder / SWEEP_FILE).is_file()
-
-
 def noted(folder: Path) -> dict[str, Any]:
     """What is noted of each run of a sweep, by the name of its folder; {} if nothing was started.
 

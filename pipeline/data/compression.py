@@ -23,6 +23,7 @@ _OUTPUT_BYTES = 2**18
 _HELD_BYTES = 2**23
 """A member that holds no more than this is decompressed once; a larger one twice, the first time for its checksum."""
 _BEAT_BYTES = 2**25
+"""What is decompressed between two signs of life."""
 _XZ_MEMORY = 2**28
 """What an .xz file may ask for; `xz -9` needs 65 MiB."""
 
@@ -73,7 +74,7 @@ class Decompressed(io.RawIOBase):
         name: of the format.
         verify: give nothing of a member before its end was read and its checksum held. Otherwise everything that can
             be decompressed comes at once: for samples of files that are too large to be read to the end.
-        beat: called now and then while a long member is verified, of which nothing can be given yet.
+        beat: called each time that `_BEAT_BYTES` were decompressed, given or not.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Decompressed(io.RawIOBase):
         self._file = file
         self._name = name
         self._input = _Input(file)
-        self._sound = 0
-        self._chunks = self._members(verify, beat)
+        self._beat = beat
+        self._sound = self._seen = 0
+        self._chunks = self._members(verify)
         self._rest = memoryview(b"")
         self._error: StreamError | None = None
 
@@ -139,27 +141,24 @@ class Decompressed(io.RawIOBase):
     def _damaged(self, detail: str) -> StreamError:
         return StreamError(f"damaged {self._name} file", detail, self._sound)
 
-    def _members(self, verify: bool, beat: Callable[[], None]) -> Iterator[bytes]:
+    def _members(self, verify: bool) -> Iterator[bytes]:
         """What the members of the file hold."""
-        decode = self._decode_zstd if self._name == "zstd" else self._decode
         while self._find_member():
             start = self._input.at
             if not verify:
-                yield from decode()
+                yield from self._decoded()
             else:
                 held: list[bytes] | None = []
                 size = 0
-                for out in decode():
+                for out in self._decoded():
                     size += len(out)
-                    if size % _BEAT_BYTES < len(out):
-                        beat()
                     if held is not None:
                         held.append(out)
                         if size > _HELD_BYTES:
                             held = None
                 if held is None:
                     self._input.seek(start)
-                    yield from decode()
+                    yield from self._decoded()
                 else:
                     yield from held
             self._sound = self._input.at
@@ -182,6 +181,14 @@ class Decompressed(io.RawIOBase):
             raise self._truncated()
         self._input.unread(data)
         return True
+
+    def _decoded(self) -> Iterator[bytes]:
+        """What a member holds, with signs of life."""
+        for out in self._decode_zstd() if self._name == "zstd" else self._decode():
+            self._seen += len(out)
+            if self._seen % _BEAT_BYTES < len(out):
+                self._beat()
+            yield out
 
     def _decode(self) -> Iterator[bytes]:
         """What a member of a gzip, bzip2 or xz file holds."""
@@ -238,7 +245,7 @@ class _Input:
         self.at = 0
 
     def read(self, size: int = _INPUT_BYTES) -> bytes:
-        """The next bytes, at most about so many; none at the end."""
+        """Some of the next bytes: what was given back, else `size` at most; none at the end."""
         data, self._rest = self._rest or self._file.read(size) or b"", b""
         self.at += len(data)
         return data

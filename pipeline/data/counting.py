@@ -13,10 +13,8 @@ from rich.console import Console
 
 from pipeline.config.root import Config
 from pipeline.console import say
-from pipeline.data import store
 from pipeline.data.leases import Lease, Watch, take
-from pipeline.data.manifest import PLAN_FILE, PLAN_KEYS
-from pipeline.data.plan import SourceFiles, counting_job, cut_units
+from pipeline.data.plan import SourceFiles, counting_job, cut_units, planned_settings
 from pipeline.data.progress import ProgressLine, counted
 from pipeline.data.sources import EMPTY
 from pipeline.data.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
@@ -49,14 +47,10 @@ def known_splits(config: Config, found: SourceFiles) -> Splits | None:
 
 def _planned(config: Config, found: SourceFiles) -> Splits | None:
     """The splits of the plan that was made before, if it is of the same files and the same `data.splits`."""
-    try:
-        plan = store.get_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
-    except (FileNotFoundError, UserError):
-        return None
-    same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
+    settings = planned_settings(config, found) or {}
     shares = {name: str(split) for name, split in config.data.splits.items()}
-    ends = plan["settings"].get("ends of splits")
-    if not same_files or plan["settings"].get("data.splits") != shares or set(ends or {}) != set(shares):
+    ends = settings.get("ends of splits") or {}
+    if settings.get("data.splits") != shares or set(ends) != set(shares):
         return None
     return splits_from_settings(config.data, ends)
 

@@ -18,7 +18,6 @@ from pipeline.data.damage import DamagedFile, damaged_error, damaged_files, look
 from pipeline.data.engines import Choice, Engine, choose_engine, open_engine
 from pipeline.data.plan import SourceFiles, counting_job, cut_units, is_begun, make_plan
 from pipeline.data.progress import NOTHING_TO_DO, counted, size
-from pipeline.data.records import HUB_PREFIX
 from pipeline.data.sources import EMPTY, Unit, UnitReader, check_columns
 from pipeline.data.splits import Splits, split_names
 from pipeline.data.status import SourceState, read_state
@@ -213,19 +212,16 @@ def _problem(config: Config, found: SourceFiles, sample: Sample) -> str:
 
 def _hint(found: SourceFiles, sample: Sample) -> str:
     """What the file of the first bad record is by its first bytes, if that is not what it is read as; else empty."""
-    path, type = sample.first_bad, found.reader.type
-    if not path or path.startswith(HUB_PREFIX):
+    path = sample.first_bad
+    if not path or found.reader.type not in ("text", "jsonl"):  # of a table or a shard, a record was read
         return ""
     with open(path, "rb") as file:
         head = file.read(8)
-    if head.startswith(b"PAR1") and type != "parquet":
+    if head.startswith(b"PAR1"):
         return "it looks like Parquet: type: parquet"
     for suffix, name in FORMATS.items():
-        if head.startswith(MAGIC[name]):
-            if type not in ("text", "jsonl"):
-                return f"it is {name}-compressed: decompress it"
-            if compression_of(path) != name:
-                return f"it is {name}-compressed: name it {suffix}"
+        if head.startswith(MAGIC[name]) and compression_of(path) != name:
+            return f"it is {name}-compressed: name it {suffix}"
     return ""
 
 

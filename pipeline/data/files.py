@@ -44,7 +44,8 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
     found: dict[str, str] = {}
     for pattern in paths:
         full = os.path.abspath(os.path.expanduser(pattern))
-        # A file whose own name has a bracket in it is that file.
+        # A file whose own name has a bracket in it is that file. `_is_no_folder` would raise with the glob, not
+        # with the folder that may not be read.
         literal = os.path.lexists(full) and not os.path.isdir(full)
         if type == "arrow" and os.path.isdir(full):
             for path in _saved_dataset(full, f"{key}.paths"):

@@ -177,9 +177,7 @@ class Finish:
                 self.report.written.append(self._folder / name)
         path = self._folder / REPORT_FILE
         text = orjson.dumps(self.report.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        # A finished source may lie on a disk that cannot be written.
-        if not path.exists() or store.read_bytes(path) != text:
-            store.put(path, text)
+        if _put_changed(path, text):
             self.report.written.append(path)
         return self.report
 
@@ -228,8 +226,8 @@ class Finish:
         if not lines:
             if path.exists():
                 path.unlink(missing_ok=True)
-        elif not path.exists() or store.read_bytes(path) != lines:  # it may lie on a disk that cannot be written
-            store.put(path, lines)
+        else:
+            _put_changed(path, lines)
 
     def _write_rejected(self) -> dict[str, str]:
         """Collect the rejected records in the order of the files, with lines counted from each file's start.
@@ -304,6 +302,18 @@ class Finish:
             result[name, start] = before
             before += lines[name, start]
         return result
+
+
+def _put_changed(path: Path, content: bytes) -> bool:
+    """Write a file unless it has this content: a finished source may lie on a disk that cannot be written.
+
+    Returns:
+        Whether it was written.
+    """
+    if path.exists() and store.read_bytes(path) == content:
+        return False
+    store.put(path, content)
+    return True
 
 
 def _reasons(rejected: Counter[str]) -> str:

@@ -88,15 +88,12 @@ def read_shard(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         return
     if cursor.reader.verify and os.path.isfile(piece.file.path) and compression_of(piece.file.path):
         try:
-            with open_stream(
-                piece.file.path, beat=cursor.beat
-            ) as whole:  # `datasets` would give what lies before damage
+            # `datasets` would give what lies before damage.
+            with open_stream(piece.file.path, beat=cursor.beat) as whole:
                 while whole.read1():
                     pass
         except StreamError as error:
-            cursor.bytes_read += piece.end - piece.start
-            cursor.ended = True
-            cursor.damaged(error.reason, error.detail, piece.file.size)
+            cursor.give_up(piece, error.reason, error.detail)
             return
     shard, count = int(found[1]), int(found[2])
     stream = _stream(hub, (reader.text_key, reader.id_key, *reader.metadata))

@@ -15,8 +15,6 @@ from pipeline.data.records import EMPTY, NOT_UTF8, Cursor, Document, Piece, Read
 _BOM = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
-_BEAT_BYTES = 2**26
-"""After so much that gives no document, a sign of life."""
 CUT_FILE = "truncated JSON lines file"
 """The reason where a file ends inside of a record: nobody knows what was behind it."""
 _NESTING = 500
@@ -42,9 +40,7 @@ def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
                     cursor.digest.update(chunk)
                     size += len(chunk)
     except StreamError as error:
-        cursor.bytes_read += piece.file.size
-        cursor.ended = True
-        cursor.damaged(error.reason, error.detail, piece.file.size)  # a part of a text is none
+        cursor.give_up(piece, error.reason, error.detail)  # a part of a text is none
         return
     cursor.input_bytes += size
     cursor.bytes_read += piece.file.size
@@ -122,8 +118,6 @@ def _skip(stream: BinaryIO, cursor: Cursor) -> None:
     left = cursor.offset
     while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
         left -= len(chunk)
-        if left % _BEAT_BYTES < _CHUNK_BYTES:
-            cursor.beat()
 
 
 def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None) -> Iterator[Document]:

@@ -121,14 +121,21 @@ class Plan:
         }
 
 
-def is_planned(config: Config, found: SourceFiles) -> bool:
-    """Whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
+def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | None:
+    """Settings of the plan that is there; None if there is none that can be read, or it is of other files."""
     try:
         plan = store.get_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
     except (FileNotFoundError, UserError):
-        return False
+        return None
     same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
-    return same_files and plan["settings"].items() >= _settings(found.source, config).items()
+    settings: dict[str, Any] = plan["settings"]
+    return settings if same_files else None
+
+
+def is_planned(config: Config, found: SourceFiles) -> bool:
+    """Whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
+    planned = planned_settings(config, found)
+    return planned is not None and planned.items() >= _settings(found.source, config).items()
 
 
 def is_begun(folder: Path) -> bool:
@@ -302,7 +309,7 @@ def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
     if preprocess.max_record_bytes != MAX_RECORD_BYTES:  # datasets of earlier versions do not name it
         settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
     if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
-        settings["data.preprocess.on_damaged_file"] = "drop"  # splits of so many documents are counted without them
+        settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
     if source.type != "text":
         settings |= {"id_key": source.id_key, "text_key": source.text_key}
     if source.hub is not None:

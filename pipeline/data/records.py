@@ -187,7 +187,7 @@ class Cursor:
         bytes_read: bytes on disk since the start; for compressed files and tables about as many.
         digest: of what `input_bytes` counts.
         damage: what could not be read since the start.
-        beat: called now and then where much is read that gives no document.
+        beat: called now and then while a compressed file is read, much of which may give no document.
     """
 
     def __init__(self, unit: Unit, reader: Reader, start: Position) -> None:
@@ -287,6 +287,12 @@ class Cursor:
     def damaged(self, reason: str, detail: str, lost: int) -> None:
         """Take note of what cannot be read of the piece. It is no record, and has no row."""
         self.damage.append(Damage(self.piece, reason, printable(detail), lost))
+
+    def give_up(self, piece: Piece, reason: str, detail: str) -> None:
+        """Take note that all of the piece is lost, and end it."""
+        self.bytes_read += piece.end - piece.start
+        self.ended = True
+        self.damaged(reason, detail, piece.end - piece.start)
 
     def rejected(self, line: int | None, byte: int, reason: str, detail: str, raw: bytes = b"") -> Document:
         """A rejected record, of which `raw` is the beginning. It counts as read."""

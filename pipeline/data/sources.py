@@ -164,9 +164,7 @@ class UnitReader(Cursor):
         for number in range(self.piece, len(self.unit.pieces)):
             piece = self.enter(number)
             if piece.file.name in self.reader.dropped:
-                self.bytes_read += piece.end - piece.start
-                self.ended = True
-                self.damaged(*self.reader.dropped[piece.file.name], piece.end - piece.start)
+                self.give_up(piece, *self.reader.dropped[piece.file.name])
                 continue
             with _named(piece.file):
                 _check_unchanged(piece.file)

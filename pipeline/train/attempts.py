@@ -35,7 +35,6 @@ from pipeline.train.lock import is_held, job
 _BEGIN, _END = "attempt", "attempt end"
 _BLOCK = 2**20
 """Bytes that are read at once from the end of a file."""
-_NO_DEATH = (EXIT_OK, EXIT_STOPPED)
 _SAYS_NOTHING = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
 """Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
 _WITHOUT_A_WORD = "ended without a word, as after kill -9 or the loss of a node"

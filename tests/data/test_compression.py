@@ -223,3 +223,15 @@ print(size, peak)
         assert int(out.split()[0]) == size
         peaks.append(int(out.split()[1]))
     assert peaks[0] - peaks[1] < 30_000  # kB
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize(("members", "verify", "beats"), [(1, True, 8), (1, False, 4), (64, True, 4), (64, False, 4)])
+def test_signs_of_life(tmp_path, suffix, members, verify, beats, monkeypatch):
+    """They come by what is decompressed: a member that is too large to be held is decompressed twice."""
+    monkeypatch.setattr(compression, "_BEAT_BYTES", 2**20)
+    monkeypatch.setattr(compression, "_HELD_BYTES", 2**20)
+    path, seen = write(tmp_path, suffix, FORMATS[suffix][1](bytes(2**22 // members)) * members), []
+    with open_stream(path, verify=verify, beat=lambda: seen.append(None)) as stream:
+        assert len(stream.read()) == 2**22
+    assert len(seen) == beats

@@ -15,9 +15,11 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 from pipeline.data import hub as hub_module
 from pipeline.data.hub import hub_files
+from pipeline.data.preprocess import preprocess
 from pipeline.data.sources import Hub, Reader, UnitReader, check_columns, expected_text_bytes
 from pipeline.errors import UserError
 from tests.data.reading import check_chain, check_resume, together, units
+from tests.data.runs import make_config
 
 ROWS = 70
 """More than are asked for at a time."""
@@ -195,3 +197,18 @@ def test_heavy_libraries_are_imported_by_those_who_need_them():
     code = f"import sys, pipeline.data.sources; print({heavy})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "[]\n"
+
+
+@pytest.mark.parametrize("kind", ["gz", "parquet"])
+def test_the_dry_run_does_not_take_its_files_for_those_of_another_type(tmp_path, kind):
+    """`datasets` decompresses files and reads tables by itself: here only the column is wrong."""
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": pa.nulls(5, pa.string())}), tmp_path / "a.parquet")
+    else:
+        (tmp_path / "a.gz").write_bytes(gzip.compress(b'{"text": null}\n' * 5))
+    files = the_hub(tmp_path, kind)
+    source = {"name": "s", "type": "hub", "hub": {"path": files.path, "data_files": list(files.data_files)}}
+    with pytest.raises(UserError) as error:
+        preprocess(make_config(tmp_path / "out", [source]), dry_run=True)
+    assert "5 text is null" in str(error.value)
+    assert "set data.sources.0.text_key (now 'text')" in str(error.value)

@@ -245,10 +245,14 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
 
     def wait(name: str) -> None:
         now[0] = name
-        time.sleep(0.2)
+        end = time.monotonic() + 60
+        while beats.count(name) < 6:
+            assert time.monotonic() < end, f"no sign of life while waiting for {name}"
+            time.sleep(0.01)
 
     def share(make: Any) -> Any:
-        wait("the result")
+        if make is not harness_module._require:  # which comes before all that takes long
+            wait("the result")
         return make()
 
     def evaluated(model: Any, **_: Any) -> dict[str, Any]:
@@ -268,7 +272,7 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
     harness = HarnessConfig(tasks=["a"], batch_size=1)
     found = harness_module._evaluate(engine, harness, Console(quiet=True), lambda: beats.append(now[0]))
     assert found == {"results": {}}
-    assert beats.count("the result") > 5 and beats.count("the others") > 5
+    assert {"the result", "the others"} <= set(beats)
     assert beats.count("computing") <= 1, "a collective that is stuck has to be noticed"
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,10 +28,11 @@ pytestmark = pytest.mark.parallel
 LIMIT = 60.0
 """Seconds after which the ranks should have noticed; the limit of the start is ten times that."""
 FOREVER = 600.0
+PATIENCE = 0.5
 
 
 def _join() -> None:
-    peers.PATIENCE = 0.5
+    peers.PATIENCE = PATIENCE
     processes.join(processes.of_environment(), torch.device("cpu"), TimeLimitsConfig(init_seconds=FOREVER))
 
 
@@ -44,9 +46,13 @@ def dies_while_others_come(victim: int) -> None:
     _join()
 
 
-def _dies_when_it_has_arrived() -> None:
+def _wait_until_arrived() -> None:
     while processes._Joined.peers is None:
         time.sleep(0.01)
+
+
+def _dies_when_it_has_arrived() -> None:
+    _wait_until_arrived()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -75,28 +81,37 @@ def test_a_rank_that_is_killed_while_they_start_ends_the_others(
             assert "rank 1 on " in text and "has ended while the ranks were starting" in text
 
 
-def all_come_though_one_is_suspended() -> bool:
-    """The one that is stopped for a while answers nobody, and lives."""
+def all_come_though_one_is_suspended(resumed: Path) -> bool:
+    """The one that is stopped for a while answers nobody, and lives. The last rank comes when it is resumed."""
     place = processes.of_environment()
     if place.rank == 1:
-        child = os.fork()
-        if child == 0:
-            time.sleep(0.3)
+        arrived, arrives = os.pipe()
+        if os.fork() == 0:
+            os.read(arrived, 1)
             os.kill(os.getppid(), signal.SIGSTOP)
-            time.sleep(1.5)
+            time.sleep(3 * PATIENCE)
             os.kill(os.getppid(), signal.SIGCONT)
+            resumed.touch()
             os._exit(0)
-    if place.rank == 2:
-        time.sleep(2.5)
+        threading.Thread(target=_says_that_it_has_arrived, args=(arrives,), daemon=True).start()
+    until = time.monotonic() + LIMIT
+    while place.rank == 2 and not resumed.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
     _join()
     processes.barrier()
     processes.start_is_over()
     return processes._Joined.peers is None
 
 
-def test_a_rank_that_is_slow_or_suspended_is_waited_for() -> None:
+def _says_that_it_has_arrived(pipe: int) -> None:
+    _wait_until_arrived()
+    os.write(pipe, b"x")
+
+
+def test_a_rank_that_is_slow_or_suspended_is_waited_for(tmp_path: Path) -> None:
     with Ranks(3, connect=False) as these:
-        assert these.call(all_come_though_one_is_suspended) == [True] * 3
+        assert these.call(all_come_though_one_is_suspended, tmp_path / "resumed") == [True] * 3
 
 
 def test_those_that_leave_after_the_start_are_missed_by_nobody() -> None:
