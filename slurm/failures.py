@@ -24,7 +24,7 @@ TAIL = 20
 """Lines of the log of a rank that has left no message."""
 _ERROR_FILE = re.compile(r"^rank-(\d+)\.error\.json$")
 
-# What srun says, as seen with SLURM 22.05; there "Out Of Memory" needs control groups and is by the book.
+# What srun says, as seen with SLURM 22.05; "Out Of Memory" needs control groups.
 _TASKS = re.compile(r"^srun: error: \S+: tasks? (?P<tasks>[\d,\-\[\]]+): (?P<how>.+)$")
 _NOT_STARTED = re.compile(r"^srun: error: task (?P<task>\d+) launch failed: (?P<why>.+)$")
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (?P<nodes>\S+)$")
