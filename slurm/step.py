@@ -69,6 +69,8 @@ class Step:
             "--overlap",
             f"--wait={_STRAGGLE}",
             "--unbuffered",
+            # A job of `sbatch --export=NONE` has SLURM_EXPORT_ENV=NONE, with which ranks would get no variable.
+            "--export=ALL",
             f"--output={self.logs}/rank-%4t.log",
             *site.srun_options,
             *python,

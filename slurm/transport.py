@@ -370,8 +370,10 @@ def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[s
 
 
 def _memory(gb: float) -> str:
-    """As sbatch understands it."""
-    return f"{int(gb)}G" if gb == int(gb) else f"{int(gb * 1024)}M"
+    """As sbatch understands it; its 0 is all memory of the node, so nothing else may be rounded to it."""
+    if gb == int(gb):
+        return f"{int(gb)}G" if gb else "0"
+    return f"{max(1, int(gb * 1024))}M"
 
 
 @contextmanager

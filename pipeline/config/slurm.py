@@ -57,8 +57,8 @@ class ResourcesConfig(Section):
     """Time limit of a job. Training goes on in the next job after it (`slurm.chain`)."""
     cpus_per_task: int | None = Field(default=None, ge=1)
     """CPUs of each process; passed to srun, too."""
-    mem_gb: float | None = Field(default=None, gt=0)
-    """Memory of a node, in GB; 0 is not needed: without it the site's default holds."""
+    mem_gb: float | None = Field(default=None, ge=0)
+    """Memory of a node, in GB; 0: all that the node has. Without it the site's default holds."""
     exclusive: bool | None = None
     """Whole nodes."""
     options: LineByName = Field(default_factory=dict)
