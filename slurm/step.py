@@ -72,9 +72,18 @@ class Step:
             # A job of `sbatch --export=NONE` has SLURM_EXPORT_ENV=NONE, with which ranks would get no variable.
             "--export=ALL",
             f"--output={self.logs}/rank-%4t.log",
+            *([] if outside or not self.together else self._binding()),
             *site.srun_options,
             *python,
         ]
+
+    def _binding(self) -> list[str]:
+        """Where the processes of a training go, as the profile says."""
+        site = self.submission.site
+        if self.submission.stage != "train":
+            return []
+        options = {"--distribution": site.distribution, "--cpu-bind": site.cpu_bind}
+        return [f"{name}={value}" for name, value in options.items() if value is not None]
 
     def run(self, look: Callable[[], None], started: Callable[[subprocess.Popen[bytes]], None]) -> int:
         """Start it and wait for its end; returns the exit code of srun, or of the process.
