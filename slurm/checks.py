@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,11 +29,12 @@ from pipeline.train.run_folder import refuse_lost_checkpoints
 from pipeline.train.schedule import Schedule
 from pipeline.train.start import open_validation
 from pipeline.words import duration, minutes
+from slurm import shell
 from slurm.cluster_checks import check_cluster
 from slurm.findings import Findings
 from slurm.forecast import START_S, Forecast, forecast, links_needed
 from slurm.jobs import Where
-from slurm.plan import PlannedJob, eval_job
+from slurm.plan import PlannedJob, eval_job, gpus_key
 from slurm.reserve import signal_seconds
 from slurm.room import checkpoints_room
 
@@ -44,6 +45,23 @@ _FEW_FILES = 10_000
 def check(
     config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
 ) -> list[str]:
+    """As `look`, for a run that is sent only if nothing is wrong with it.
+
+    Returns:
+        Warnings, a sentence each.
+
+    Raises:
+        UserError: there are problems; one message lists all of them.
+        MachineError: there are problems, all of them of the machine or the scheduler.
+    """
+    found = look(config, site, planned, where, dry_run=dry_run)
+    found.raise_problems()
+    return found.warnings
+
+
+def look(
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
+) -> Findings:
     """Look for all that would end the jobs of a run at their start, or that is probably not meant.
 
     Args:
@@ -52,13 +70,6 @@ def check(
         planned: its jobs.
         where: on a cluster or on this machine.
         dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
-
-    Returns:
-        Warnings, a sentence each.
-
-    Raises:
-        UserError: there are problems; one message lists all of them.
-        MachineError: there are problems, all of them of the machine or the scheduler.
     """
     found = Findings()
     makes_data = any(job.stage in ("preprocess", "finish") for job in planned)
@@ -72,9 +83,36 @@ def check(
         if job.stage == "eval":
             _check_evaluation(config, job, planned, makes_data, found)
     if where == "slurm":
+        for key, value, todo in _needs_gpus(config, planned):
+            found.problem(
+                f"{key}={value} needs GPUs, but jobs ask for none ({gpus_key(config)} is {site.gpus_per_node}); set "
+                f"slurm.gpus_per_node, or gpus_per_node in the profile, or {todo}"
+            )
+        shell.check(os.environ, site, planned, found)
         check_cluster(config, site, planned, found, dry_run=dry_run)
-    found.raise_problems()
-    return found.warnings
+    return found
+
+
+def _needs_gpus(config: Config, planned: Sequence[PlannedJob]) -> Iterator[tuple[str, object, str]]:
+    """Keys and values with which jobs that have no GPU would fail, and what to set instead."""
+    without = {job.stage for job in planned if not job.gpus_per_node and not _names_gpus(job)}
+    if config.launch.device == "cuda" and without & {"train", "eval"}:
+        yield "launch.device", "cuda", "launch.device=auto"
+    if "train" not in without or config.launch.device == "cpu":  # of which the rules of layouts speak
+        return
+    if config.parallel.overlap.async_tp:
+        yield "parallel.overlap.async_tp", "true", "parallel.overlap.async_tp=false"
+    if (backend := config.train.attention.backend) not in ("auto", "sdpa"):
+        yield "train.attention.backend", backend, "train.attention.backend=auto"
+    fp8 = config.train.precision.fp8
+    if fp8 is not None and not fp8.emulate:
+        yield "train.precision.fp8.backend", fp8.backend, "leave train.precision.fp8 out"
+
+
+def _names_gpus(job: PlannedJob) -> bool:
+    """Whether a job asks for GPUs by options of its own."""
+    options = job.resources.options
+    return "gpu" in options.get("gres", "") or any(name.startswith(("gpus-per-", "tres-per-")) for name in options)
 
 
 def _check_folder(key: str, path: Path, found: Findings) -> None:
@@ -140,25 +178,19 @@ def _check_training(
 
 def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Findings) -> None:
     """Processes of a node against its GPUs."""
-    profile, device = config.slurm.profile, config.launch.device
-    if device == "cuda" and not site.gpus_per_node:
-        found.problem(
-            f"launch.device=cuda, but the profile {profile} has nodes without GPUs (gpus_per_node: 0); set "
-            "gpus_per_node in the profile, or launch.device=auto"
-        )
-    if device == "cpu" or not site.gpus_per_node:
+    if config.launch.device == "cpu" or not site.gpus_per_node:
         return
     here, gpus = job.processes_per_node, site.gpus_per_node
     if here > gpus:
         found.problem(
-            f"slurm.processes_per_node={here}, but a node has {gpus} GPUs (gpus_per_node of the profile {profile}) and "
+            f"slurm.processes_per_node={here}, but a node has {gpus} GPUs ({gpus_key(config)}) and "
             f"each process takes one; set slurm.processes_per_node={gpus} and slurm.nodes={-(-job.processes // gpus)}, "
             "or leave it out"
         )
     if here < gpus:
         found.warn(
-            f"slurm.processes_per_node={here}: a job asks for {gpus} GPUs on each node (gpus_per_node of the profile "
-            f"{profile}), of which {gpus - here} do nothing"
+            f"slurm.processes_per_node={here}: a job asks for {gpus} GPUs on each node ({gpus_key(config)}), of "
+            f"which {gpus - here} do nothing"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +13,10 @@ from pipeline.config.slurm import SiteConfig
 from pipeline.data.progress import counted
 from pipeline.errors import MachineError, UserError
 from pipeline.words import minutes
-from slurm import scheduler
+from slurm import scheduler, shell
 from slurm.findings import Findings
 from slurm.jobs import user
-from slurm.plan import PlannedJob
+from slurm.plan import PlannedJob, gpus_key
 from slurm.scheduler import Association, Partition
 
 
@@ -48,7 +49,7 @@ def check_cluster(
                 raise
             found.warn(f"partition, account, limits were not checked: {error}")
             return
-        everything = [_Asked(job, config.slurm.profile) for job in planned]
+        everything = [_Asked(job, config.slurm.profile, gpus_key(config)) for job in planned]
         for asked in everything:
             _check_partitions(asked, partitions, settings, found)
             _check_array(asked, settings, found)
@@ -71,6 +72,8 @@ class _Asked:
 
     job: PlannedJob
     profile: str
+    gpus: str
+    """The key of its GPUs."""
 
     @property
     def section(self) -> str:
@@ -84,7 +87,9 @@ class _Asked:
 
     def where(self, key: str) -> str:
         """A key, which may be set in either of two files."""
-        return f"{self.section}.{key} (or the profile {self.profile})"
+        variable = shell.variable(key, os.environ)
+        more = f", or the variable {variable}" if variable else ""
+        return f"{self.section}.{key} (or the profile {self.profile}{more})"
 
 
 def _check_partitions(
@@ -160,7 +165,7 @@ def _oddities(asked: _Asked, partition: Partition) -> Iterator[str]:
         gres = ", ".join(sorted(set(partition.gres)))
         yield (
             f"{asked.job.name} asks for {counted(wanted, 'GPU')} a node, but those of partition {name} have "
-            f"{most or 'none'} (gres: {gres}); see gpus_per_node in the profile {asked.profile}"
+            f"{most or 'none'} (gres: {gres}); see {asked.gpus}"
         )
 
 

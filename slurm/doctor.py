@@ -241,9 +241,9 @@ def _gpus(config: Config) -> int:
     least = 1 if config.launch.device == "cuda" else 0
     if "SLURM_JOB_ID" not in os.environ:
         return least
-    from slurm.profile import load_site
+    from slurm.profile import site_of
 
-    return max(least, load_site(config.slurm.profile).gpus_per_node)
+    return max(least, site_of(config).gpus_per_node)
 
 
 @contextmanager

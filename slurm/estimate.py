@@ -20,7 +20,7 @@ from pipeline.train.planning.suggest import MOST_PLANS
 from pipeline.train.planning.suggest import suggest as suggested
 from slurm.forecast import START_S
 from slurm.plan import resources_of
-from slurm.profile import load_site, shipped
+from slurm.profile import shipped, site_of
 from slurm.reserve import signal_seconds
 
 
@@ -107,7 +107,7 @@ def device_of(config: Config, name: str) -> Device:
     device = find_device(name)
     if "slurm" not in config.model_fields_set:
         return device
-    wanted = config.slurm.processes_per_node or load_site(config.slurm.profile).gpus_per_node
+    wanted = config.slurm.processes_per_node or site_of(config).gpus_per_node
     return replace(device, node_devices=wanted) if wanted else device
 
 
@@ -130,7 +130,7 @@ def _job_seconds(config: Config) -> tuple[float | None, bool]:
     """
     if "slurm" not in config.model_fields_set:
         return None, False
-    site = load_site(config.slurm.profile)
+    site = site_of(config)
     minutes = resources_of(config, site, "train").time
     assert minutes is not None, "there is a default"
     own = [config.slurm.train.time]

@@ -92,7 +92,7 @@ def _resources(job: PlannedJob) -> Iterator[str]:
     if asked.cpus_per_task is not None:
         yield f"{counted(asked.cpus_per_task, 'CPU')} a process"
     if asked.mem_gb is not None:
-        yield f"{asked.mem_gb:g} GB a node"
+        yield f"{asked.mem_gb:g} GB a node" if asked.mem_gb else "all memory of each node"
     if asked.exclusive:
         yield "whole nodes"
     for key in ("account", "qos", "constraint", "exclude"):

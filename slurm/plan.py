@@ -123,7 +123,7 @@ def _eval_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int
         return 1, total
     if total % most:
         below = total // most * most
-        why = f"gpus_per_node of the profile {config.slurm.profile}" if site.gpus_per_node else _why(config, site)
+        why = gpus_key(config) if site.gpus_per_node else _why(config, site)
         raise UserError(
             f"eval.processes={total} cannot be dealt evenly to nodes of {most} processes each ({why}); set "
             f"eval.processes={below} or {below + most}"
@@ -155,8 +155,8 @@ def train_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int
         raise UserError(
             f"{text}, but parallel ({' x '.join(named) or 'no axis above 1'}) needs "
             + (f"a multiple of {needed}; " if rest else f"{needed}; ")
-            + f"change slurm.nodes, slurm.processes_per_node (by default gpus_per_node of the profile "
-            f"{config.slurm.profile}) or parallel" + ("" if rest else " (dp_shard: -1 takes all there are)")
+            + f"change slurm.nodes, slurm.processes_per_node (by default {gpus_key(config)}) or parallel"
+            + ("" if rest else " (dp_shard: -1 takes all there are)")
         ) from None
     return nodes, here
 
@@ -240,6 +240,11 @@ def _repeats(site: SiteConfig) -> Chain:
 def _why(config: Config, site: SiteConfig) -> str:
     if config.slurm.processes_per_node:
         return "slurm.processes_per_node"
-    return (
-        f"gpus_per_node of the profile {config.slurm.profile}" if site.gpus_per_node else "one on a node without GPUs"
-    )
+    return gpus_key(config) if site.gpus_per_node else "one on a node without GPUs"
+
+
+def gpus_key(config: Config) -> str:
+    """The key that decides how many GPUs a node has."""
+    if config.slurm.gpus_per_node is not None:
+        return "slurm.gpus_per_node"
+    return f"gpus_per_node of the profile {config.slurm.profile}"

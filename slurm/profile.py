@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from pipeline.config import Config
 from pipeline.config.document import PLACEHOLDER, Problem, parse
 from pipeline.config.problems import translate
 from pipeline.config.schema import dotted
-from pipeline.config.slurm import SiteConfig
+from pipeline.config.slurm import SiteConfig, is_profile_file
 from pipeline.errors import UserError
+from slurm import shell
 
 _FOLDER = Path(__file__).parent / "profiles"
 
@@ -21,16 +25,34 @@ def shipped() -> list[str]:
     return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
 
 
-def load_site(name: str) -> SiteConfig:
+def site_of(config: Config, environment: Mapping[str, str] = os.environ) -> SiteConfig:
+    """The site that a run sees: its profile, under what the run file and the shell say of it.
+
+    Args:
+        config: the run.
+        environment: of the shell that submits, which may name account, partition and qos.
+
+    Raises:
+        UserError: as for `load_site`.
+    """
+    site = load_site(config.slurm.profile, config.slurm.tried)
+    defaults = site.defaults.model_copy(update=shell.resources(environment, site.defaults))
+    given = config.slurm.gpus_per_node
+    gpus = site.gpus_per_node if given is None else given
+    return site.model_copy(update={"defaults": defaults, "gpus_per_node": gpus})
+
+
+def load_site(name: str, tried: Path | None = None) -> SiteConfig:
     """Read and validate a profile.
 
     Args:
         name: one that ships, or a file: with a `/` in it or `.yaml` at its end.
+        tried: where else the file was looked for.
 
     Raises:
         UserError: there is none, or everything that is wrong in it, a line for each violation.
     """
-    file = _find(name)
+    file = _find(name, tried)
     try:
         document = parse(file.read_text(encoding="utf-8"), str(file))
     except UnicodeDecodeError as error:
@@ -62,12 +84,14 @@ def load_site(name: str) -> SiteConfig:
     return site
 
 
-def _find(name: str) -> Path:
+def _find(name: str, tried: Path | None) -> Path:
     """The file of a profile."""
-    if "/" in name or name.endswith((".yaml", ".yml")):
+    if is_profile_file(name):
         file = Path(name).expanduser()
         if not file.is_file():
             what = "is a folder" if file.is_dir() else "is not there"
+            if tried is not None:
+                what += f" (working directory), and there is no {tried} (folder of the run file) either"
             raise UserError(f"slurm.profile = {name}: the file {what}; {_names()}")
         return file
     if name not in shipped():

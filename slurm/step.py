@@ -71,6 +71,9 @@ class Step:
             "--overlap",
             f"--wait={_STRAGGLE}",
             *self._output,
+            # A job of `sbatch --export=NONE` has SLURM_EXPORT_ENV=NONE, with which ranks would get no variable.
+            "--export=ALL",
+            *([] if outside or not self.together else self._binding()),
             *site.srun_options,
             *python,
         ]
@@ -84,6 +87,14 @@ class Step:
             return ["--unbuffered", f"--output={self.logs}/rank-%4t.log"]
         # Whole lines, each after its rank; see `slurm.rank_logs`.
         return ["--label", f"--output={self.logs}/node-%4n.log"]
+
+    def _binding(self) -> list[str]:
+        """Where the processes of a training go, as the profile says."""
+        site = self.submission.site
+        if self.submission.stage != "train":
+            return []
+        options = {"--distribution": site.distribution, "--cpu-bind": site.cpu_bind}
+        return [f"{name}={value}" for name, value in options.items() if value is not None]
 
     def run(self, look: Callable[[], None], started: Callable[[subprocess.Popen[bytes]], None]) -> int:
         """Start it and wait for its end; returns the exit code of srun, or of the process.

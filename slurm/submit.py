@@ -23,7 +23,7 @@ from pipeline.train.run_folder import make_writable
 from slurm import active, integrity, jobs, permissions, scheduler, snapshot, transport
 from slurm.jobs import Job, Where
 from slurm.plan import PlannedJob, StageName, eval_job, plan
-from slurm.profile import load_site
+from slurm.profile import site_of
 from slurm.submission import Submission, read_submission, record
 
 _SUBMIT_SECONDS = 600.0
@@ -53,10 +53,11 @@ def submit(
         The jobs, those that were there already if there are any.
 
     Raises:
-        UserError: the run cannot be sent as it is; its jobs wait or run with another config; another process trains.
+        UserError: the run cannot be sent as it is, which a dry run says after it has shown the jobs; its jobs wait or
+            run with another config; another process trains.
         MachineError: the scheduler refuses a job or does not answer. Nothing stays in the queue then.
     """
-    site = load_site(config.slurm.profile)
+    site = site_of(config)
     if step is None:
         planned = plan(config, site, stages, where, units=_units(config) if "preprocess" in stages else None)
     else:
@@ -69,9 +70,11 @@ def submit(
         return active.attach(config, planned, found, console)
     from slurm import checks  # torch is among what it needs
 
-    warnings = checks.check(config, site, planned, where, dry_run=dry_run)
+    found_here = checks.look(config, site, planned, where, dry_run=dry_run)
     if dry_run:
-        _show(config, site, planned, where, warnings, console)
+        _show(config, site, planned, where, found_here.warnings, console)
+    found_here.raise_problems()
+    if dry_run:
         return []
     permissions.honour(config)
     make_writable(run)
@@ -81,7 +84,7 @@ def submit(
         _clear_the_way(run, planned, console)
         code = snapshot.take(run, site.modules, permissions.make_private(config, run))
         sent = send_all(run, config, site, planned, where, code)
-    for warning in warnings:
+    for warning in found_here.warnings:
         say(console, f"warning: {warning}")
     _tell(run, sent, console)
     return sent

@@ -16,7 +16,7 @@ from pipeline.train.run_folder import make_writable
 from slurm import checks, jobs, permissions, plan, snapshot, transport
 from slurm.jobs import Job, Where
 from slurm.plan import PlannedJob
-from slurm.profile import load_site
+from slurm.profile import site_of
 from slurm.submission import read_submission, record
 from slurm.submit import all_or_none, write_submission
 from slurm.sweep_members import Member
@@ -42,7 +42,7 @@ class Group:
     @property
     def site(self) -> SiteConfig:
         """Where they run."""
-        return load_site(self.config.slurm.profile)
+        return site_of(self.config)
 
     def check(self, where: Where, *, dry_run: bool = False) -> list[str]:
         """What `submit` looks for; warnings.
@@ -57,14 +57,14 @@ class Group:
 
 def planned_training(config: Config, where: Where) -> PlannedJob:
     """The training of one run."""
-    (planned,) = plan.plan(config, load_site(config.slurm.profile), ["train"], where)
+    (planned,) = plan.plan(config, site_of(config), ["train"], where)
     # Tasks of an array have one name, so by their names they would wait for each other.
     return replace(planned, chain="afterany") if planned.chain == "singleton" else planned
 
 
 def refuse_larger_evaluation(config: Config, training: PlannedJob, where: Where) -> None:
     """A `UserError` where the evaluation, which follows in the job of the training, does not fit into it."""
-    evaluation = plan.eval_job(config, load_site(config.slurm.profile), None, where=where)
+    evaluation = plan.eval_job(config, site_of(config), None, where=where)
     fits = evaluation.nodes <= training.nodes and evaluation.processes_per_node <= training.processes_per_node
     if where == "slurm" and not fits:
         raise UserError(
@@ -80,7 +80,7 @@ def groups(folder: Path, members: Sequence[Member], where: Where) -> list[Group]
     for member in members:
         planned = planned_training(member.config, where)
         asked = [planned.resources.model_dump(), planned.nodes, planned.processes_per_node, planned.spare_nodes]
-        asked += [planned.chain, planned.links, member.config.slurm.profile]
+        asked += [planned.gpus_per_node, planned.chain, planned.links, member.config.slurm.profile]
         found.setdefault(value_hash(asked), []).append((member, planned))
     result = []
     for number, group in enumerate(found.values(), start=1):

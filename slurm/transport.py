@@ -43,6 +43,17 @@ _RANK_VARIABLES = (
     *("PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_STORE"),
 )
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_MODULE = [
+    # The shell of a job is no login shell, so that `module`, a function, need not be there.
+    'for pipeline_file in /etc/profile.d/{modules,lmod,z00_lmod}.sh "${MODULESHOME:-}/init/bash" '
+    '"${LMOD_PKG:-}/init/bash" /usr/share/{lmod/lmod,modules}/init/bash; do',
+    '  type module >/dev/null 2>&1 || { [ ! -r "$pipeline_file" ] || . "$pipeline_file"; }',
+    "done",
+    "type module >/dev/null 2>&1 || { echo \"there is no command 'module' on $(hostname), which modules of the profile "
+    "needs; set before_modules there to the line that defines it, like 'source /opt/lmod/init/bash', or remove "
+    'modules" >&2; exit 2; }',
+]
+"""Lines of a script that define `module`."""
 _OURS = {
     "account": "account",
     "array": "slurm.array.tasks",
@@ -343,7 +354,7 @@ def refuse_our_options(planned: PlannedJob, site: SiteConfig) -> None:
 
 def _setup(planned: PlannedJob, site: SiteConfig, code: Path | None) -> list[str]:
     """Lines of the script before the command. The job ends where a module cannot be loaded."""
-    lines = []
+    lines = [*site.before_modules, *(_MODULE if site.modules else [])]
     for each in site.modules:
         failed = f"echo {shlex.quote(f'module load {each} failed on')} $(hostname) >&2; exit 2"
         lines.append(f"module load {shlex.quote(each)} || {{ {failed}; }}")
@@ -370,8 +381,10 @@ def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[s
 
 
 def _memory(gb: float) -> str:
-    """As sbatch understands it."""
-    return f"{int(gb)}G" if gb == int(gb) else f"{int(gb * 1024)}M"
+    """As sbatch understands it; its 0 is all memory of the node, so nothing else may be rounded to it."""
+    if gb == int(gb):
+        return f"{int(gb)}G" if gb else "0"
+    return f"{max(1, int(gb * 1024))}M"
 
 
 @contextmanager

@@ -66,6 +66,8 @@ class Place:
     source: str
     line: int | None = None
     placeholder: bool = False
+    digits: str | None = None
+    """A whole number as it was written, like 0022: as a number it has lost its zeros."""
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
@@ -162,7 +164,8 @@ def _construct(
     # A value on the lines below its key already has the key's place, which is where a reader would look.
     if isinstance(node, yaml.ScalarNode) or path not in document.places:
         placeholder = isinstance(node, yaml.ScalarNode) and node.value == PLACEHOLDER and not node.style
-        document.places[path] = place_of(node, placeholder=placeholder)
+        digits = node.value if node.tag == "tag:yaml.org,2002:int" else None
+        document.places[path] = place_of(node, placeholder=placeholder, digits=digits)
     above = [*above, node]
     if not isinstance(node, yaml.ScalarNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
         problem = f"{dotted(path) or 'the file'}: the YAML tag {node.tag} is not understood"

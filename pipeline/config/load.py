@@ -20,12 +20,15 @@ from pipeline.config.interpolation import Interpolation, InterpolationError, esc
 from pipeline.config.problems import place_of, show, translate
 from pipeline.config.root import Config
 from pipeline.config.schema import KeyPath, dotted
+from pipeline.config.slurm import is_profile_file
 from pipeline.data import store
 from pipeline.errors import UserError
 
 COMMAND_LINE = "command line"
 RUN_FILE = "config.yaml"
 """In a run folder: what the run was started with last."""
+_DIGITS: Sequence[KeyPath] = [("slurm", "umask")]
+"""Keys whose values are digits, and not a number: a zero before them matters."""
 _BESIDE_RUN_FILE = ("ledger.jsonl", "metrics.jsonl", "export.json", "launcher.log")
 """What a run, an export and a launch leave beside the file that they have written."""
 
@@ -104,6 +107,8 @@ def _validated(
     for override in overrides:
         problems += _override(plain, places, override, failed)
     problems += _interpolate(plain, places, failed)
+    _take_as_written(plain, places)
+    beside = _profile_beside(plain, places)
     for key, value in (values or {}).items():
         places[tuple(key.split("."))] = Place(COMMAND_LINE)
         try:
@@ -127,6 +132,7 @@ def _validated(
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{_shown(path)} has {count}:\n{lines}\nAll keys: docs/config.md; `pipeline config schema`.")
+    config.slurm.note_tried(beside)
     return config
 
 
@@ -336,6 +342,34 @@ def _index(entries: list[Any], path: KeyPath, depth: int) -> int:
     if not isinstance(index, int) or index >= len(entries):
         raise LookupError(f"{dotted(path[:depth])} is a list with the entries 0 to {len(entries) - 1}, not {index}")
     return index
+
+
+def _take_as_written(plain: Any, places: Mapping[KeyPath, Place]) -> None:
+    """Take the digits of `slurm.umask: 0002` for what they are in the file."""
+    for path in _DIGITS:
+        if path in places and (digits := places[path].digits) is not None:
+            _assign(plain, path, digits)
+
+
+def _profile_beside(plain: Any, places: Mapping[KeyPath, Place]) -> Path | None:
+    """Find `slurm.profile` beside the file that names it, where the working directory does not have it.
+
+    Returns:
+        Where else it was looked for, if it is nowhere.
+    """
+    path = ("slurm", "profile")
+    if path not in places or places[path].source == COMMAND_LINE:
+        return None
+    name = plain["slurm"]["profile"]
+    if not isinstance(name, str) or not is_profile_file(name) or Path(name).expanduser().is_absolute():
+        return None
+    beside = Path(os.path.abspath(Path(places[path].source).parent / name))
+    if Path(name).is_file() or beside == Path(os.path.abspath(name)):
+        return None
+    if not beside.is_file():
+        return beside
+    _assign(plain, path, str(beside))
+    return None
 
 
 def _interpolate(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:

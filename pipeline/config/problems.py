@@ -71,7 +71,7 @@ def _problem(details: ErrorDetails, root: type[Section], plain: Any, places: Map
         return Problem(place_of(path, places), f"{dotted(path)}: required key is missing{_meaning(path, root)}")
     # Pydantic goes on into values that are one scalar in the file (a duration's count): report what was written.
     path, value = _written(path, plain)
-    message = str(context.get("error") or details["msg"]).replace("Input should", "must")
+    message = re.sub(r"^(Input|String) should", "must", str(context.get("error") or details["msg"]))
     if kind in _ALLOWED:
         message = _ALLOWED[kind]
     elif kind == "literal_error":

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from pipeline.config.base import AbsLinePath, Line, LineByName, Lines, Section, Variables, absolute
 
@@ -35,9 +35,14 @@ Minutes = Annotated[int, BeforeValidator(parse_minutes, json_schema_input_type=i
 """A time in whole minutes; `12h` and `1-12:00:00` are understood."""
 
 
+def is_profile_file(profile: str) -> bool:
+    """Whether a profile is a file, and not the name of one that ships."""
+    return "/" in profile or profile.endswith((".yaml", ".yml"))
+
+
 def _absolute_file(profile: str) -> str:
     """A profile that is a file must not depend on the working directory; a name is left alone."""
-    return str(absolute(Path(profile))) if "/" in profile or profile.endswith((".yaml", ".yml")) else profile
+    return str(absolute(Path(profile))) if is_profile_file(profile) else profile
 
 
 class ResourcesConfig(Section):
@@ -57,8 +62,8 @@ class ResourcesConfig(Section):
     """Time limit of a job. Training goes on in the next job after it (`slurm.chain`)."""
     cpus_per_task: int | None = Field(default=None, ge=1)
     """CPUs of each process; passed to srun, too."""
-    mem_gb: float | None = Field(default=None, gt=0)
-    """Memory of a node, in GB; 0 is not needed: without it the site's default holds."""
+    mem_gb: float | None = Field(default=None, ge=0)
+    """Memory of a node, in GB; 0: all that the node has. Without it the site's default holds."""
     exclusive: bool | None = None
     """Whole nodes."""
     options: LineByName = Field(default_factory=dict)
@@ -85,15 +90,22 @@ class SiteConfig(Section):
     gpu_type: Line | None = None
     """Their type, where the site wants it: `gres=gpu:TYPE:N`."""
     modules: list[Line] = Field(default_factory=list)
-    """Modules to load before anything else."""
+    """Modules to load, after `before_modules` and before `setup`."""
+    before_modules: list[Lines] = Field(default_factory=list)
+    """Lines of shell in the job's script before anything else, like `module use /shared/modules`, or what defines
+    `module` where that is not in one of the usual files."""
     environment: Variables = Field(default_factory=dict)
     """Variables for all processes. No secrets: they are written into the run folder."""
     setup: list[Lines] = Field(default_factory=list)
-    """Lines of shell in the job's script before anything else, after the modules."""
+    """Lines of shell in the job's script after the modules."""
     container_prefix: Line = ""
     """Words before every `python` of a step, like `apptainer exec --nv /images/torch.sif`."""
     python: Line | None = None
     """The interpreter; by default the one that submits. In a container often `python3`."""
+    distribution: Line | None = None
+    """How srun deals the processes of a training to nodes, sockets and cores (`--distribution`), like `block:block`."""
+    cpu_bind: Line | None = None
+    """How srun binds the processes of a training to cores (`--cpu-bind`), like `cores` or `rank_ldom`."""
     srun_options: list[Line] = Field(default_factory=list)
     """Further options of every srun, like `--container-image=...` or `--mpi=none`."""
     network_interface: Line | None = None
@@ -117,11 +129,14 @@ class SlurmConfig(Section):
     """How a run uses a cluster."""
 
     profile: Annotated[Line, AfterValidator(_absolute_file)] = "generic"
-    """Site profile: the name of one that ships, or a file (`./site.yaml`)."""
+    """Site profile: the name of one that ships, or a file (`./site.yaml`). A relative path of a run file is looked for
+    in the working directory, then beside the run file."""
     nodes: int = Field(default=1, ge=1)
     """Nodes of the training."""
     processes_per_node: int | None = Field(default=None, ge=1)
-    """Processes of the training on each node; by default one for each GPU (`gpus_per_node` of the profile)."""
+    """Processes of the training on each node; by default one for each GPU (`gpus_per_node`)."""
+    gpus_per_node: int | None = Field(default=None, ge=0)
+    """GPUs that jobs ask for on each node; by default `gpus_per_node` of the profile."""
     spare_nodes: int = Field(default=0, ge=0)
     """Nodes that a job asks for in addition, to take the place of those that fail."""
     chain: Literal["requeue", "singleton", "afterany"] = "requeue"
@@ -150,3 +165,13 @@ class SlurmConfig(Section):
     """Of each training job."""
     eval: ResourcesConfig = ResourcesConfig()
     """Of each evaluation job."""
+    _tried: Path | None = PrivateAttr(default=None)
+
+    @property
+    def tried(self) -> Path | None:
+        """Where else a file `profile` was looked for, in vain."""
+        return self._tried
+
+    def note_tried(self, file: Path | None) -> None:
+        """Keep that for the message of whoever needs the profile."""
+        self._tried = file

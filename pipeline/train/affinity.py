@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipeline.data.machine import node_name
 from pipeline.train.parallel.processes import Processes
 from pipeline.train.parallel.rank import LAUNCHER
 
@@ -57,6 +58,29 @@ def bind(ranks: Processes, device: torch.device, environment: Mapping[str, str],
     near = sum(place.get(cpu) == node for cpu in own)
     count = "" if near == len(own) else f"{near} of them "
     return f"{line}, {count}near its GPU (NUMA node {node})"
+
+
+def far_from_gpu(ranks: Processes, device: torch.device, system: Path = SYS) -> str | None:
+    """Where this rank has no core on the NUMA node of its GPU, and what to set; None: it has, or nobody can tell.
+
+    Args:
+        ranks: The place of this process.
+        device: Of this rank.
+        system: Where sysfs is.
+    """
+    if device.type != "cuda":
+        return None
+    index = device.index or 0
+    gpu, mask, place = _gpu_node(index, system), frozenset(os.sched_getaffinity(0)), _nodes(system)
+    nodes = {place[cpu] for cpu in mask if cpu in place}
+    if gpu is None or not nodes or gpu in nodes:
+        return None
+    return (
+        f"rank {ranks.rank} on node {node_name()} runs on CPUs {spans(mask)} (NUMA node "
+        f"{spans(frozenset(nodes))}), but its GPU {index} ({_gpu_address(index)}) is on NUMA node {gpu}: copies to it "
+        "are slow. In the profile of the site set cpu_bind (like none, which leaves it to launch.bind: auto, or "
+        "map_ldom:...), distribution, or options with gres-flags: enforce-binding, so that it gets cores there"
+    )
 
 
 def share(
@@ -116,15 +140,23 @@ def _is_shared(mask: frozenset[int], environment: Mapping[str, str], system: Pat
 
 def _gpu_nodes(count: int, system: Path) -> list[int] | None:
     """The NUMA nodes of the first GPUs; None if the machine does not tell."""
-    nodes = []
-    for index in range(count):
-        gpu: Any = torch.cuda.get_device_properties(index)
-        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        try:
-            nodes.append(int((system / "bus/pci/devices" / address / "numa_node").read_text()))
-        except (OSError, ValueError):
-            return None
-    return nodes if min(nodes) >= 0 else None
+    nodes = [node for node in (_gpu_node(index, system) for index in range(count)) if node is not None]
+    return nodes if len(nodes) == count else None
+
+
+def _gpu_node(index: int, system: Path) -> int | None:
+    """The NUMA node of a GPU; None if the machine does not tell, or has but one (-1)."""
+    try:
+        node = int((system / "bus/pci/devices" / _gpu_address(index) / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _gpu_address(index: int) -> str:
+    """On the PCI bus, as sysfs has it."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def _cores(mask: frozenset[int], system: Path) -> set[tuple[int, ...]]:

@@ -12,10 +12,11 @@ import torch
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import AttentionConfig
+from pipeline.console import alarm
 from pipeline.data.dataset import Dataset
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import MachineError, UserError
-from pipeline.train.affinity import available, bind
+from pipeline.train.affinity import available, bind, far_from_gpu
 from pipeline.train.allocator import keep_freed_memory
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -58,6 +59,8 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
     device = choose_device(config.launch.device, ranks)
     if config.launch.bind == "auto" and (bound := bind(ranks, device, os.environ)):
         tell(bound)
+    if far := far_from_gpu(ranks, device):
+        alarm("warning:", far)  # every rank, of which `tell` hears the first one alone
     # Ranks need not have got equal parts.
     cores = min(cores_of(ranks, os.environ), len(os.sched_getaffinity(0)))
     torch.set_num_threads(config.launch.threads or cores)

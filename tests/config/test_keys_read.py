@@ -139,10 +139,10 @@ def _on_paper(config: Config) -> None:
     """What jobs of a run would be, up to the files that they read: this needs no scheduler."""
     from slurm import permissions, transport
     from slurm.plan import plan
-    from slurm.profile import load_site
+    from slurm.profile import site_of
     from slurm.submit import write_submission
 
-    site = load_site(config.slurm.profile)
+    site = site_of(config)
     permissions.honour(config)
     for job in plan(config, site, ["preprocess", "train", "eval"], "slurm"):
         assert "sbatch" in transport.script(config.run.dir, job, site, (config.run.dir, "0"), config, "slurm").lower()

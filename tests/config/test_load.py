@@ -477,3 +477,20 @@ def test_a_type_that_was_forgotten(tmp_path: Path, path: str, kind: str | None) 
     else:
         assert f"write type: {kind}" in refused(write(tmp_path), source)
     load(write(tmp_path), [f"data.sources=[{{name: a, type: text, paths: [{path}]}}]"])
+
+
+def test_a_umask_is_what_was_written(tmp_path: Path) -> None:
+    """Messages and docs advise `slurm.umask=0002`, which YAML takes for the number 2."""
+    plain = write(tmp_path)
+    for text in ("0002", '"0002"', "002", "0027", "0077", "022"):
+        wanted = text.strip('"')
+        config = load(plain, [f"slurm.umask={text}"])
+        assert config.slurm.umask == wanted
+        assert load(write(tmp_path, MINIMAL + f"slurm: {{umask: {text}}}\n", "with.yaml")).slurm.umask == wanted
+        assert load(write(tmp_path, MINIMAL + f"slurm:\n  umask: {text}\n", "with.yaml")) == config
+        assert load(write(tmp_path, dump(config), "again.yaml")) == config
+    below = write(tmp_path, MINIMAL + "slurm: {umask: 0002}\n", "below.yaml")
+    assert load(below, ["slurm={umask: 0027}"]).slurm.umask == "0027"
+    assert load(below, ["slurm.umask=null"]).slurm.umask is None
+    for text in ("2", "0o027", "0x2", "-002", "0008"):  # none of these is read as another number
+        assert f'slurm.umask = "{text}": must match' in refused(plain, f"slurm.umask={text}")

@@ -207,7 +207,7 @@ def test_processes_and_time_of_a_job(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert "a node has 2 GPUs" in message and "slurm.processes_per_node=2 and slurm.nodes=4" in message
     assert "slurm.train.time is 30 min" in message and "at least 31 min" in message
     _, message = found(load(run, ["launch.device=cuda"]), where="slurm")
-    assert "launch.device=cuda, but the profile generic has nodes without GPUs" in message
+    assert "launch.device=cuda needs GPUs, but jobs ask for none (gpus_per_node of the profile generic is 0)" in message
 
 
 QOS = "normal|cancel||00:00:00\nslow|cancel||00:01:00\ntop|cancel||00:00:00\nhigh|cluster|normal,slow|00:00:00\n"

@@ -57,3 +57,36 @@ def test_a_file_does_not_depend_on_the_working_directory(tmp_path: Path, monkeyp
     assert config.slurm.profile == str(tmp_path / "site.yaml")
     assert profile.load_site(config.slurm.profile).train.time == 36 * 60
     assert load(tmp_path / "run.yaml", ["slurm.profile=generic"]).slurm.profile == "generic"
+
+
+def test_a_relative_file_is_looked_for_beside_the_run_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other paths in the working directory, then beside the file that names it; of the command line only there."""
+    project, here = tmp_path / "project", tmp_path / "here"
+    (project / "sites").mkdir(parents=True)
+    here.mkdir()
+    (project / "sites" / "site.yaml").write_text("train: {time: 3h}\n")
+    run = tiny.write_run(project, {"slurm.profile": "sites/site.yaml"})
+    monkeypatch.chdir(here)
+    config = load(Path("../project/run.yaml"))
+    assert config.slurm.profile == str(project / "sites" / "site.yaml")
+    assert profile.site_of(config, {}).train.time == 180
+    # A file that includes it need not be beside it.
+    (here / "other.yaml").write_text("include: ../project/run.yaml\n")
+    assert load(Path("other.yaml")) == config
+    with pytest.raises(UserError) as refused:
+        profile.site_of(load(run, ["slurm.profile=./sites/site.yaml"]), {})
+    assert f"slurm.profile = {here}/sites/site.yaml: the file is not there; those" in str(refused.value)
+    (here / "sites").mkdir()
+    (here / "sites" / "site.yaml").write_text("train: {time: 4h}\n")
+    assert profile.site_of(load(run), {}).train.time == 240
+
+
+def test_a_relative_file_that_is_in_neither_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    run = tiny.write_run(tmp_path, {"slurm.profile": "./site.yaml"})
+    monkeypatch.chdir(tmp_path / "here")
+    config = load(run)  # what needs no profile goes on without it
+    with pytest.raises(UserError) as refused:
+        profile.site_of(config, {})
+    assert f"{tmp_path}/here/site.yaml: the file is not there (working directory)" in str(refused.value)
+    assert f"no {tmp_path}/site.yaml (folder of the run file) either" in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.train import affinity
-from pipeline.train.affinity import available, bind, share, spans
+from pipeline.config.load import load
+from pipeline.train import affinity, setup
+from pipeline.train.affinity import available, bind, far_from_gpu, share, spans
 from pipeline.train.parallel.processes import Processes
+from tests import tiny
 from tests.parallel import ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -177,3 +180,34 @@ def test_two_processes_have_cores_of_their_own() -> None:
     assert line is not None and first and second and not set(first) & set(second)
     assert set(first) | set(second) == os.sched_getaffinity(0)
     assert own >= 2, "the thread that bound the process, and one of torch's"
+
+
+def test_a_rank_far_from_its_gpu_says_so(
+    tmp_path: Path, process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the path of a training, where others have bound its process: nothing of that is changed."""
+    config = load(tiny.write_run(tmp_path))
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(setup, "choose_device", lambda wanted, ranks: torch.device("cuda", 1))
+    monkeypatch.setattr(setup.processes, "join", lambda *given: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "32")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    system = machine(tmp_path / "sys", nodes=2, cores=8, gpus={0x9D: 1})
+    monkeypatch.setattr(setup, "far_from_gpu", functools.partial(far_from_gpu, system=system))
+
+    def told(*mask: int) -> list[str]:
+        process.mask = frozenset(mask)
+        setup.join(config, Processes(rank=5, world_size=8, local_rank=1, local_world_size=4))
+        assert process.mask == frozenset(mask)
+        return capsys.readouterr().err.splitlines()
+
+    first = (*range(4), *range(16, 20))
+    (line,) = told(*first)
+    for words in ("rank 5 on node n7 ", "CPUs 0-3,16-19 (NUMA node 0)", "GPU 1 (0000:9d:00.0) is on NUMA node 1"):
+        assert words in line
+    assert line.startswith("warning: ") and "cpu_bind" in line and "distribution" in line
+    assert told(7, 8) == told(*range(8, 16)) == []
+    (system / "bus/pci/devices/0000:9d:00.0/numa_node").write_text("-1\n")  # a machine of one node
+    assert told(*first) == []
