@@ -59,11 +59,11 @@ def _states(run: Path, array: Job, *, has_sacct: bool) -> dict[str, str]:
             ended = {"scheduler": "CANCELLED", "done": "COMPLETED"}
             found[launch.job] = ended.get(launch.end.next, "FAILED")
     known: dict[str, str] = {}
-    with suppress(SchedulerError, ValueError):
+    with suppress(SchedulerError):
         known |= {number: state.state for number, state in scheduler.jobs([array.job]).items()}
     missing = [number for number in array.numbers if number not in known]
     if missing and has_sacct:
-        with suppress(SchedulerError, ValueError):
+        with suppress(SchedulerError):
             accounted = scheduler.accounting(missing)
             known |= {number: each.state for number, each in accounted.items() if each.over}
     return {number: state for number in array.numbers if (state := known.get(number, found.get(number)))}

@@ -27,7 +27,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, squeue: dict[str, str], sacct: str) 
             return sacct
         if not squeue:
             raise SchedulerError(command, "slurm_load_jobs error: Invalid job id specified")
-        return "".join(f"70_{task}|{state}|None|n1|N/A|N/A\n" for task, state in squeue.items())
+        return "".join(f"70_{task}|{state}|None|n1|N/A|N/A|\n" for task, state in squeue.items())
 
     monkeypatch.setattr(scheduler, "ask", ask)
 

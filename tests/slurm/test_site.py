@@ -37,7 +37,7 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch, partitions: str, kinds: 
 
 def test_a_site_that_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = f"gpu*|up|2-00:00:00|1-infinite|8/2/0/10|{GPU}|ib\ncpu|up|infinite|1-infinite|8/2/0/10|(null)|(null)\n"
-    site(tmp_path, monkeypatch, parts, f"10|96|{GPU}\n", sacctmgr="vision||normal\nvision|gpu|long\n")
+    site(tmp_path, monkeypatch, parts, f"10|96|{GPU}\n", sacctmgr="vision||normal|\nvision|gpu|long|\n")
     done = CliRunner().invoke(app, ["init", str(tmp_path / "new"), "--profile"])
     assert done.exit_code == 0, done.output
     file = tmp_path / "new" / "site.yaml"
@@ -58,7 +58,7 @@ def test_a_site_that_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_is_unknown_is_left_to_fill_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = "".join(f"{name}|up|infinite|1-4|8/2/0/10|(null)|(null)\n" for name in ("a", "b: {c}"))
-    site(tmp_path, monkeypatch, parts, "", sacctmgr="one||\ntwo||\n", scontrol=None)
+    site(tmp_path, monkeypatch, parts, "", sacctmgr="one|||\ntwo|||\n", scontrol=None)
     file = write_profile(tmp_path)
     with pytest.raises(UserError) as refused:
         load_site(str(file))
