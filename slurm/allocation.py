@@ -140,16 +140,21 @@ class Allocation:
             Whether the scheduler says so, too.
         """
         until = time.monotonic() + seconds
+        problem = ""
         while True:
             try:
-                if self.excluded(job) == set(nodes):
+                if (have := self.excluded(job)) == set(nodes):
                     return True
                 scheduler.update(job, {"ExcNodeList": ",".join(nodes)})
+                if not problem:
+                    problem = f"job {job} is kept from {', '.join(sorted(have)) or 'no node'}, whatever is asked for"
+                    continue  # it is read back at once
             except SchedulerError as error:
-                if time.monotonic() > until:
-                    self._say(f"warning: {error}")
-                    return False
-                time.sleep(_SOON)
+                problem = str(error)
+            if time.monotonic() > until:
+                self._say(f"warning: {problem}")
+                return False
+            time.sleep(_SOON)
 
     def _end_time(self) -> float | None:
         try:

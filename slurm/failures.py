@@ -41,6 +41,8 @@ _OUT_OF_MEMORY = "Out Of Memory"
 _NO_MEMORY = (
     "ran out of the memory that the job has on its node: ask for more (mem_gb), or lower train.micro_batch_size"
 )
+_TOLD_EARLY = "SIGTERM came before"
+"""What `slurm.task` says of a stop before the stage listens."""
 _NO_PROGRAM = "error: execve(): "
 """In the log of a process whose program could not be started."""
 _CORE = " (core dumped)"
@@ -164,7 +166,7 @@ def first_failure(
 def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path, per_node: int) -> Failure | None:
     if said.lost:  # then an abort is how a connection was lost
         ended = [each for each in ended if each.record or each.code != -signal.SIGABRT]
-    found = causes(ended)
+    found = causes(_without_late_stops(ended))
     stops = bool(found) and found[0].code == EXIT_STOPPED
     # With a node that is lost the others are told to end: that is not why.
     if found and not found[0].consequence and not (stops and said.lost):
@@ -189,9 +191,21 @@ def stopped(run_logs: Path, srun_log: str = "") -> bool:
         run_logs: folder of the launch's logs.
         srun_log: what srun wrote, text: of processes that could not leave a record.
     """
-    codes = {record.code for record in _records(run_logs).values() if not record.consequence}
-    codes |= {EXIT_STOPPED} & {event.code for event in _read_srun(srun_log, ()).events}
+    ended = _without_late_stops(_all_ended(_records(run_logs), _read_srun(srun_log, ())))
+    codes = {each.code for each in ended if each.record and not each.consequence}
+    codes |= {EXIT_STOPPED} & {each.code for each in ended if not each.record}
     return codes == {EXIT_STOPPED}
+
+
+def _without_late_stops(ended: Sequence[Ended]) -> list[Ended]:
+    """Without stops that came of a failure: srun tells the others to end, by SIGTERM, while they import torch, say."""
+    failures = [each.record.time for each in ended if each.record and each.code != EXIT_STOPPED]
+    stops = [each for each in ended if each.code == EXIT_STOPPED]
+    late = bool(failures) and all(
+        each.record and each.record.time >= min(failures) and each.record.message.startswith(_TOLD_EARLY)
+        for each in stops
+    )
+    return [each for each in ended if each.code != EXIT_STOPPED] if late else list(ended)
 
 
 def gather_errors(folder: Path) -> None:

@@ -40,7 +40,7 @@ from pipeline.errors import (
 )
 from pipeline.signals import on_stop, stop_signals
 from pipeline.train.parallel.compat import OneNode, WatchedAgent
-from pipeline.train.parallel.rank import LAUNCHER, STORE, read_error
+from pipeline.train.parallel.rank import LAUNCHER, NODE_ERRORS, STORE, read_error
 from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
 from pipeline.train.planning.fit import check_memory
@@ -347,6 +347,7 @@ class _Logs(LogsSpecs):
             environment["TORCHELASTIC_ERROR_FILE"] = errors[rank]
             environment[LAUNCHER] = str(os.getpid())
             environment[STORE] = str(self._store)
+            environment[NODE_ERRORS] = ""  # of a step that this process is part of
             if rank:
                 environment["PYTHONUNBUFFERED"] = "1"  # the last lines before a kill count
         return LogsDest(stdouts=logs, stderrs=logs, error_files=errors)

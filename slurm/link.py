@@ -141,7 +141,7 @@ class Link:
             if why := self._is_unwanted():
                 return self._refuse_start(why)
             number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
-            if self._has_wrong_nodes():
+            if not self._is_over() and self._has_wrong_nodes():
                 return "requeue", EXIT_OK
             while not (over := self._is_over()):  # it may be cancelled between two launches
                 number += 1
@@ -341,7 +341,8 @@ class Link:
                 self._say("this was the last link of the chain; submit the run again to go on")
             elif self._allocation:
                 exclude = self._exclude(waiting[0], self._avoid(how))
-                self._allocation.keep_from(waiting[0], exclude, scheduler.kill_wait())
+                if exclude is not None:
+                    self._allocation.keep_from(waiting[0], exclude, scheduler.kill_wait())
         elif how.next in ("done", "end") and self._submission.stage == "train":
             self._end_chain()
         if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
@@ -358,18 +359,27 @@ class Link:
         assert self._allocation is not None
         if signal.SIGTERM in self._told and not self._allocation.is_over_time():
             return "the scheduler has just ended the job"
-        exclude = self._exclude(self._job, avoid)
-        seconds = scheduler.kill_wait()
+        # Where the scheduler ends this process already, there may be no time for any question before.
+        hurried = signal.SIGTERM in self._told
+        exclude = None if hurried else self._exclude(self._job, avoid)
+        seconds = scheduler.kill_wait() if exclude is not None else 0.0
         if refused := self._allocation.requeue():
             return refused
         # Only a job that waits can be told so. It does not start before this process is gone.
-        self._allocation.keep_from(self._job, exclude, seconds)
+        if hurried:
+            exclude = self._exclude(self._job, avoid)
+        if exclude is not None:
+            self._allocation.keep_from(self._job, exclude, seconds)
         return None
 
-    def _exclude(self, job: str, avoid: Sequence[str]) -> list[str]:
-        """All nodes that a job is to be kept from: those that the user does not want, too."""
+    def _exclude(self, job: str, avoid: Sequence[str]) -> list[str] | None:
+        """All nodes that a job is to be kept from: those that the user does not want, too. None: as it is."""
         assert self._allocation is not None
-        unwanted = scheduler.hostnames(self._submission.resources.exclude or "")
+        try:
+            unwanted = scheduler.hostnames(self._submission.resources.exclude or "")
+        except scheduler.SchedulerError as error:
+            self._say(f"warning: {error}")
+            return None
         found = self._allocation.exclusion(job, avoid, unwanted)
         if found:
             self._say(f"job {job} is kept from {', '.join(found)}")
@@ -389,7 +399,7 @@ class Link:
         avoid = self._avoid(before.end)
         if not set(avoid) & set(self._allocation.nodes):
             return False
-        wrong = sorted({*self._exclude(self._job, avoid)} & {*self._allocation.nodes})
+        wrong = sorted({*(self._exclude(self._job, avoid) or [])} & {*self._allocation.nodes})
         if not wrong:
             return False
         self._say(f"job {self._job} was given {', '.join(wrong)} again; it goes back into the queue for other nodes")

@@ -16,6 +16,7 @@ from pipeline.config.schema import dotted
 from pipeline.config.slurm import SiteConfig, is_profile_file
 from pipeline.errors import UserError
 from slurm import shell
+from slurm.jobs import Where
 
 _FOLDER = Path(__file__).parent / "profiles"
 
@@ -25,18 +26,20 @@ def shipped() -> list[str]:
     return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
 
 
-def site_of(config: Config, environment: Mapping[str, str] = os.environ) -> SiteConfig:
-    """The site that a run sees: its profile, under what the run file and the shell say of it.
+def site_of(config: Config, where: Where = "local", environment: Mapping[str, str] = os.environ) -> SiteConfig:
+    """The site that a run sees: its profile, under what the run file and, for jobs of a scheduler, the shell say of it.
 
     Args:
         config: the run.
+        where: its jobs are to run.
         environment: of the shell that submits, which may name account, partition and qos.
 
     Raises:
         UserError: as for `load_site`.
     """
     site = load_site(config.slurm.profile, config.slurm.tried)
-    defaults = site.defaults.model_copy(update=shell.resources(environment, site.defaults))
+    found = shell.resources(environment, site, config.slurm) if where == "slurm" else {}
+    defaults = site.defaults.model_copy(update=found)
     given = config.slurm.gpus_per_node
     gpus = site.gpus_per_node if given is None else given
     return site.model_copy(update={"defaults": defaults, "gpus_per_node": gpus})

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
-from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from pipeline.config.slurm import ResourcesConfig, SiteConfig, SlurmConfig
 from pipeline.errors import UserError
 from slurm.findings import Findings
 from slurm.plan import KEYS, PlannedJob
@@ -70,8 +70,8 @@ def variable(key: str, environment: Mapping[str, str]) -> str | None:
     return name if environment.get(name) else None
 
 
-def resources(environment: Mapping[str, str], given: ResourcesConfig) -> dict[str, object]:
-    """Values of the shell for keys that are not given.
+def resources(environment: Mapping[str, str], site: SiteConfig, run: SlurmConfig) -> dict[str, object]:
+    """Values of the shell for keys that the profile does not set for all stages, nor profile or run file for each.
 
     Raises:
         UserError: one cannot be used.
@@ -79,7 +79,10 @@ def resources(environment: Mapping[str, str], given: ResourcesConfig) -> dict[st
     found: dict[str, object] = {}
     for key in _TAKEN:
         name = variable(key, environment)
-        if name is None or getattr(given, key) is not None:
+        if name is None or getattr(site.defaults, key) is not None:
+            continue
+        of_stages = ((getattr(site, stage), getattr(run, stage)) for stage in ("preprocess", "train", "eval"))
+        if all(any(getattr(each, key) is not None for each in given) for given in of_stages):
             continue
         try:
             found[key] = getattr(ResourcesConfig.model_validate({key: environment[name]}), key)

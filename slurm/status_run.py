@@ -137,8 +137,8 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
     run = facts.run
     launch = LaunchConfig() if facts.config is None else facts.config.launch
     waiting = queue(facts, answer)
-    facts.lost = lost_launches(facts, answer, waiting)
     everything: dict[int, Beat] = facts.read("heartbeats", lambda: read_beats(run), {})
+    facts.lost = lost_launches(facts, answer, waiting, fresh=_is_fresh(facts, everything, launch))
     tries: list[Attempt] = facts.read(
         "ledger.jsonl", lambda: attempts(run, lambda _: _holds(facts, answer, everything, launch)), []
     )
@@ -205,17 +205,21 @@ def _holds(facts: Facts, answer: Answer, beats: Mapping[int, Beat], launch: Laun
         last = next((each for each in reversed(facts.launches) if each.job == str(number)), None)
         if last is not None and last.key in facts.lost:
             return False
-    fresh = any(facts.now - beat.time < 3 * launch.heartbeat_seconds for beat in beats.values() if beat.phase != ENDED)
 
     def job_state(number: str) -> str | None:
         if answer.states is None:
             return None
         state = answer.states.get(number)
         if state is None:  # it is over, or this scheduler does not tell us of others' jobs
-            return None if fresh else ""
+            return None if _is_fresh(facts, beats, launch) else ""
         return state.state if state.runs else ""
 
     return is_held(facts.run, job_state)
+
+
+def _is_fresh(facts: Facts, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
+    """Whether a rank has given a sign of life just now."""
+    return any(facts.now - beat.time < 3 * launch.heartbeat_seconds for beat in beats.values() if beat.phase != ENDED)
 
 
 def _step(last: Attempt | None, rows: Rows) -> int | None:

@@ -48,6 +48,8 @@ _OF_CODE: dict[int | None, State] = {
 }
 LOST = "no end was noted, as where its node was lost"
 """Why a launch is over that has none."""
+_SKEW = 60.0
+"""Seconds that the clocks of a node and the controller may differ."""
 UNKNOWN = "UNKNOWN"
 """State of a job of which the scheduler says nothing, and that the files do not know to have ended."""
 _SUSPENDED = ("SUSPENDED", "STOPPED")
@@ -183,10 +185,23 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
     )
 
 
-def lost_launches(facts: Facts, answer: Answer, waiting: Sequence[QueuedJob]) -> set[tuple[str, int, int]]:
-    """Launches whose end nobody has noted, and that are over: their job was started again since, or does not run."""
+def lost_launches(
+    facts: Facts, answer: Answer, waiting: Sequence[QueuedJob], *, fresh: bool
+) -> set[tuple[str, int, int]]:
+    """Launches whose end nobody has noted, and that are over: their job was started again since, or does not run.
+
+    Args:
+        facts: files of the run.
+        answer: of the scheduler, which may tell nothing of others' jobs.
+        waiting: jobs of the run that wait or run.
+        fresh: whether a rank has given a sign of life just now.
+    """
     open_launches = [launch for launch in facts.launches if launch.end is None]
-    return {launch.key for launch in open_launches if _is_lost(facts, launch, answer, waiting)}
+    found = {launch.key for launch in open_launches if _is_lost(facts, launch, answer, waiting)}
+    last = facts.launches[-1] if facts.launches else None
+    if fresh and last is not None and last.stage == "train" and answer.states is not None:
+        return found if last.job in answer.states else found - {last.key}
+    return found
 
 
 def _is_lost(facts: Facts, launch: Launch, answer: Answer, waiting: Sequence[QueuedJob]) -> bool:
@@ -200,7 +215,8 @@ def _is_lost(facts: Facts, launch: Launch, answer: Answer, waiting: Sequence[Que
     if answer.states is None:
         return False
     state = answer.states.get(launch.job)
-    return state is None or not state.runs or (state.start is not None and state.start > launch.time)
+    again = state is not None and state.start is not None and state.start > launch.time + _SKEW
+    return state is None or not state.runs or again
 
 
 def _is_of(launch: Launch, job: QueuedJob) -> bool:

@@ -57,7 +57,7 @@ def submit(
             run with another config; another process trains.
         MachineError: the scheduler refuses a job or does not answer. Nothing stays in the queue then.
     """
-    site = site_of(config)
+    site = site_of(config, where)
     if step is None:
         planned = plan(config, site, stages, where, units=_units(config) if "preprocess" in stages else None)
     else:

@@ -28,10 +28,12 @@ class Group:
     Args:
         planned: what they ask for, as one job or array.
         members: in the order of its tasks.
+        where: to the scheduler, or into the background of this machine.
     """
 
-    def __init__(self, planned: PlannedJob, members: Sequence[Member]) -> None:
+    def __init__(self, planned: PlannedJob, members: Sequence[Member], where: Where) -> None:
         self.planned = planned
+        self._where = where
         self.members = list(members)
 
     @property
@@ -42,7 +44,7 @@ class Group:
     @property
     def site(self) -> SiteConfig:
         """Where they run."""
-        return site_of(self.config)
+        return site_of(self.config, self._where)
 
     def check(self, where: Where, *, dry_run: bool = False) -> list[str]:
         """What `submit` looks for; warnings.
@@ -57,14 +59,14 @@ class Group:
 
 def planned_training(config: Config, where: Where) -> PlannedJob:
     """The training of one run."""
-    (planned,) = plan.plan(config, site_of(config), ["train"], where)
+    (planned,) = plan.plan(config, site_of(config, where), ["train"], where)
     # Tasks of an array have one name, so by their names they would wait for each other.
     return replace(planned, chain="afterany") if planned.chain == "singleton" else planned
 
 
 def refuse_larger_evaluation(config: Config, training: PlannedJob, where: Where) -> None:
     """A `UserError` where the evaluation, which follows in the job of the training, does not fit into it."""
-    evaluation = plan.eval_job(config, site_of(config), None, where=where)
+    evaluation = plan.eval_job(config, site_of(config, where), None, where=where)
     fits = evaluation.nodes <= training.nodes and evaluation.processes_per_node <= training.processes_per_node
     if where == "slurm" and not fits:
         raise UserError(
@@ -86,7 +88,7 @@ def groups(folder: Path, members: Sequence[Member], where: Where) -> list[Group]
     for number, group in enumerate(found.values(), start=1):
         name = f"sweep-{value_hash(str(folder))[:6]}" + (f"-{number}" if len(found) > 1 else "")
         tasks = len(group) if where == "slurm" else 1
-        result.append(Group(replace(group[0][1], name=name, tasks=tasks), [member for member, _ in group]))
+        result.append(Group(replace(group[0][1], name=name, tasks=tasks), [member for member, _ in group], where))
     return result
 
 

@@ -25,6 +25,8 @@ def parse_minutes(value: Any) -> Any:
         if found[1] is not None or found[4] is not None:
             return days * 24 * 60 + first * 60 + second + (third > 0)
         return first + (second > 0)
+    if found_days := re.match(r"^(\d+)-(\d+)$", text):  # D-HH
+        return int(found_days[1]) * 24 * 60 + int(found_days[2]) * 60
     found_unit = re.match(r"^(\d+)\s*(m|min|h|d)?$", text)
     if found_unit is None:
         raise ValueError("must be a time, like 90 (minutes), 90min, 12h, 2d or 1-12:00:00")
@@ -43,6 +45,13 @@ def is_profile_file(profile: str) -> bool:
 def _absolute_file(profile: str) -> str:
     """A profile that is a file must not depend on the working directory; a name is left alone."""
     return str(absolute(Path(profile))) if is_profile_file(profile) else profile
+
+
+def _by_nodes(distribution: str) -> str:
+    """Ranks are counted node by node, whatever happens inside of one."""
+    if re.split("[:,]", distribution)[0] not in ("block", "*"):
+        raise ValueError("must begin with block, as in block:cyclic: ranks are counted node by node")
+    return distribution
 
 
 class ResourcesConfig(Section):
@@ -102,8 +111,9 @@ class SiteConfig(Section):
     """Words before every `python` of a step, like `apptainer exec --nv /images/torch.sif`."""
     python: Line | None = None
     """The interpreter; by default the one that submits. In a container often `python3`."""
-    distribution: Line | None = None
-    """How srun deals the processes of a training to nodes, sockets and cores (`--distribution`), like `block:block`."""
+    distribution: Annotated[Line, AfterValidator(_by_nodes)] | None = None
+    """How srun deals the processes of a training to nodes, sockets and cores (`--distribution`), like `block:cyclic`.
+    The first word is `block`: ranks are counted node by node."""
     cpu_bind: Line | None = None
     """How srun binds the processes of a training to cores (`--cpu-bind`), like `cores` or `rank_ldom`."""
     srun_options: list[Line] = Field(default_factory=list)

@@ -187,10 +187,11 @@ class Heartbeat:
     def _prepare(self) -> None:
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
-            if self._offset == 0 and not os.access(self._file, os.W_OK):  # of another member of the group, or none
-                self._file.unlink(missing_ok=True)
-            elif self._offset == 0:  # lines of a run on more processes
-                store.cut(self._file, self._per_node * _SLOT)
+            if self._offset == 0 and self._file.exists():  # if not, another rank may make it now
+                if not os.access(self._file, os.W_OK):  # of another member of the group
+                    self._file.unlink(missing_ok=True)
+                else:  # lines of a run on more processes
+                    store.cut(self._file, self._per_node * _SLOT)
             if self.rank == 0:  # files of a run on more nodes, or of an older version
                 own = {node_file(self.run, node) for node in range(self.world // self._per_node)}
                 for file in set(_files(self.run)) - own:

@@ -124,6 +124,23 @@ def test_nothing_failed(tmp_path: Path, fail) -> None:  # type: ignore[no-untype
     assert first_failure(tmp_path, NODES, 2, STOPPED + CANCELLED) is None, "what hung at its end is not looked at"
 
 
+def test_stops_that_came_of_a_failure_are_none(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+    """Else a job whose ranks never find each other would go back into the queue for ever, and count no crash."""
+    fail(0, lost_connection())
+    for rank in (1, 2, 3):
+        fail(rank, Stopped("SIGTERM came before training began"))
+    failure = found(tmp_path, EXITED.replace("task 1", "task 0"))
+    assert (failure.rank, failure.code) == (0, 1) and not stopped(tmp_path)
+    (tmp_path / "rank-0002.error.json").unlink()
+    fail(2, Stopped("SIGUSR2 came before training began"))
+    assert first_failure(tmp_path, NODES, 2) is None and stopped(tmp_path), "which srun does not send"
+    for rank in range(4):
+        (tmp_path / f"rank-000{rank}.error.json").unlink()
+    fail(1, Stopped("SIGTERM came before training began"))
+    fail(0, lost_connection())
+    assert first_failure(tmp_path, NODES, 2) is None and stopped(tmp_path), "it was the first"
+
+
 def test_a_signal_ahead_of_the_end_before_a_rank_listens_is_a_stop(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
     assert first_failure(tmp_path, NODES, 2, ANNOUNCED) is None
     assert stopped(tmp_path, ANNOUNCED)

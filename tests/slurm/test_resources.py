@@ -93,6 +93,8 @@ def test_modules_are_loaded_by_a_shell_that_does_not_know_them(tmp_path: Path) -
 
 
 def test_places_of_processes_are_named_to_the_srun_of_a_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must begin with block"):
+        SiteConfig(distribution="cyclic")
     site = {"distribution": "block:block", "cpu_bind": "cores", "srun_options": ["--cpu-bind=none"]}
     asked = ["--distribution=block:block", "--cpu-bind=cores", "--cpu-bind=none"]
 
@@ -108,7 +110,7 @@ def test_places_of_processes_are_named_to_the_srun_of_a_training(tmp_path: Path)
 
 def looked_at(config: Config, environment: dict[str, str], *stages: StageName) -> tuple[list[str], list[str]]:
     """Problems and warnings that variables of the shell are for the jobs of a run."""
-    found, site = Findings(), site_of(config, environment)
+    found, site = Findings(), site_of(config, "slurm", environment)
     shell.check(environment, site, plan(config, site, stages or ["train"], "slurm"), found)
     return found.problems, found.warnings
 
@@ -130,7 +132,7 @@ def test_the_shell_says_who_pays_where_nothing_else_does(tmp_path: Path, monkeyp
         defaults={"partition": "default"},
         train={"qos": "stage"},
     )
-    (job,) = plan(config, site_of(config, {**os.environ, "SBATCH_CONSTRAINT": ""}), ["train"], "slurm")
+    (job,) = plan(config, site_of(config, "slurm", {**os.environ, "SBATCH_CONSTRAINT": ""}), ["train"], "slurm")
     asked_for = job.resources
     assert (asked_for.account, asked_for.partition, asked_for.qos) == ("run", "default", "stage")
     assert (asked_for.constraint, asked_for.time) == (None, 5)
@@ -139,7 +141,12 @@ def test_the_shell_says_who_pays_where_nothing_else_does(tmp_path: Path, monkeyp
         ("SBATCH_ACCOUNT", "a\nb", "one line"),
     ):
         with pytest.raises(UserError, match=f"^{name}=.*{words}"):
-            site_of(config_of(tmp_path), {name: value})
+            site_of(config_of(tmp_path), "slurm", {name: value})
+    # What nothing needs is not looked at: jobs of this machine, and where all stages have a time.
+    assert site_of(config_of(tmp_path), "local", {"SBATCH_TIMELIMIT": "soon"}).defaults.time is None
+    times = {f"slurm.{stage}": {"time": 5} for stage in ("preprocess", "train", "eval")}
+    assert site_of(config_of(tmp_path, times), "slurm", {"SBATCH_TIMELIMIT": "soon"}).defaults.time is None
+    assert site_of(config_of(tmp_path), "slurm", {"SBATCH_TIMELIMIT": "2-12"}).defaults.time == 60 * 60
 
 
 def test_other_variables_of_the_shell_are_not_passed_over(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_what_is_refused_is_not_asked_for_without_end(scontrol: Path, hours: lis
     assert hours[-1] < 2000
 
 
+def test_a_list_of_nodes_that_the_site_changes_is_not_asked_for_without_end(scontrol: Path, hours: list[float]) -> None:
+    told: list[str] = []
+    scontrol.write_text('#!/bin/sh\n[ "$2" = job ] && echo ExcNodeList=n7 || echo n7\n')
+    assert not Allocation("7", [], told.append).keep_from("7", ["n1"], 1000.0)
+    assert told == ["warning: job 7 is kept from n7, whatever is asked for"] and len(hours) < 5
+
+
 def test_the_end_of_a_job_does_not_end_what_it_asks(scontrol: Path) -> None:
     """The scheduler sends SIGTERM to all processes of a job that has gone back into the queue."""
     scontrol.write_text("#!/bin/sh\nkill -TERM $$\necho 7\n")

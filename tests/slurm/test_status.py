@@ -260,7 +260,7 @@ def test_a_launch_that_was_lost_with_its_node(tmp_path: Path) -> None:
     first = launch(tmp_path)
     (row,) = say(tmp_path, answered(state="RUNNING", start=first.time - 5)).attempts
     assert row.outcome == "running"
-    again = answered(state="RUNNING", start=first.time + 5)
+    again = answered(state="RUNNING", start=first.time + 100)
     for answer, state in ((answered(reason="BeginTime"), "requeued"), (again, "running"), (Answer({}), "failed")):
         found = say(tmp_path, answer)
         assert found.state == state and [each.outcome for each in found.attempts] == ["lost"]
@@ -275,7 +275,7 @@ def test_an_attempt_that_was_lost_with_its_node(elsewhere: Path) -> None:
     """Its job runs again, which does not make it the lock's holder."""
     begun = launch(elsewhere)
     beats(elsewhere, 2, 400, 500)
-    found = say(elsewhere, answered(state="RUNNING", start=begun.time + 5))
+    found = say(elsewhere, answered(state="RUNNING", start=begun.time + 100))
     assert found.state == "running" and "starts again after" in found.why
     assert [(row.number, row.outcome) for row in found.attempts] == [(2, "killed"), (None, "lost")]
 
@@ -399,7 +399,9 @@ def elsewhere(run: Path) -> Iterator[Path]:
 
 def test_another_machine_holds_the_lock(elsewhere: Path) -> None:
     beats(elsewhere, 2, 1, 5)
-    for answer in (answered(state="RUNNING"), SILENT, Answer({})):
+    launch(elsewhere)
+    clock = JobState("77", "RUNNING", nodes="n1", start=time.time() + 5)  # of the controller, which is ahead
+    for answer in (answered(state="RUNNING"), Answer({"77": clock}), SILENT, Answer({})):
         found = say(elsewhere, answer)
         assert found.state == "running", "heartbeats count even where the scheduler does not tell of others' jobs"
     assert (found.step, found.tokens, found.ranks, found.beating) == (3, 3 * 4 * 32, 2, 2), "later steps are lost"

@@ -8,8 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
+import pytest
 
-from pipeline.train.heartbeat import Beat, Heartbeat, beat_file, host_of, read_beat, read_beats, whom_it_waits_for
+from pipeline.train.heartbeat import (
+    Beat,
+    Heartbeat,
+    beat_file,
+    host_of,
+    node_file,
+    read_beat,
+    read_beats,
+    whom_it_waits_for,
+)
 
 NOW = 1_000_000.0
 
@@ -79,6 +89,18 @@ def test_what_other_ranks_and_an_older_version_have_left_goes(tmp_path: Path) ->
         appears(tmp_path)
         until(lambda: read_beats(tmp_path).keys() == {0, 1}, "rank 1 is that of the run before, on the same node")
     assert [path.name for path in (tmp_path / "heartbeats").iterdir()] == ["node-0000.jsonl"]
+
+
+def test_what_another_rank_writes_at_the_same_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def access(path: Path, mode: int) -> bool:
+        path.write_bytes(b"theirs")
+        return False
+
+    monkeypatch.setattr("pipeline.train.heartbeat.os.access", access)
+    first = heartbeat(tmp_path)
+    first._prepare()
+    file = node_file(tmp_path, 0)
+    assert not file.exists() or file.read_bytes() == b"theirs"
 
 
 def test_beats_of_another_attempt_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class Watchdog:
         with suppress(Exception):
             if evidence is not None:
                 evidence.mkdir(parents=True, exist_ok=True)
-                if NODE_ERRORS in os.environ:  # on a cluster: few files, however many ranks
+                if os.environ.get(NODE_ERRORS):  # on a cluster: few files, however many ranks
                     node = int(rank) // int(os.environ["LOCAL_WORLD_SIZE"])
                     line = orjson.dumps({"rank": int(rank), **last_collectives()})
                     store.append_line(evidence / f"flight-recorder-node-{node:04d}.jsonl", line)
