@@ -35,7 +35,7 @@ test-slow: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not slurm and not gpu"
 
 test-slurm: install-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not slow" tests/slurm
 
 test-all: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slurm"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import termios
 from collections.abc import Callable, Iterable, Iterator
@@ -95,6 +96,13 @@ def let_go_of_terminal() -> bool:
                 os.close(null)
                 found = True
     return found
+
+
+def on_stop(number: int) -> None:
+    """What a handler of signals to stop does first: nothing printed from now on fails for want of a terminal."""
+    if number == signal.SIGHUP:
+        with suppress(OSError):
+            let_go_of_terminal()
 
 
 def echo(text: object = "", *, end: str = "\n", error: bool = False, flush: bool = False) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
-
-from pipeline.console import let_go_of_terminal
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -17,8 +14,14 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGUSR2) if ignored else (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 
 
-def on_stop(number: int) -> None:
-    """What a handler of these signals does first: nothing that is printed from now on fails for want of a terminal."""
-    if number == signal.SIGHUP:
-        with suppress(OSError):
-            let_go_of_terminal()
+def ignore(*numbers: int) -> None:
+    """Let signals do nothing from now on.
+
+    Python prints a traceback of one that comes while it is told to ignore it; here it waits, and is dropped.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

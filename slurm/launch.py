@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
-from pipeline.console import Console, say
+from pipeline.console import Console, on_stop, say
 from pipeline.data import store
 from pipeline.errors import (
     EXIT_HANG,
@@ -38,7 +38,7 @@ from pipeline.errors import (
     Stopped,
     UserError,
 )
-from pipeline.signals import on_stop, stop_signals
+from pipeline.signals import stop_signals
 from pipeline.train.parallel.compat import OneNode, WatchedAgent
 from pipeline.train.parallel.rank import LAUNCHER, NODE_ERRORS, STORE, read_error
 from pipeline.train.parallel.rules import check_evaluation_layout, check_layout

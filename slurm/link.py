@@ -21,11 +21,11 @@ from typing import Any
 
 import orjson
 
-from pipeline.console import Console, say
+from pipeline.console import Console, on_stop, say
 from pipeline.data import store
 from pipeline.data.machine import node_name
 from pipeline.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
-from pipeline.signals import on_stop, stop_signals
+from pipeline.signals import ignore, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.lock import clear
 from pipeline.train.run_folder import last_attempt
@@ -548,8 +548,7 @@ class Link:
             if self._evaluations is not None:
                 self._evaluations.look()
             # What is left to do is to leave; a requeue has the scheduler end this process meanwhile.
-            for number in before:
-                signal.signal(number, signal.SIG_IGN)
+            ignore(*before)
 
     def _watch_over(self) -> None:
         """Let another node look after the job, where it lives on if this process's node is lost; see `slurm.guard`."""

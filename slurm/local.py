@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config
-from pipeline.console import Console, say
+from pipeline.console import Console, on_stop, say
 from pipeline.errors import MachineError, Stopped, UserError
-from pipeline.signals import on_stop, stop_signals
+from pipeline.signals import ignore, stop_signals
 from slurm.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def _terminate_stops() -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         on_stop(number)
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
+        ignore(*before)  # one is enough; another would only interrupt the leaving
         name = signal.Signals(number).name
         raise Stopped(f"{name} came; what was committed is kept, the same command goes on from there")
 

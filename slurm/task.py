@@ -86,8 +86,8 @@ def _leave_when_told(until: str) -> None:
 
     Not by an exception, which the code that is being imported may catch.
     """
-    from pipeline.console import echo
-    from pipeline.signals import on_stop, stop_signals
+    from pipeline.console import echo, on_stop
+    from pipeline.signals import stop_signals
     from pipeline.train.parallel.rank import record_error
 
     def leave(number: int, frame: FrameType | None) -> None:

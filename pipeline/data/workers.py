@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from pipeline.data import machine
 from pipeline.errors import UserError
+from pipeline.signals import ignore
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -336,11 +337,11 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
                 _send_error(connection, error)
             else:
                 connection.send(("done", result))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it leaves by itself, and quietly
+    ignore(signal.SIGTERM)  # it leaves by itself, and quietly
 
 
 def _leave(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would only interrupt the leaving
+    ignore(signal.SIGTERM)  # a second one would only interrupt the leaving
     sys.exit(1)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from pipeline.signals import on_stop, stop_signals
+from pipeline.console import on_stop
+from pipeline.signals import ignore, stop_signals
 
 _ALLOCATION_END = "SLURM_JOB_END_TIME"
 """Set by SLURM in a job that has a time limit: when it ends, in seconds since 1970."""
@@ -84,8 +85,11 @@ class Requests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._to_the_end:
+            ignore(*self._previous)
+            return
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self._to_the_end else handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal == number == signal.SIGINT:

@@ -77,7 +77,7 @@ def test_started_at_once(run, done, count):
     assert left_behind(config) == []
     links = receipts(config)
     assert links <= len(watched.seen) <= links + 2 * count  # each was made once, but for a rare race
-    assert not any("Traceback" in text for text in said)
+    assert not any("Traceback" in text for text in said), said
 
 
 @pytest.mark.parametrize("done", ["unit"], indirect=True)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 @pytest.mark.parametrize(
     "train",
     [
-        ("slurm.chain=singleton", "slurm.links=3"),
+        pytest.param(("slurm.chain=singleton", "slurm.links=3"), marks=pytest.mark.slow),
         ("slurm.chain=afterany", "slurm.links=3", "slurm.train.partition=cancel"),
     ],
     indirect=True,

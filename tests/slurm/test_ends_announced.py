@@ -92,6 +92,7 @@ def test_the_time_limit_itself(train: Run) -> None:
     train.check_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [("launch.time_limits.step_seconds=600",)], indirect=True)
 def test_the_time_limit_comes_while_a_rank_cannot_save(train: Run, whole: Path) -> None:
     """Nothing of the ranks sees the announcement, and SLURM itself ends them all."""
@@ -103,7 +104,7 @@ def test_the_time_limit_comes_while_a_rank_cannot_save(train: Run, whole: Path) 
     train.end_after(job, 600)
     train.until_over()
     train.check(whole)
-    first, second = train.launches()
+    first, second, *_ = train.launches()
     assert (second.job, second.restarts) == (job, 1)
     assert first.end is not None and first.end.next == "requeue", first.end
     assert second.checkpoint == first.end.checkpoint >= 10, "nothing beyond the last save"
@@ -135,6 +136,7 @@ def test_preemption_with_grace(train: Run, whole: Path) -> None:
     assert second.checkpoint == first.end.checkpoint >= 12
 
 
+@pytest.mark.slow
 def test_requeue_by_an_operator(train: Run, whole: Path) -> None:
     (job,) = train.submit()
     train.until_saved(10)
