@@ -75,6 +75,7 @@ def test_the_signal_comes_while_torch_is_imported(train: Run, tmp_path: Path, co
     assert len(train.launches()) == 1 and scheduler.details(job)["ExcNodeList"] == "(null)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [(*LONG, "launch.stop_before_end_seconds=20")], indirect=True)
 def test_the_time_limit_itself(train: Run) -> None:
     (job,) = train.submit()

@@ -89,6 +89,7 @@ def test_a_rank_crashes(train: Run, whole: Path) -> None:
     assert "SIGKILL" in tiny.pipeline("logs", train.folder, "--attempt", "1", "--first-error").stdout
 
 
+@pytest.mark.slow
 def test_a_rank_hangs(train: Run, whole: Path) -> None:
     train.submit()
     train.until_saved(10)
