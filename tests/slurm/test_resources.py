@@ -62,7 +62,7 @@ def test_processes_have_variables_in_a_job_without_any(cluster: DevCluster, tmp_
         assert time.monotonic() < end
         time.sleep(0.1)
     assert (tmp_path / "job").read_text() == "NONE", (tmp_path / "log").read_text()
-    assert [file.read_text() for file in sorted(tmp_path.glob("rank-*.log"))] == ["here 0\n", "here 1\n"]
+    assert sorted((tmp_path / "node-0000.log").read_text().splitlines()) == ["0: here 0", "1: here 1"]
 
 
 def in_bash(lines: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
