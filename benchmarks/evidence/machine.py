@@ -1,0 +1,86 @@
+"""What a measurement ran on: the GPU with its driver, clocks and power limit, the processor, the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from evidence.imported import ROOT
+
+_ASKED = {
+    "name": "name",
+    "driver": "driver_version",
+    "memory_mib": "memory.total",
+    "power_limit_w": "power.limit",
+    "power_w": "power.draw",
+    "clock_mhz": "clocks.sm",
+    "clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "temperature_c": "temperature.gpu",
+    "slowdown": "clocks_event_reasons.active",
+}
+"""Our names of what `nvidia-smi --query-gpu` prints."""
+MOVING = ("power_w", "clock_mhz", "memory_clock_mhz", "temperature_c", "slowdown")
+"""Those that change while something runs."""
+PACKAGES = ("torch", "triton", "transformers", "torchao", "flash-attn", "transformer-engine", "numpy")
+
+
+def gpu() -> dict[str, Any]:
+    """The first GPU as the driver describes it; where no `nvidia-smi` is found, its name by torch in another process.
+
+    Raises:
+        RuntimeError: No GPU is seen.
+    """
+    if shutil.which("nvidia-smi"):
+        words = ["nvidia-smi", f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader,nounits", "--id=0"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        values = [value.strip() for value in done.stdout.strip().split(",")]
+        if done.returncode == 0 and len(values) == len(_ASKED):
+            return {key: _number(value) for key, value in zip(_ASKED, values, strict=True)}
+    ask = "import torch; print(torch.cuda.get_device_name(0))"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise RuntimeError(f"torch sees no GPU ({' '.join(last)}); --rehearse runs every item on a CPU")
+    return {"name": done.stdout.strip()}
+
+
+def _number(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def cpu() -> dict[str, Any]:
+    """The processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {"name": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that figures depend on; those that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Of the repository, with `+` behind it where files differ from it; None outside of a checkout."""
+    git = ["git", "-C", str(ROOT)]
+    done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if done.returncode:
+        return None
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return done.stdout.strip()[:12] + ("+" if changed else "")

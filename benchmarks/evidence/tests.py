@@ -1,0 +1,63 @@
+"""The project's own tests that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+from evidence.imported import FOLDER, ROOT, record
+from evidence.item import Result
+
+
+def measure(device: str, work: Path, *, paths: Sequence[str], marker: str, workers: int) -> Result:
+    """Run pytest.
+
+    Args:
+        device: Not used: the tests ask torch.
+        work: Where reports go.
+        paths: Relative to the repository.
+        marker: What `-m` gets.
+        workers: Processes of pytest-xdist; 0 runs the tests in one.
+    """
+    report = work / "report.xml"
+    # `record` as a plugin: workers list what they imported, too.
+    words = ["-p", "evidence.tests", "-q", "-m", marker, f"--junitxml={report}", "-p", "no:cacheprovider"]
+    spread = ["-n", str(workers), "--dist", "load"] if workers else []
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, *spread, *paths],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])},
+    )
+    if not report.exists():
+        raise RuntimeError(f"pytest left no report (exit code {done.returncode}): {done.stdout[-300:]}{done.stderr[-300:]}")
+    cases = list(ET.parse(report).getroot().iter("testcase"))
+    kinds = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
+    bad = [*kinds["failure"], *kinds["error"]]
+    return {
+        "device": device,
+        "passed": len(cases) - sum(map(len, kinds.values())),
+        "failed": {_name(case): _reason(case, "failure", "error") for case in bad},
+        "skipped": {_name(case): _reason(case, "skipped") for case in kinds["skipped"]},
+        "checks": {"no test fails": not bad, "tests ran": len(cases) > len(kinds["skipped"])},
+    }
+
+
+def _name(case: ET.Element) -> str:
+    return f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+
+
+def _reason(case: ET.Element, *kinds: str) -> str:
+    found = next(element for kind in kinds for element in case.iter(kind))
+    return " ".join((found.get("message") or "").split())[:200]
+
+
+def pytest_sessionfinish() -> None:
+    """pytest's hook, in the main process and in workers."""
+    if FOLDER in os.environ:
+        record()
