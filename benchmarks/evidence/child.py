@@ -1,6 +1,6 @@
 """`pipeline` in a process that an item starts: the same command line, and a list of what it imported.
 
-    python benchmarks/evidence/child.py train run.yaml
+python benchmarks/evidence/child.py train run.yaml
 """
 
 from __future__ import annotations
