@@ -11,7 +11,7 @@ _TESTS = Item(
     "tests",
     "Do the tests that need a GPU pass?",
     "suite:measure",
-    full={"paths": ["tests"], "marker": "gpu", "workers": 6},
+    full={"paths": None, "marker": "gpu", "workers": 6},
     rehearsal={"paths": ["tests/train/kernels/test_choice.py"], "marker": "not gpu", "workers": 0},
     least_s=90,
     limit_s=330,
