@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FILE = Path(__file__).with_name("measured.json")
-"""Measured shares by name of the device. `python benchmarks/gpu_evidence.py --calibrate` writes it."""
+"""Measured shares by name of the device. `python benchmarks/gpu_evidence.py --calibrate` writes it; nobody edits it."""
+UPDATE_BYTES = {"fp32": 40, "bf16": 112}
+"""Bytes that a step moves per parameter, by `train.optimizer.states`: gradient for norm and clipping; weight, gradient
+and moments for the update, which with moments in bf16 is no single kernel."""
 _ONE_SCALE = ("current", "delayed")
 """Recipes of fp8 whose products are those of `tensorwise`: one scale per matrix."""
 

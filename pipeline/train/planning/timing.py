@@ -22,15 +22,15 @@ from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.schedules import play
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.planning.devices import Device
+from pipeline.train.planning.shares import UPDATE_BYTES
 from pipeline.train.planning.traffic import AXES, Axis, Transfer, is_recomputed, stage_traffic
 
 LINK_SHARE = 0.7
 """Of the stated bandwidth of links and network, what collectives reach."""
 _CALL_S, _HOP_S = 15e-6, 2e-6
 """Of a collective's start, and of each rank that its ring goes through; an all-reduce takes a tree."""
-UPDATE_BYTES, _AVERAGE_BYTES = {"fp32": 40, "bf16": 112}, 12
-"""That a step moves for a parameter: gradient for norm and clipping; weight, gradient and moments for the update, which
-with moments in bf16 is no single kernel."""
+_AVERAGE_BYTES = 12
+"""That the moving average moves for a parameter, besides `UPDATE_BYTES`."""
 _LOGIT_BYTES = 32
 """That the loss and its gradient move for a logit."""
 _ROUND_BYTES = 5

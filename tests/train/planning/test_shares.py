@@ -170,6 +170,7 @@ def test_the_forecast_of_a_job_uses_them(tmp_path: Path, given: Callable[..., De
     config = Case(tmp_path, 8, "train.duration=100 steps", "parallel={tp: 2, dp_shard: -1}").config
     site = SiteConfig(gpus_per_node=8, gpu_type="h200")
     eight = job(nodes=1, processes_per_node=8, gpus_per_node=8)
+    given(other=ENTRY)
     assumed = forecast(config, site, eight)
     h200 = given()
     ahead = forecast(config, site, eight)
