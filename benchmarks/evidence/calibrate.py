@@ -19,15 +19,14 @@ def shares(rates: dict[str, Any], device: Device) -> Shares:
         rates: The result of the item `rates`.
         device: That it was measured on.
     """
-    products = rates["products"]["per_s"]
-    in_fp8 = {recipe: found["per_s"] for recipe, found in rates["fp8"].items() if "per_s" in found}
+    products, in_fp8 = rates["products_tflops"], rates["fp8_tflops"] if "fp8" in device.flops else {}
     return Shares(
-        products=round(products / device.flops["bf16"], 4),
-        fp8={recipe: round(each / device.flops["fp8"], 4) for recipe, each in in_fp8.items() if "fp8" in device.flops},
-        attention=round(rates["attention"]["per_s"] / products, 4),
-        attention_backward=rates["attention"]["backward_to_forward"],
-        memory=round(rates["memory"]["per_s"] / device.memory_bandwidth, 4),
-        update=round(rates["update"]["per_s"] / device.memory_bandwidth, 4),
+        products=round(products * 1e12 / device.flops["bf16"], 4),
+        fp8={recipe: round(each * 1e12 / device.flops["fp8"], 4) for recipe, each in in_fp8.items()},
+        attention=round(rates["attention_tflops"] / products, 4),
+        attention_backward=rates["attention_backward"],
+        memory=round(rates["memory_gb_per_s"] * 1e9 / device.memory_bandwidth, 4),
+        update=round(rates["update_gb_per_s"] * 1e9 / device.memory_bandwidth, 4),
     )
 
 

@@ -27,9 +27,12 @@ from pipeline.train.parallel.compat import guard_optimizer_step, scale_tensors
 from pipeline.train.planning.devices import Device, device_of_driver
 from pipeline.train.planning.shares import UPDATE_BYTES
 
+Row = dict[str, Any]
+"""`rate`, `unit`, `median`, and the quartiles `low` and `high`."""
 Parts = Mapping[str, Callable[[], object]]
 _ROUNDS = (5, 1000)
 """Calls of a function that are timed: at least, at most."""
+_UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 
 
 def measure(
@@ -48,7 +51,7 @@ def measure(
     copy_bytes: int,
     seconds: float,
 ) -> Result:
-    """Measure all rates.
+    """Measure all rates: `rates` has them one by one, other keys the means that plans rest on.
 
     Args:
         device: "cuda" or "cpu".
@@ -68,23 +71,28 @@ def measure(
     torch.manual_seed(0)
     sizes = {name: (rows, columns, count * layers) for name, (rows, columns, count) in layer.items()}
     matrices = sizes | {"head": (head[0], head[1], 1)}
-    found: Result = {
-        # First, and for longer than the others: clocks are then those of a device at work.
-        "square": _all_products(device, square, {f"{square}": (square, square, 1)}, _bf16, 3 * seconds),
-        "products": _all_products(device, tokens, matrices, _bf16, seconds),
-        "fp8": {
+    updated = [sizes[name][:2] for name in sizes for _ in range(layer[name][2])] * update_layers
+    rows: list[Row] = []
+    # First, and for longer than the others: clocks are then those of a device at work.
+    _products(rows, device, "square", square, {f"{square}": (square, square, 1)}, _bf16, 3 * seconds)
+    found: Result = {"products_tflops": _products(rows, device, "bf16", tokens, matrices, _bf16, seconds)}
+    found |= {"fp8_tflops": {}, "left_out": {}}
+    for recipe in ("tensorwise", "rowwise"):
+        try:
             # The head is never in fp8.
-            recipe: _all_products(device, tokens, sizes, _fp8(recipe), seconds)
-            for recipe in ("tensorwise", "rowwise")
-        },
-        "attention": _attention(device, tokens, **attention, seconds=seconds),
-        "memory": _passes(device, elements, seconds),
-        "update": _update(
-            device, [sizes[name][:2] for name in sizes for _ in range(layer[name][2])] * update_layers, seconds
-        ),
-        "launch": _launch(device, launches),
-        "copies": _copies(device, copy_bytes, seconds),
-    }
+            mean = _products(rows, device, f"fp8 {recipe}", tokens, sizes, _fp8(recipe), seconds)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:  # the device has no such products
+            found["left_out"][f"fp8 {recipe}"] = " ".join(str(error).split())[:200]
+        else:
+            found["fp8_tflops"][recipe] = mean
+    found |= _attention(rows, device, tokens, **attention, seconds=seconds)
+    found["memory_gb_per_s"] = _passes(rows, device, elements, seconds)
+    found["update_gb_per_s"] = _update(rows, device, updated, seconds)
+    found |= _launch(device, launches)
+    _copies(rows, device, copy_bytes, seconds)
+    found["rates"] = rows
     known = device_of_driver(torch.cuda.get_device_name()) if device == "cuda" else None
     return found if known is None else found | judged(found, known)
 
@@ -133,10 +141,12 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def rate(amount: float, times: Sequence[float]) -> dict[str, Any]:
-    """`amount` per second: of the median, and of the slower and the faster quartile."""
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return {"per_s": _short(amount / middle), "quartiles": [_short(amount / high), _short(amount / low)]}
+def _rate(name: str, unit: str, amount: float, times: Sequence[float]) -> Row:
+    """`amount` (FLOPs or bytes) per second, in units of `TFLOP/s` or `GB/s`."""
+    low, middle, high = (
+        _short(amount / value / _UNITS[unit]) for value in statistics.quantiles(times, n=4, method="inclusive")[::-1]
+    )
+    return {"rate": name, "unit": unit, "median": middle, "low": low, "high": high}
 
 
 def _short(value: float) -> float:
@@ -151,7 +161,7 @@ def _bf16(tokens: int, rows: int, columns: int, device: str) -> Parts:
     """Products of a linear layer: y = x w', and the gradients of both."""
     x, w = _random(tokens, columns, device=device), _random(rows, columns, device=device)
     dy = _random(tokens, rows, device=device)
-    return {"forward": lambda: x @ w.T, "grad_input": lambda: dy @ w, "grad_weight": lambda: dy.T @ x}
+    return {"forward": lambda: x @ w.T, "gradient of input": lambda: dy @ w, "gradient of weight": lambda: dy.T @ x}
 
 
 def _fp8(recipe: str) -> Callable[[int, int, int, str], Parts]:
@@ -171,46 +181,52 @@ def _fp8(recipe: str) -> Callable[[int, int, int, str], Parts]:
     def parts(tokens: int, rows: int, columns: int, device: str) -> Parts:
         return {
             "forward": product(tokens, rows, columns, device, True),
-            "grad_input": product(tokens, columns, rows, device, False),
-            "grad_weight": product(rows, columns, tokens, device, False),
+            "gradient of input": product(tokens, columns, rows, device, False),
+            "gradient of weight": product(rows, columns, tokens, device, False),
         }
 
     return parts
 
 
-def _all_products(
+def _products(
+    rows: list[Row],
     device: str,
+    name: str,
     tokens: int,
     matrices: Mapping[str, tuple[int, int, int]],
     make: Callable[[int, int, int, str], Parts],
     seconds: float,
-) -> dict[str, Any]:
-    """FLOP/s of each product, and `per_s`: all FLOPs of the model over all of their time; or why it was left out."""
-    found: dict[str, Any] = {}
+) -> float:
+    """Add the rates of all products of a model; returns all of its FLOPs over all of their time, in TFLOP/s."""
     flops = total = 0.0
-    for name, (rows, columns, count) in matrices.items():
-        try:
-            times = timed(device, make(tokens, rows, columns, device), seconds)
-        except (RuntimeError, NotImplementedError) as error:
-            if make is _bf16 or isinstance(error, torch.OutOfMemoryError):
-                raise
-            return {"left_out": " ".join(str(error).split())[:200]}  # the device has no such products
-        each = 2.0 * tokens * rows * columns
-        found[name] = {part: rate(each, values) for part, values in times.items()}
+    for matrix, (height, width, count) in matrices.items():
+        times = timed(device, make(tokens, height, width, device), seconds)
+        each = 2.0 * tokens * height * width
+        rows += [_rate(f"{name}: {matrix}: {part}", "TFLOP/s", each, values) for part, values in times.items()]
         flops += count * each * len(times)
         total += count * sum(map(statistics.median, times.values()))
-    return {"per_s": _short(flops / total), "matrices": found}
+    return _short(flops / total / 1e12)
 
 
 def _attention(
-    device: str, tokens: int, *, lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, seconds: float
+    rows: list[Row],
+    device: str,
+    tokens: int,
+    *,
+    lengths: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    seconds: float,
 ) -> dict[str, Any]:
-    """Causal attention in bf16 by the kernel that a training takes; FLOPs of the triangle, those of backward twice."""
+    """Causal attention in bf16 by the kernel that a training takes: forward's rate, and backward's time over forward's.
+
+    FLOPs are those of the triangle; backward's count twice.
+    """
     there = torch.device(device)
     choice = choose_on(AttentionConfig(), Need(False, False, head_dim, "bf16"), there)
     kernel, scale = choice.build(deterministic=False), head_dim**-0.5
     spec = AttentionSpec(heads * head_dim, heads, kv_heads, head_dim, False, False, None, None, scale)
-    found: dict[str, Any] = {}
     flops = forward = backward = 0.0
     for length in lengths:
         samples = max(1, tokens // length)
@@ -230,36 +246,30 @@ def _attention(
             seconds,
         )
         each = samples * length * attention_flops(spec, length, causal=True)
-        ahead, behind = (statistics.median(times[part]) for part in ("forward", "backward"))
-        found[str(length)] = {
-            "samples": samples,
-            "forward": rate(each, times["forward"]) | {"s": _short(ahead)},
-            "backward": rate(2 * each, times["backward"]) | {"s": _short(behind)},
-            "backward_to_forward": _short(behind / ahead),
-        }
-        flops, forward, backward = flops + each, forward + ahead, backward + behind
+        for part, share in (("forward", 1), ("backward", 2)):
+            rows.append(_rate(f"attention: {length}: {part}", "TFLOP/s", share * each, times[part]))
+        flops += each
+        forward += statistics.median(times["forward"])
+        backward += statistics.median(times["backward"])
     return {
-        "kernel": str(choice),
-        "per_s": _short(flops / forward),
-        "backward_to_forward": _short(backward / forward),
-        "lengths": found,
+        "attention_kernel": str(choice),
+        "attention_tflops": _short(flops / forward / 1e12),
+        "attention_backward": _short(backward / forward),
     }
 
 
-def _passes(device: str, elements: int, seconds: float) -> dict[str, Any]:
-    """Bytes per second of a copy and of a sum, all that is read and written counted; `per_s` is of both together."""
+def _passes(rows: list[Row], device: str, elements: int, seconds: float) -> float:
+    """GB/s of a copy and a sum together, all that is read and written counted."""
     a, b, c = (_random(elements, device=device) for _ in range(3))
     times = timed(device, {"copy": lambda: c.copy_(a), "add": lambda: torch.add(a, b, out=c)}, seconds)
     amounts = {name: tensors * elements * a.element_size() for name, tensors in (("copy", 2), ("add", 3))}
     total = sum(map(statistics.median, times.values()))
-    return {
-        "per_s": _short(sum(amounts.values()) / total),
-        **{name: rate(amounts[name], values) for name, values in times.items()},
-    }
+    rows += [_rate(f"memory: {name}", "GB/s", amounts[name], values) for name, values in times.items()]
+    return _short(sum(amounts.values()) / total / 1e9)
 
 
-def _update(device: str, shapes: Sequence[tuple[int, int]], seconds: float) -> dict[str, Any]:
-    """Bytes per second of norm, clipping and fused AdamW in fp32, counted as plans count them."""
+def _update(rows: list[Row], device: str, shapes: Sequence[tuple[int, int]], seconds: float) -> float:
+    """GB/s of norm, clipping and fused AdamW in fp32 together, bytes counted as plans count them."""
     weights = [nn.Parameter(_random(*shape, device=device, dtype=torch.float32)) for shape in shapes]
     gradients = [_random(*shape, device=device, dtype=torch.float32) for shape in shapes]
     for weight, gradient in zip(weights, gradients, strict=True):
@@ -281,11 +291,8 @@ def _update(device: str, shapes: Sequence[tuple[int, int]], seconds: float) -> d
     total = sum(map(statistics.median, times.values()))
     # 4 bytes per number: gradients once, twice; four tensors read and three written.
     amounts = {"norm": 4 * count, "clip": 8 * count, "adamw": 28 * count}
-    return {
-        "per_s": _short(UPDATE_BYTES["fp32"] * count / total),
-        "parameters": count,
-        **{name: rate(amounts[name], values) for name, values in times.items()},
-    }
+    rows += [_rate(f"update: {name}", "GB/s", amounts[name], values) for name, values in times.items()]
+    return _short(UPDATE_BYTES["fp32"] * count / total / 1e9)
 
 
 def _launch(device: str, count: int) -> dict[str, Any]:
@@ -306,20 +313,19 @@ def _launch(device: str, count: int) -> dict[str, Any]:
             done.append((time.perf_counter() - begun) / count * 1e6)
     low, middle, high = statistics.quantiles(issued, n=4, method="inclusive")
     return {
-        "host_us": _short(middle),
-        "quartiles": [_short(low), _short(high)],
-        "done_us": _short(statistics.median(done)),
+        "launch_us": _short(middle),
+        "launch_us_quartiles": [_short(low), _short(high)],
+        "launch_done_us": _short(statistics.median(done)),
     }
 
 
-def _copies(device: str, size: int, seconds: float) -> dict[str, Any]:
-    """Bytes per second between page-locked memory of the host and the device; on a CPU within its memory."""
+def _copies(rows: list[Row], device: str, size: int, seconds: float) -> None:
+    """Add the rates of copies between page-locked memory of the host and the device; on a CPU within its memory."""
     here = torch.randint(256, (size,), dtype=torch.uint8)
     here = here.pin_memory() if device == "cuda" else here
     there = torch.empty(size, dtype=torch.uint8, device=device)
     parts: Parts = {
-        "host_to_device": lambda: there.copy_(here, non_blocking=True),
-        "device_to_host": lambda: here.copy_(there, non_blocking=True),
+        "host to device": lambda: there.copy_(here, non_blocking=True),
+        "device to host": lambda: here.copy_(there, non_blocking=True),
     }
-    found = {name: rate(size, times) for name, times in timed(device, parts, seconds).items()}
-    return {"pinned": here.is_pinned() if device == "cuda" else False, **found}
+    rows += [_rate(f"copy: {name}", "GB/s", size, times) for name, times in timed(device, parts, seconds).items()]

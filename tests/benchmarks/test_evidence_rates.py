@@ -27,11 +27,12 @@ from evidence.planned import planned  # noqa: E402
 ITEM = next(item for item in ITEMS if item.name == "rates")
 H200 = DEVICES["h200"]
 RATES: dict[str, Any] = {
-    "products": {"per_s": 0.5 * 989e12},
-    "fp8": {"tensorwise": {"per_s": 0.4 * 1979e12}, "rowwise": {"left_out": "no kernel"}},
-    "attention": {"per_s": 0.25 * 989e12, "backward_to_forward": 2.25},
-    "memory": {"per_s": 0.75 * 4.8e12},
-    "update": {"per_s": 0.6 * 4.8e12},
+    "products_tflops": 0.5 * 989,
+    "fp8_tflops": {"tensorwise": 0.4 * 1979},
+    "attention_tflops": 0.25 * 989,
+    "attention_backward": 2.25,
+    "memory_gb_per_s": 0.75 * 4800,
+    "update_gb_per_s": 0.6 * 4800,
 }
 SHARES = {
     "products": 0.5,
@@ -49,11 +50,6 @@ def line(**other: Any) -> dict[str, Any]:
     return {**about, "date": "2001-01-02T00:00:00Z", "versions": {"torch": "2.11.0"}, "result": RATES, **other}
 
 
-def harmonic(parts: list[tuple[float, float]]) -> float:
-    """The rate of amounts at their rates, one after the other."""
-    return sum(amount for amount, _ in parts) / sum(amount / rate for amount, rate in parts)
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Several would wait for each other where the cores are busy."""
@@ -65,53 +61,45 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_rehearsal_has_all_rates(tmp_path: Path) -> None:
-    assert ITEM.full.keys() == ITEM.rehearsal.keys()
     shapes = {**ITEM.rehearsal, "seconds": 0.0}
     found = json.loads(json.dumps(rates.measure("cpu", tmp_path, **shapes)))
-    assert found.keys() == {"square", "products", "fp8", "attention", "memory", "update", "launch", "copies"}
-    matrices = {name: (*sides, 2 * count) for name, (*sides, count) in shapes["layer"].items()} | {
-        "head": (512, 128, 1)
-    }
-    measured = found["products"]["matrices"]
-    assert measured.keys() == matrices.keys()
-    parts = [
-        (2.0 * count * 256 * rows * columns, measured[name][part]["per_s"])
-        for name, (rows, columns, count) in matrices.items()
-        for part in ("forward", "grad_input", "grad_weight")
-    ]
-    assert found["products"]["per_s"] == pytest.approx(harmonic(parts), rel=1e-3)
-    for part in measured["q, o"].values():
-        low, high = part["quartiles"]
-        assert 0 < low <= part["per_s"] <= high
-    for recipe in found["fp8"].values():
-        assert "left_out" in recipe or recipe["matrices"].keys() == shapes["layer"].keys()
-    attention = found["attention"]
-    assert attention["kernel"].startswith("sdpa") and attention["lengths"].keys() == {"256", "128"}
-    # 4 heads of 32, the triangle: 2 products of 2 FLOPs for each pair of tokens, in 256 tokens of one or two windows.
-    pairs = {"256": 256 * 128, "128": 256 * 64}
-    of_lengths = [(4.0 * 4 * 32 * pairs[name], each["forward"]["per_s"]) for name, each in attention["lengths"].items()]
-    assert attention["per_s"] == pytest.approx(harmonic(of_lengths), rel=1e-3)
-    for each in attention["lengths"].values():
-        ratio = 2 * each["forward"]["per_s"] / each["backward"]["per_s"]
-        assert each["backward_to_forward"] == pytest.approx(ratio, rel=1e-3)
-    memory = found["memory"]
-    assert memory["per_s"] == pytest.approx(harmonic([(2, memory["copy"]["per_s"]), (3, memory["add"]["per_s"])]), 1e-3)
-    update = found["update"]
-    assert update["parameters"] == 2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128
-    assert update["per_s"] == pytest.approx(
-        harmonic([(count, update[name]["per_s"]) for name, count in (("norm", 4), ("clip", 8), ("adamw", 28))]),
-        rel=1e-3,
+    by_name = {row["rate"]: row for row in found["rates"]}
+    assert all(0 < row["low"] <= row["median"] <= row["high"] for row in found["rates"])
+
+    def mean(amounts: dict[str, float]) -> float:
+        """The rate of amounts at their rates, one after the other."""
+        return sum(amounts.values()) / sum(amount / by_name[name]["median"] for name, amount in amounts.items())
+
+    parts = ("forward", "gradient of input", "gradient of weight")
+    layer = {name: (rows * columns, 2 * count) for name, (rows, columns, count) in shapes["layer"].items()}
+    matrices = {**layer, "head": (512 * 128, 1)}
+    products = {f"bf16: {name}: {part}": size * count for name, (size, count) in matrices.items() for part in parts}
+    assert found["products_tflops"] == pytest.approx(mean(products), rel=1e-3)
+    for recipe in ("tensorwise", "rowwise"):
+        if f"fp8 {recipe}" not in found["left_out"]:
+            rounded = {
+                f"fp8 {recipe}: {name}: {part}": size * count for name, (size, count) in layer.items() for part in parts
+            }
+            assert found["fp8_tflops"][recipe] == pytest.approx(mean(rounded), rel=1e-3)
+    assert found["attention_kernel"].startswith("sdpa")
+    # Both lengths have as many tokens, and each token meets half of its window.
+    forward, backward = (
+        {f"attention: {length}: {part}": length * share for length in (256, 128)}
+        for part, share in (("forward", 1), ("backward", 2))
     )
-    assert 0 < found["launch"]["host_us"] <= found["launch"]["done_us"] * 1.01
-    assert found["copies"]["pinned"] is False and found["copies"]["host_to_device"]["per_s"] > 0
+    assert found["attention_tflops"] == pytest.approx(mean(forward), rel=1e-3)
+    assert found["attention_backward"] == pytest.approx(2 * mean(forward) / mean(backward), rel=1e-3)
+    assert found["memory_gb_per_s"] == pytest.approx(mean({"memory: copy": 2, "memory: add": 3}), rel=1e-3)
+    update = {"update: norm": 4.0, "update: clip": 8.0, "update: adamw": 28.0}
+    assert found["update_gb_per_s"] == pytest.approx(mean(update), rel=1e-3)
+    assert 0 < found["launch_us"] <= found["launch_done_us"] * 1.01
+    assert {"copy: host to device", "copy: device to host", "square: 256: forward"} <= by_name.keys()
 
 
-def test_products_that_the_device_lacks_are_left_out_with_the_reason() -> None:
-    def lacking(*_: object) -> Any:
-        raise RuntimeError("needs compute\n capability 9.0")
-
-    found = rates._all_products("cpu", 16, {"q": (16, 16, 1)}, lacking, 0.0)
-    assert found == {"left_out": "needs compute capability 9.0"}
+def test_a_rate_is_the_median_with_quartiles() -> None:
+    assert rates._rate("a", "GB/s", 12e9, [1.0, 2.0, 3.0, 4.0, 6.0]) == {
+        **{"rate": "a", "unit": "GB/s", "median": 4.0, "low": 3.0, "high": 6.0}
+    }
 
 
 def test_rates_become_shares_of_stated_peaks() -> None:
@@ -121,13 +109,13 @@ def test_rates_become_shares_of_stated_peaks() -> None:
     assert {name.partition(",")[0]: each["met"] for name, each in found["goals"].items()} == {
         **{"products": False, "attention": False, "memory": False, "update": False}
     }
-    faster = {**RATES, "memory": {"per_s": 4.81e12}}
+    faster = {**RATES, "memory_gb_per_s": 4810.0}
     assert not all(rates.judged(faster, H200)["checks"].values())
     assert calibrate.shares(RATES, DEVICES["a100"]).fp8 == {}
 
 
 def test_the_newest_line_of_each_device_counts() -> None:
-    newer = {**RATES, "memory": {"per_s": 0.7 * 4.8e12}}
+    newer = {**RATES, "memory_gb_per_s": 0.7 * 4800}
     lines = [
         line(date="2001-01-03T00:00:00Z", result=newer),
         line(),
