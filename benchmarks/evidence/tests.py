@@ -35,7 +35,9 @@ def measure(device: str, work: Path, *, paths: Sequence[str], marker: str, worke
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])},
     )
     if not report.exists():
-        raise RuntimeError(f"pytest left no report (exit code {done.returncode}): {done.stdout[-300:]}{done.stderr[-300:]}")
+        raise RuntimeError(
+            f"pytest left no report (exit code {done.returncode}): {done.stdout[-300:]}{done.stderr[-300:]}"
+        )
     cases = list(ET.parse(report).getroot().iter("testcase"))
     kinds = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
     bad = [*kinds["failure"], *kinds["error"]]
