@@ -29,7 +29,7 @@ _BITS = ("step", "loss", "loss_by_source", "grad_norm", "lr", *DATA, "validation
 FALLS = 0.3
 """Nats that the loss has to fall, so that the optimizer counts, too."""
 MULTIPLE = 2.0
-"""In bf16 our losses may be this much further from fp32 than those of transformers, as the root of the mean square."""
+"""In bf16 our losses may be this many times as far from fp32 as those of transformers, by root mean squares."""
 
 
 def cpu(
@@ -216,20 +216,23 @@ def transformers(
 
 
 def beside_transformers(losses: Mapping[str, Sequence[float]], precision: str) -> Result:
-    """Compare the losses of all sides, by name, with those of ours in fp32, the first."""
-    base, *others = losses
-    apart = {name: furthest(losses[name], losses[base]) for name in others}
-    spread = {name: _spread(losses[name], losses[base]) for name in others}
+    """Compare losses by name: the second with the first, which is ours in fp32; the third is what others reach."""
+    base, other, *theirs = losses
+    apart = {name: furthest(losses[name], losses[base]) for name in (other, *theirs)}
+    spread = {name: _spread(losses[name], losses[base]) for name in apart}
     limit = TOLERANCE[precision]
-    checks = {f"{name} differs from {base} by at most {limit:g}": apart[name]["relative"] <= limit for name in others}
-    found: Result = {"largest_difference": apart, "root_mean_square_difference": spread, "limit": limit}
-    if precision != "fp32":
-        mine, theirs = others
-        found["multiple"] = MULTIPLE
-        checks[f"ours is at most {MULTIPLE:g} times as far from fp32 as transformers"] = (
-            spread[mine] <= MULTIPLE * spread[theirs]
+    checks = {f"{other} differs from {base} by at most {limit:g}": apart[other]["relative"] <= limit}
+    for name in theirs:
+        checks[f"{other} is at most {MULTIPLE:g} times as far from {base} as {name}"] = (
+            spread[other] <= MULTIPLE * spread[name]
         )
-    return found | {"checks": checks | {"the loss falls": all(falls(each) for each in losses.values())}}
+    return {
+        "largest_difference": apart,
+        "root_mean_square_difference": spread,
+        "limit": limit,
+        "multiple": MULTIPLE,
+        "checks": checks | {"the loss falls": all(falls(each) for each in losses.values())},
+    }
 
 
 def _spread(mine: Sequence[float], other: Sequence[float]) -> float:
