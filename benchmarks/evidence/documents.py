@@ -51,33 +51,20 @@ def measure(
     place = torch.empty(0, device=device).device  # with the number of the GPU, as tensors have it
     drawn = documents(kind, samples, length, place)
     assert drawn is not None
-    rows, missing = [], {}
-    for compute, sizes in head_sizes.items():
-        for size in sizes:
-            inputs = draw(samples, length, heads, kv_heads, size, DTYPES[compute], place)
-            for name, bounds, near in (
-                ("documents", drawn, None),
-                ("window", None, window),
-                ("documents and window", drawn, window),
-            ):
-                expected = reference(seen(samples, length, bounds, near, place), inputs)
-                for backend in BACKENDS:
-                    try:
-                        need = Need(bounds is not None, near is not None, size, compute)
-                        choice = choose_on(AttentionConfig(backend=backend), need, place)
-                        kernel = choice.build(deterministic=False)
-                    except UserError as error:
-                        missing[f"{backend}, {compute}"] = str(error)
-                        continue
-                    row: Result = {"backend": backend, "compute": compute, "head_size": size, "mask": name}
-                    if choice.version is not None:
-                        row["version"] = choice.version
-                    try:
-                        sight = Sight.of(samples, (0, length), near, place, bounds)
-                        row["differences"] = differences(kernel, sight, inputs, expected)
-                    except Exception as error:  # of one kernel; the others are compared
-                        row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                    rows.append(row)
+    masks = (("documents", drawn, None), ("window", None, window), ("documents and window", drawn, window))
+    rows: list[Result] = []
+    missing: dict[str, str] = {}
+    for compute, size in [(compute, size) for compute, sizes in head_sizes.items() for size in sizes]:
+        inputs = draw(samples, length, heads, kv_heads, size, DTYPES[compute], place)
+        for name, bounds, near in masks:
+            sight = Sight.of(samples, (0, length), near, place, bounds)
+            expected = reference(seen(samples, length, bounds, near, place), inputs)
+            for backend in BACKENDS:
+                about: Result = {"backend": backend, "compute": compute, "head_size": size, "mask": name}
+                try:
+                    rows.append(about | one(backend, compute, sight, inputs, expected))
+                except UserError as error:
+                    missing[f"{backend}, {compute}"] = str(error)
     return {
         "documents": sum(map(len, drawn.by_row)),
         "limit": LIMIT,
@@ -85,6 +72,24 @@ def measure(
         "missing": missing,
         "checks": checks(rows),
     }
+
+
+def one(
+    backend: Backend, compute: str, sight: Sight, inputs: Sequence[Tensor], expected: Mapping[str, Tensor]
+) -> Result:
+    """Differences of a backend, or the error with which it ended.
+
+    Raises:
+        UserError: It is not installed, or not for this device and number format.
+    """
+    need = Need(sight.documents is not None, sight.window is not None, inputs[0].shape[-1], compute)
+    choice = choose_on(AttentionConfig(backend=backend), need, sight.device)
+    kernel = choice.build(deterministic=False)
+    about = {} if choice.version is None else {"version": choice.version}
+    try:
+        return {**about, "differences": differences(kernel, sight, inputs, expected)}
+    except Exception as error:  # the other backends are compared
+        return {**about, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def draw(
@@ -134,7 +139,7 @@ def differences(
 
 def checks(rows: Sequence[Result]) -> dict[str, bool]:
     """By backend and number format, whether all differences are within the limit."""
-    found: dict[str, bool] = {}
+    found = {"backends ran": bool(rows)}
     for row in rows:
         limit = LIMIT[row["compute"]]
         name = f"{row['backend']} in {row['compute']} differs by at most {limit:g}"

@@ -54,7 +54,8 @@ def cpu(
 def beside_cpu(mine: Rows, other: Rows) -> Result:
     """Compare the rows of a run with those of the same run on a CPU."""
     losses = [[row["loss"] for row in rows] for rows in (mine, other)]
-    apart = furthest(*losses) if len(mine) == len(other) else None
+    together = len(mine) == len(other) > 0
+    apart = furthest(*losses) if together else None
     limit = TOLERANCE["fp32"]
     return {
         "steps": [len(mine), len(other)],
@@ -63,7 +64,7 @@ def beside_cpu(mine: Rows, other: Rows) -> Result:
         "losses": losses[0],
         "losses_cpu": losses[1],
         "checks": {
-            "the runs have the same steps": len(mine) == len(other) > 0,
+            "the runs have the same steps": together,
             **{f"{key} is equal": [row[key] for row in mine] == [row[key] for row in other] for key in DATA},
             f"losses differ by at most {limit:g}": apart is not None and apart["relative"] <= limit,
             "the loss falls": falls(losses[0]),
