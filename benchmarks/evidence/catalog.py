@@ -72,7 +72,7 @@ _EXACT = (
         full={
             "model": {"layers": 6, "dim": 320, "heads": 5, "vocab_multiple": 64},
             "train": _CLOSE | {"sequence_length": 256, "batch_size": 8, "precision": {"compute": "fp32"}},
-            "text_bytes": 12_000_000,
+            "text_bytes": 4_000_000,
             "vocab_size": 8192,
         },
         rehearsal={
@@ -92,7 +92,7 @@ _EXACT = (
             "model": {"layers": 8, "dim": 1024, "heads": 16, "kv_heads": 4},
             "train": _CLOSE | {"sequence_length": 1024, "batch_size": 8, "deterministic": True},
             "stop_after": 25,
-            "text_bytes": 12_000_000,
+            "text_bytes": 4_000_000,
             "vocab_size": 16_384,
         },
         rehearsal={
