@@ -34,7 +34,7 @@ def make(work: Path, sections: Mapping[str, Any], *, text_bytes: int, vocab_size
 
     Args:
         work: Folder for all of it; empty.
-        sections: Sections of the run file: at least `model` and `train`. `run`, `data` and `tokenizer` are written here.
+        sections: Sections of the run file, at least `model` and `train`; `run`, `data` and `tokenizer` are added.
         text_bytes: Limit of the text in bytes.
         vocab_size: Entries of the tokenizer.
 
