@@ -5,14 +5,35 @@ python benchmarks/evidence/child.py train run.yaml
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+_ERROR_CHARACTERS = 500
 
-from evidence.imported import record_at_exit  # noqa: E402
+
+def command(*words: object) -> list[str]:
+    """The words that start `pipeline` with these."""
+    return [sys.executable, __file__, *map(str, words)]
+
+
+def pipeline(*words: object) -> str:
+    """Run a command to its end; returns what it printed.
+
+    Raises:
+        RuntimeError: Its exit code is not 0.
+    """
+    done = subprocess.run(command(*words), check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        last = " ".join(done.stdout.split())[-_ERROR_CHARACTERS:]
+        raise RuntimeError(f"pipeline {words[0]} ended with exit code {done.returncode}: {last}")
+    return done.stdout
+
 
 if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+    from evidence.imported import record_at_exit
+
     record_at_exit()
     from pipeline.cli import main
 
