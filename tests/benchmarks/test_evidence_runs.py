@@ -29,6 +29,20 @@ def rehearse(item: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+from evidence.saves import repeated, saves, start_seconds, step_seconds  # noqa: E402
+
+
+def row(attempt: int, step: int, time: float, **more: float | str) -> dict[str, Any]:
+    """A row of metrics.jsonl."""
+    return {"attempt": attempt, "step": step, "time": time, **more}
+
+
+def made(attempt: int, step: int, time: float, seconds: float = 1.0, **more: float | str) -> dict[str, Any]:
+    """That of a step."""
+    known = {"step_seconds": seconds, "loss": 3.0 - step / 10, "grad_norm": 1.0, "data_hash": "d", "order_hash": "o"}
+    return row(attempt, step, time, **(known | more))
+
+
 # transformers is imported in the tests that need it: that takes seconds.
 
 
@@ -67,3 +81,85 @@ def test_generation(tmp_path: Path) -> None:
     assert all(part["gap"] <= TIE for part in result["exact"]["parts"])
     # Embedding and head, and the matrices and norms of two layers.
     assert result["parameters"] == 2 * 512 * 64 + 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 192 + 2 * 64) + 64
+
+
+def test_times_of_saves_and_of_steps_beside_them() -> None:
+    rows = [
+        made(1, 1, 101.0, seconds=9.0),
+        made(1, 2, 102.0),
+        row(1, 2, 102.5, save_blocked=0.5),
+        made(1, 3, 104.0, seconds=1.5),
+        made(1, 4, 106.0, seconds=2.0),
+        row(1, 2, 106.2, save_seconds=4.2),
+        made(1, 5, 107.5, seconds=1.5),
+        made(1, 6, 108.5),
+        row(1, 6, 109.5, save_blocked=1.0),
+        made(1, 7, 112.5, seconds=3.0),
+        row(1, 7, 112.75, save_blocked=0.25),
+        row(1, 6, 112.75, save_seconds=4.0),
+        row(1, 7, 114.0, save_seconds=1.0, save_waited=0.125),
+    ]
+    found = saves(rows)
+    assert [(save["step"], save["first"], save["blocked_s"]) for save in found] == [
+        (2, True, 0.5),
+        (6, False, 1.0),
+        (7, False, 0.25),
+    ]
+    assert [(save["waited_s"], save["commit_s"]) for save in found] == [(0.0, 4.2), (0.0, 4.0), (0.125, 1.0)]
+    assert [save["in_flight"] for save in found] == [(102.5, 106.2), (109.5, 112.5), (112.75, 113.625)]
+    # The first two steps warm up, and the fifth began while the first save was in flight.
+    times = step_seconds(rows, found)
+    assert times == {"in_flight": {"steps": 3, "median": 2.0}, "alone": {"steps": 1, "median": 1.0}}
+
+
+def test_a_save_that_was_killed_was_in_flight() -> None:
+    rows = [made(1, step, 100.0 + step) for step in range(1, 4)]
+    rows += [row(1, 3, 103.5, save_blocked=0.5), made(1, 4, 105.5, seconds=2.0), made(2, 4, 115.0)]
+    found = saves(rows)
+    assert found[0]["commit_s"] is None
+    assert step_seconds(rows, found)["in_flight"] == {"steps": 1, "median": 2.0}
+
+
+def test_a_start_has_its_parts() -> None:
+    rows = [made(1, 1, 101.0), made(2, 2, 132.0, seconds=2.0), made(2, 3, 133.0)]
+    parts = start_seconds(rows, attempt=2, since=110.0, begun=117.0)
+    assert parts == {"start": 7.0, "load": 13.0, "first_step": 2.0, "total": 22.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "data", "losses"),
+    [
+        ({}, True, True),
+        ({"data_hash": "e"}, False, True),
+        ({"order_hash": "e"}, False, True),
+        ({"loss": 2.7 + 1e-15}, True, False),
+        ({"grad_norm": 1.5}, True, False),
+    ],
+)
+def test_repeated_steps_that_differ_are_told(change: dict[str, Any], data: bool, losses: bool) -> None:
+    rows = [*(made(1, step, 100.0 + step) for step in range(1, 5)), made(2, 3, 120.0, **change), made(2, 4, 121.0)]
+    rows += [row(2, 4, 121.5, save_blocked=0.5), made(2, 5, 122.0)]
+    found = repeated(rows, 1, 2)
+    assert (found["steps"], found["data_equal"], found["losses_equal"]) == (2, data, losses)
+    assert (found["largest_difference"] > 0) == ("loss" in change)
+
+
+@pytest.mark.slow
+def test_saves_and_a_kill(tmp_path: Path) -> None:
+    result = rehearse("saves", tmp_path)
+    assert result["repeated"] == {
+        "steps": result["repeated"]["steps"],
+        "data_equal": True,
+        "losses_equal": True,
+        "largest_difference": 0.0,
+    }
+    assert result["repeated"]["steps"] >= 4 or result["killed"]["newest_committed"] > 40
+    assert result["killed"]["attempt_ran_as"] == "killed"
+    # Matrices and norms of two layers with 4 heads and a hidden size of 192, embedding and head, thrice in fp32.
+    parameters = 2 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64) + 2 * 512 * 64 + 64
+    assert 12 * parameters < result["checkpoint_bytes"] < 12 * parameters + 1_000_000
+    assert {save["step"] for save in result["saves"]} >= {20, 40, 60}
+    restart = result["restart"]
+    assert restart["total"] == pytest.approx(restart["start"] + restart["load"] + restart["first_step"], abs=0.01)
+    assert result["goodput"]["attempts"] == 2
+    assert result["goodput"]["lost"] > 0
