@@ -9,7 +9,7 @@ LOCKED := $(PIP) --require-hashes
 TORCH_IS_CUDA := $(BIN)/python -c "from importlib.metadata import requires; \
   raise SystemExit(not any(each.startswith(('cuda-', 'nvidia-')) for each in requires('torch')))"
 
-.PHONY: help quickstart install install-dev test test-slow test-slurm test-all lint lock docs devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-slow test-slurm test-all lint lock docs gpu-kit devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-all     all of these"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
+	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
 
@@ -52,6 +53,9 @@ docs: install-dev
 
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)
+
+gpu-kit: install-dev
+	@$(BIN)/python benchmarks/evidence/kit.py $(KIT)
 
 devcluster: install
 	@$(BIN)/python -m slurm.devcluster up --install

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from evidence import imported, machine
 from evidence.catalog import ITEMS
@@ -131,7 +131,7 @@ def run_one(item: Item, work: Path, answer: Path, *, rehearse: bool) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         found = {"status": "error", "error": " ".join(text.split())[-_ERROR_CHARACTERS:]}
-    imported.record()
+    imported.record(found.get("result", {}).pop("reads", ()))
     unfinished = answer.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(found))
     unfinished.rename(answer)

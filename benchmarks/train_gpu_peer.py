@@ -45,7 +45,7 @@ def peer(kind: str) -> Build:
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(**values), attn_implementation=attention, dtype=torch.float32
             )
-        _draw_all(model, family, place)
+        draw_all(model, family, place)
         parameters: list[Tensor] = list(model.parameters())
         copies = in_bf16 and kind != "autocast"
         masters = _with_masters(model) if copies else parameters
@@ -102,7 +102,7 @@ def peer(kind: str) -> Build:
 
 
 @torch.no_grad()
-def _draw_all(model: nn.Module, family: Family, place: Place) -> None:
+def draw_all(model: nn.Module, family: Family, place: Place) -> None:
     """The weights that ours has."""
     plan = plan_tensors(family, place.spec)
     for name, parameter in model.named_parameters():

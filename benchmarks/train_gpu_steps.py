@@ -77,16 +77,13 @@ def measure(config: Config, build: Build, steps: int, warmup: int) -> dict[str, 
         steps: That are timed.
         warmup: Before them; layers are compiled in the first.
     """
-    ranks = processes.of_environment()
-    layout = check_layout(config, ranks.world_size)
-    (shape,) = step_shapes(config, layout.dp)
-    device = join(config, ranks)
-    place = Place(config, planned_spec(config), shape, build_mesh(layout, device.type), device)
+    place = place_of(config)
+    device = place.device
     dtype = COMPUTE_DTYPE[config.train.precision.compute]
     product = [product_rate(device, dtype)]
-    step, about = build(place, [_micro_batches(place, number) for number in range(warmup + steps)])
-    seconds, losses, first = _timed(step, device, steps, warmup)
-    peaks = _peaks(device)
+    step, about = build(place, [micro_batches(place, number) for number in range(warmup + steps)])
+    seconds, losses, first = timed(step, device, steps, warmup)
+    peaks = peak_memory(device)
     del step
     gc.collect()
     if device.type == "cuda":
@@ -97,7 +94,7 @@ def measure(config: Config, build: Build, steps: int, warmup: int) -> dict[str, 
         return None
     return {
         **about,
-        **_speeds(place, seconds, everyone[0][1]),
+        **speeds(place, seconds, everyone[0][1]),
         "first_step_s": round(first, 2),
         "product_tflops": [round(rate / 1e12, 3) for rate in everyone[0][1]],
         "peak_gb": max(peak for (peak, _), _ in everyone),
@@ -107,6 +104,15 @@ def measure(config: Config, build: Build, steps: int, warmup: int) -> dict[str, 
         "versions": versions() | _packages(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def place_of(config: Config) -> Place:
+    """Join the processes of a run file; afterwards `check_layout` and the mesh are those of training."""
+    ranks = processes.of_environment()
+    layout = check_layout(config, ranks.world_size)
+    (shape,) = step_shapes(config, layout.dp)
+    device = join(config, ranks)
+    return Place(config, planned_spec(config), shape, build_mesh(layout, device.type), device)
 
 
 def ours(place: Place, steps: list[list[Batch]]) -> tuple[Step, dict[str, Any]]:
@@ -176,7 +182,7 @@ def _draw_all(model: nn.Module, spec: DecoderSpec, init: InitConfig, _: int) -> 
         draw(local, name, spec, init, first)
 
 
-def _micro_batches(place: Place, step: int) -> list[Batch]:
+def micro_batches(place: Place, step: int) -> list[Batch]:
     """Tokens as frequent as words are (Zipf), so that the loss falls; documents of log-normal lengths."""
     shape, size = place.shape, place.shape.micro_batch_size
     chance = np.random.default_rng((step, place.mesh.rank("batch")))
@@ -203,7 +209,7 @@ def _micro_batches(place: Place, step: int) -> list[Batch]:
     return batches
 
 
-def _timed(step: Step, device: torch.device, steps: int, warmup: int) -> tuple[list[float], list[float], float]:
+def timed(step: Step, device: torch.device, steps: int, warmup: int) -> tuple[list[float], list[float], float]:
     """Seconds of the timed steps, losses of all, seconds of the first step.
 
     As in training, the numbers of a step are read when the next one has been issued, so that a GPU never idles.
@@ -219,7 +225,7 @@ def _timed(step: Step, device: torch.device, steps: int, warmup: int) -> tuple[l
     begin = time.perf_counter()
     for number in range(warmup + steps):
         if number == warmup:
-            _forget_peak(device)  # the first step may have compiled, which takes memory of its own
+            forget_peak(device)  # the first step may have compiled, which takes memory of its own
         loss = step(number)
         if pending:
             read()
@@ -253,7 +259,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / statistics.median(times)
 
 
-def _speeds(place: Place, seconds: list[float], product: list[float]) -> dict[str, Any]:
+def speeds(place: Place, seconds: list[float], product: list[float]) -> dict[str, Any]:
     """Rates of one process, whose FLOPs are those of the model alone, whatever is computed again."""
     spec, length, world = place.spec, place.shape.sequence_length, place.world_size
     low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
@@ -278,8 +284,8 @@ def _speeds(place: Place, seconds: list[float], product: list[float]) -> dict[st
     }
 
 
-def _peaks(device: torch.device) -> tuple[float, float | None]:
-    """GB: the most that tensors took since `_forget_peak`, and the most that torch reserved.
+def peak_memory(device: torch.device) -> tuple[float, float | None]:
+    """GB: the most that tensors took since `forget_peak`, and the most that torch reserved.
 
     On a CPU the kernel's high-water mark of resident memory, of the whole process.
     """
@@ -290,7 +296,7 @@ def _peaks(device: torch.device) -> tuple[float, float | None]:
     return next(round(float(line.split()[1]) / 1e6, 2) for line in lines if line.startswith("VmHWM:")), None
 
 
-def _forget_peak(device: torch.device) -> None:
+def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

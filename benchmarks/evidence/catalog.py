@@ -2,17 +2,135 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from evidence.item import Item
 
-ITEMS: tuple[Item, ...] = (
+_TESTS = Item(
+    "tests",
+    "Do the tests that need a GPU pass?",
+    "suite:measure",
+    full={"paths": None, "marker": "gpu", "workers": 6},
+    rehearsal={"paths": ["tests/train/kernels/test_choice.py"], "marker": "not gpu", "workers": 0},
+    least_s=90,
+    limit_s=330,
+)
+
+_CLOSE = {
+    "duration": "50 steps",
+    "optimizer": {"lr": 1e-3},
+    "schedule": {"warmup": "10 steps"},
+    "validation": {"every_steps": 25, "samples": 8},
+    "metrics": {"tensorboard": False},
+}
+"""Training of runs that are compared step by step."""
+_SMALL: dict[str, Any] = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192}
+_PEER = {"layers": 8, "dim": 1024, "heads": 16, "kv_heads": 4, "ffn_dim": 2816, "vocab_size": 32_000}
+
+
+def _transformers(precision: str, question: str) -> Item:
+    """One precision of the same comparison."""
+    return Item(
+        f"exact/transformers-{precision}",
+        question,
+        "exact:transformers",
+        full={
+            "precision": precision,
+            "steps": 50,
+            "model": _PEER,
+            "train": {
+                "sequence_length": 512,
+                "batch_size": 2,
+                "micro_batch_size": 1,
+                "optimizer": {"lr": 3e-4},
+                "compile": False,
+            },
+        },
+        rehearsal={
+            "precision": precision,
+            "steps": 30,
+            "model": _SMALL | {"vocab_size": 512},
+            "train": {
+                "sequence_length": 64,
+                "batch_size": 4,
+                "micro_batch_size": 2,
+                "optimizer": {"lr": 2e-3},
+                "compile": False,
+            },
+        },
+        least_s=40,
+        limit_s=120,
+    )
+
+
+_EXACT = (
     Item(
-        "tests",
-        "Do the tests that need a GPU pass?",
-        "tests:measure",
-        full={"paths": ["tests"], "marker": "gpu", "workers": 6},
-        rehearsal={"paths": ["tests/train/kernels/test_choice.py"], "marker": "not gpu", "workers": 0},
+        "exact/cpu",
+        "Does a run on the GPU in fp32 have the data and the losses of the same run on the CPU?",
+        "exact:cpu",
+        full={
+            "model": {"layers": 6, "dim": 320, "heads": 5, "vocab_multiple": 64},
+            "train": _CLOSE | {"sequence_length": 256, "batch_size": 8, "precision": {"compute": "fp32"}},
+            "text_bytes": 12_000_000,
+            "vocab_size": 8192,
+        },
+        rehearsal={
+            "model": _SMALL,
+            "train": _CLOSE | {"sequence_length": 64, "batch_size": 4, "precision": {"compute": "fp32"}},
+            "text_bytes": 500_000,
+            "vocab_size": 512,
+        },
+        least_s=70,
+        limit_s=180,
+    ),
+    Item(
+        "exact/resume",
+        "Does a run that is stopped and resumed have the same bits as one that is not, in bf16?",
+        "exact:resume",
+        full={
+            "model": {"layers": 8, "dim": 1024, "heads": 16, "kv_heads": 4},
+            "train": _CLOSE | {"sequence_length": 1024, "batch_size": 8, "deterministic": True},
+            "stop_after": 25,
+            "text_bytes": 12_000_000,
+            "vocab_size": 16_384,
+        },
+        rehearsal={
+            "model": _SMALL,
+            "train": _CLOSE | {"sequence_length": 64, "batch_size": 4, "deterministic": True},
+            "stop_after": 25,
+            "text_bytes": 500_000,
+            "vocab_size": 512,
+        },
         least_s=90,
-        limit_s=330,
+        limit_s=240,
+    ),
+    _transformers("fp32", "Does our model train like transformers' Llama, step by step in fp32?"),
+    _transformers("bf16", "Is our model in bf16 as close to fp32 as transformers' Llama in bf16 is?"),
+    Item(
+        "exact/documents",
+        "Do all backends of attention keep to documents and windows, output and gradients?",
+        "documents:measure",
+        full={
+            "samples": 2,
+            "length": 4096,
+            "kind": "mean 800",
+            "window": 512,
+            "heads": 8,
+            "kv_heads": 2,
+            "head_sizes": {"bf16": [64, 128], "fp32": [64]},
+        },
+        rehearsal={
+            "samples": 2,
+            "length": 384,
+            "kind": "fifties",
+            "window": 30,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_sizes": {"bf16": [64], "fp32": [64, 128]},
+        },
+        least_s=90,
+        limit_s=240,
     ),
     Item(
         "saves",
@@ -69,3 +187,133 @@ ITEMS: tuple[Item, ...] = (
         limit_s=180,
     ),
 )
+
+_BASE = {
+    "sequence": 8192,
+    "precision": "bf16",
+    "compiled": True,
+    "backend": "auto",
+    "documents": "one",
+    "recompute": "none",
+}
+_TINY_BASE = {**_BASE, "sequence": 128, "precision": "fp32", "compiled": False}
+_LLAMA = "configs/models/llama3-8b.yaml"
+
+
+def _speed(
+    name: str,
+    question: str,
+    change: Mapping[str, Any],
+    *,
+    tiny: Mapping[str, Any] | None = None,
+    own: Sequence[str] = (),
+    own_layers: bool = False,
+    side: str = "ours",
+    goals: Mapping[str, float] | None = None,
+    least_s: float = 45,
+) -> Item:
+    """A row of the table of speed; `tiny` is what is changed on a CPU instead."""
+    both = {"run_file": _LLAMA, "own": list(own), "own_layers": own_layers, "side": side}
+    full = {
+        "tiny": False,
+        "base": _BASE,
+        "change": change,
+        "tokens": 16384,
+        "micro_batches": 2,
+        "memory_bytes": None,
+        "goals": goals or {},
+    }
+    small = {
+        "tiny": True,
+        "base": _TINY_BASE,
+        "tokens": 256,
+        "micro_batches": 2,
+        "memory_bytes": 1 << 30,
+        "goals": {},
+    }
+    return Item(
+        f"speed/{name}",
+        question,
+        "speed:measure",
+        full={**both, **full, "steps": 10, "warmup": 3},
+        rehearsal={**both, **small, "change": change if tiny is None else tiny, "steps": 2, "warmup": 1},
+        least_s=least_s,
+        limit_s=180,
+    )
+
+
+_AGAIN = {"recompute": "selective"}
+_SPEED = (
+    _speed(
+        "compiled",
+        "Llama 3 8B's layers, 8,192 tokens, compiled",
+        {},
+        tiny={"precision": "bf16", "compiled": True},
+        goals={"product_share": 0.75},
+    ),
+    _speed("loop", "transformers' model in a bare loop, compiled", {"peer": "sdpa"}, side="loop"),
+    _speed("eager", "not compiled", {"compiled": False}),
+    _speed(
+        "4096-full-bf16-states",
+        "4,096 tokens, full recomputation, moments in bf16, as many layers as fit",
+        {"sequence": 4096, "recompute": "full"},
+        tiny={"sequence": 64, "recompute": "full"},
+        own=["train.optimizer.states=bf16"],
+        own_layers=True,
+        goals={"mfu": 0.57},
+        least_s=60,
+    ),
+    _speed("trainer", "transformers' Trainer, as it is started by default", {"compiled": False}, side="trainer"),
+    _speed("selective-sdpa", "selective recomputation, attention by torch", {**_AGAIN, "backend": "sdpa"}),
+    _speed(
+        "selective-varlen",
+        "selective recomputation, attention by torch's variable-length kernel",
+        {**_AGAIN, "backend": "varlen"},
+        tiny=_AGAIN,
+    ),
+    _speed(
+        "selective-flash",
+        "selective recomputation, attention by flash-attn",
+        {**_AGAIN, "backend": "flash"},
+        tiny=_AGAIN,
+        least_s=10,
+    ),
+    _speed("selective-flex", "selective recomputation, flex attention", {**_AGAIN, "backend": "flex"}, tiny=_AGAIN),
+    _speed("documents", "attention within documents of 1,000 tokens on average", {"documents": "many"}),
+)
+_FP8 = (
+    _speed(
+        "fp8-tensorwise",
+        "products in fp8, one scale per tensor",
+        {"precision": "fp8"},
+        tiny={"precision": "fp8-emulated"},
+    ),
+    _speed(
+        "fp8-rowwise",
+        "products in fp8, one scale per row",
+        {"precision": "fp8-rowwise"},
+        tiny={"precision": "fp8-emulated"},
+    ),
+)
+
+_PROFILE = tuple(
+    Item(
+        f"profile/{name}",
+        f"Where the time of a step is spent, what waits for the device, and when it idles: {name}",
+        "profiled:measure",
+        full={"run_file": _LLAMA, "tiny": False, "variant": {**_BASE, **change}, "layers": 8, "tokens": 16384, **steps},
+        rehearsal={
+            "run_file": _LLAMA,
+            "tiny": True,
+            "variant": _TINY_BASE,
+            "layers": 2,
+            "tokens": 256,
+            **steps,
+        },
+        least_s=40,
+    )
+    for name, change in (("compiled", {}), ("eager", {"compiled": False}))
+    for steps in ({"micro_batches": 2, "warmup": 3, "steps": 3, "rows": 25},)
+)
+
+ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, *_SPEED, *_FP8, *_PROFILE)

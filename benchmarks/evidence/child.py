@@ -9,10 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-
-from evidence.imported import record_at_exit  # noqa: E402
-
 _ERROR_CHARACTERS = 500
 
 
@@ -35,6 +31,9 @@ def pipeline(*words: object) -> str:
 
 
 if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+    from evidence.imported import record_at_exit
+
     record_at_exit()
     from pipeline.cli import main
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -83,10 +84,12 @@ def _write_text(file: Path, limit: int) -> dict[str, Any]:
 
 def _library() -> Iterator[tuple[str, str]]:
     """Names and texts; files in other encodings than UTF-8 are left out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
-        if not _LEFT_OUT & set(name.split("/")[:-1]):
-            try:
-                yield name, (root / name).read_bytes().decode()
-            except UnicodeDecodeError:
-                continue
+    root, names = Path(sysconfig.get_path("stdlib")), []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    for name in sorted(names):
+        try:
+            yield name, (root / name).read_bytes().decode()
+        except UnicodeDecodeError:
+            continue

@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[2]
 FOLDER = "EVIDENCE_FILES"
 """Environment variable: the folder in which each process of an item leaves the paths that it imported."""
 _OUTSIDE = (".venv", "build")
-_RUNNER = {f"benchmarks/evidence/{name}.py" for name in ("__init__", "catalog", "imported", "item")}
+_RUNNER = {
+    "benchmarks/gpu_evidence.py",
+    *(f"benchmarks/evidence/{name}.py" for name in ("__init__", "catalog", "imported", "item", "machine", "page")),
+}
 """What all items go through, which no figure depends on; an item's shapes are compared on their own."""
 
 

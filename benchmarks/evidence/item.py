@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
-"""JSON values. Two keys are known to the runner and the page:
+"""JSON values. Three keys are known to the runner and the page:
 
 `checks`: what has to hold, name to bool; an item with a check that is false has failed.
 `goals`: what is aimed at, name to `{"value": float, "goal": float, "met": bool}`; a goal that is missed is no failure.
+`reads`: paths of other files of the repository that the result rests on, like run files; not kept in the line.
 """
 
 

@@ -39,12 +39,12 @@ def gpu() -> dict[str, Any]:
     """
     if shutil.which("nvidia-smi"):
         words = ["nvidia-smi", f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader,nounits", "--id=0"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
         values = [value.strip() for value in done.stdout.strip().split(",")]
         if done.returncode == 0 and len(values) == len(_ASKED):
             return {key: _number(value) for key, value in zip(_ASKED, values, strict=True)}
     ask = "import torch; print(torch.cuda.get_device_name(0))"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise RuntimeError(f"torch sees no GPU ({' '.join(last)}); --rehearse runs every item on a CPU")
@@ -79,8 +79,9 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Of the repository, with `+` behind it where files differ from it; None outside of a checkout."""
     git = ["git", "-C", str(ROOT)]
-    done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if done.returncode:
         return None
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    status = [*git, "status", "--porcelain", "-uno"]
+    changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
     return done.stdout.strip()[:12] + ("+" if changed else "")

@@ -1,0 +1,76 @@
+"""Training steps of the Llama 3 8B shape: one variant per item, beside a plain matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from train_gpu_peer import peer
+from train_gpu_steps import measure as measure_steps
+from train_gpu_steps import ours
+from train_gpu_variants import TINY, Sizes, Variant, most_layers
+
+from evidence.imported import ROOT
+from evidence.item import Result, goal
+from evidence.planned import planned
+from evidence.trainer import trainer_steps
+
+COMMON = ("run.dir=/nowhere", "train.validation.samples=0", "parallel.dp_shard=1", "train.metrics.tensorboard=false")
+
+
+def measure(
+    device: str,
+    work: Path,
+    *,
+    run_file: str,
+    tiny: bool,
+    base: Mapping[str, Any],
+    change: Mapping[str, Any],
+    own: Sequence[str],
+    own_layers: bool,
+    memory_bytes: int | None,
+    side: str,
+    tokens: int,
+    micro_batches: int,
+    steps: int,
+    warmup: int,
+    goals: Mapping[str, float],
+) -> Result:
+    """Time steps.
+
+    Args:
+        device: cuda or cpu.
+        work: An empty folder.
+        run_file: Relative to the repository.
+        tiny: A model for a CPU instead of that of the run file.
+        base: The fields of `Variant` that all rows are compared with.
+        change: Those in which this row differs.
+        own: Overrides of this row alone.
+        own_layers: As many layers as this row fits; otherwise as many as fit with the base and the bare loop.
+        memory_bytes: That layers have to fit in; None: those of the GPU.
+        side: `ours`, `loop` (transformers' model in a bare loop) or `trainer` (transformers' `Trainer`).
+        tokens: Of a micro-batch.
+        micro_batches: Of a step.
+        steps: That are timed.
+        warmup: Steps before them.
+        goals: Values of the line, by name, to reach.
+    """
+    variant, first = Variant(**{**base, **change}), Variant(**base)
+    sizes = Sizes(
+        ROOT / run_file, (*COMMON, *(TINY if tiny else ()), f"launch.device={device}"), tokens, micro_batches, 1
+    )
+    alone = Sizes(sizes.run_file, (*sizes.common, *own), tokens, micro_batches, 1)
+    memory = torch.cuda.get_device_properties(0).total_memory if memory_bytes is None else memory_bytes
+    rivals = [variant] if own_layers else [first, Variant(**{**base, "peer": "sdpa"})]
+    layers = most_layers(alone if own_layers else sizes, rivals, memory)
+    config = alone.config(variant, layers)
+    if side == "trainer":
+        line = trainer_steps(config, work, steps, warmup)
+    else:
+        line = measure_steps(config, ours if side == "ours" else peer("sdpa"), steps, warmup) or {}
+    if side == "ours":
+        line |= planned(config, 1, line["device"])
+    reached = {name: goal(line[name], wanted) for name, wanted in goals.items() if line[name] is not None}
+    return {**line, "variant": variant.name, "goals": reached, "reads": [run_file]}
