@@ -132,6 +132,9 @@ _EXACT = (
         least_s=90,
         limit_s=240,
     ),
+)
+
+_RUNS = (
     Item(
         "saves",
         "How long do saves hold up training, and how soon does a run continue after kill -9?",
@@ -140,7 +143,7 @@ _EXACT = (
             "threads": None,
             "model": {"layers": 15, "dim": 2048, "heads": 16, "ffn_dim": 8192},
             "text_bytes": 8_000_000,
-            "vocabulary": 8192,
+            "vocab_size": 8192,
             "sequence_length": 2048,
             "batch_size": 8,
             "every": 24,
@@ -151,7 +154,7 @@ _EXACT = (
             "threads": 1,
             "model": {"layers": 2, "dim": 64, "heads": 4},
             "text_bytes": 300_000,
-            "vocabulary": 512,
+            "vocab_size": 512,
             "sequence_length": 128,
             "batch_size": 8,
             "every": 20,
@@ -185,6 +188,45 @@ _EXACT = (
         },
         least_s=80,
         limit_s=180,
+    ),
+    Item(
+        "gpt2",
+        "Does GPT-2 learn in bf16, how fast, and are its first steps those of a CPU in fp32?",
+        "gpt2:measure",
+        full={
+            "model": {},
+            "text_bytes": 20_000_000,
+            "vocab_size": 16_384,
+            "sequence_length": 1024,
+            "batch_size": 128,
+            "micro_batch_size": 32,
+            "first_steps": 4,
+            "first_batch_size": 4,
+            "warmup": 100,
+            "validate_every": 50,
+            "validation_samples": 64,
+            "duration": "600_000 steps",
+            "minutes": 2,
+            "threads": None,
+        },
+        rehearsal={
+            "model": {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 256, "max_positions": 64, "vocab_size": 600},
+            "text_bytes": 3_000_000,
+            "vocab_size": 512,
+            "sequence_length": 64,
+            "batch_size": 8,
+            "micro_batch_size": 4,
+            "first_steps": 4,
+            "first_batch_size": 2,
+            "warmup": 10,
+            "validate_every": 20,
+            "validation_samples": 8,
+            "duration": "80 steps",
+            "minutes": None,
+            "threads": 1,
+        },
+        least_s=190,
+        limit_s=300,
     ),
 )
 
@@ -316,4 +358,4 @@ _PROFILE = tuple(
     for steps in ({"micro_batches": 2, "warmup": 3, "steps": 3, "rows": 25},)
 )
 
-ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, *_SPEED, *_FP8, *_PROFILE)
+ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, *_RUNS, *_SPEED, *_FP8, *_PROFILE)

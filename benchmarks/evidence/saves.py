@@ -32,7 +32,7 @@ def measure(
     threads: int | None,
     model: Mapping[str, Any],
     text_bytes: int,
-    vocabulary: int,
+    vocab_size: int,
     sequence_length: int,
     batch_size: int,
     every: int,
@@ -50,7 +50,7 @@ def measure(
         threads: `launch.threads`.
         model: The `model` section.
         text_bytes: Limit of the corpus.
-        vocabulary: Of the tokenizer.
+        vocab_size: Of the tokenizer.
         sequence_length: Tokens of a window.
         batch_size: Windows of a step, and of its only micro-batch.
         every: Steps between two saves.
@@ -69,7 +69,7 @@ def measure(
         "compile": False,
     }
     sections = {"launch": {"device": device, "threads": threads}, "model": dict(model), "train": train}
-    corpus = make(work, sections, text_bytes=text_bytes, vocab_size=vocabulary)
+    corpus = make(work, sections, text_bytes=text_bytes, vocab_size=vocab_size)
     run, log = work / "run", work / "first.log"
     started = time.time()
     with log.open("wb") as output:

@@ -29,6 +29,7 @@ def rehearse(item: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+from evidence.gpt2 import beside_cpu, course  # noqa: E402
 from evidence.saves import repeated, saves, start_seconds, step_seconds  # noqa: E402
 
 
@@ -163,3 +164,77 @@ def test_saves_and_a_kill(tmp_path: Path) -> None:
     assert restart["total"] == pytest.approx(restart["start"] + restart["load"] + restart["first_step"], abs=0.01)
     assert result["goodput"]["attempts"] == 2
     assert result["goodput"]["lost"] > 0
+
+
+def trained(steps: int = 20) -> list[dict[str, Any]]:
+    """Rows of a run whose loss falls, with two validations."""
+    rows = [
+        made(
+            1,
+            step,
+            100.0 + step,
+            loss=10.0 - step / 10,
+            lr=1e-4 * step,
+            data_hash=f"d{step}",
+            order_hash=f"o{step}",
+            tokens=100 * step,
+            tokens_per_second=float(step),
+            epochs_by_source={"library": step / 10},
+        )
+        for step in range(1, steps + 1)
+    ]
+    rows[9]["validation_loss"], rows[19]["validation_loss"] = 9.5, 8.5
+    return rows
+
+
+def failing(result: dict[str, Any]) -> list[str]:
+    return [name for name, holds in result["checks"].items() if not holds]
+
+
+def test_a_run_has_its_speeds_behind_the_first_steps() -> None:
+    found = course(trained(), first_steps=4)
+    assert failing(found) == []
+    # Steps 10 to 20.
+    assert found["tokens_per_second"] == 15.0
+    assert found["mfu"] is None
+    assert found["heldout_losses"] == {10: 9.5, 20: 8.5}
+    assert (found["steps"], found["tokens"], found["epochs"]) == (20, 2000, 2.0)
+
+
+def test_a_held_out_loss_that_does_not_fall_is_told() -> None:
+    rows = trained()
+    rows[19]["validation_loss"] = 9.4
+    assert failing(course(rows, first_steps=4)) == ["the held-out loss falls"]
+    del rows[19]["validation_loss"], rows[9]["validation_loss"]
+    assert failing(course(rows, first_steps=4)) == ["the held-out loss falls"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data_hash": "e"}, ["data_hash is equal"]),
+        ({"order_hash": "e"}, ["order_hash is equal"]),
+        ({"lr": 0.5}, ["lr is equal"]),
+        ({"loss": 9.8 * 1.004}, ["losses differ by at most 0.003"]),
+        ({"loss": float("nan")}, ["losses differ by at most 0.003"]),
+        ({"loss": 9.8 * 1.002}, []),
+    ],
+)
+def test_first_steps_that_differ_are_told(change: dict[str, Any], told: list[str]) -> None:
+    rows, other = trained(), trained()[:4]
+    rows[1] |= change
+    assert failing(beside_cpu(rows, other, steps=4)) == told
+    assert "the CPU made the first steps" in failing(beside_cpu(rows, other[:3], steps=4))
+
+
+@pytest.mark.slow
+def test_gpt2(tmp_path: Path) -> None:
+    result = rehearse("gpt2", tmp_path)
+    # 4 steps of 2 windows and 76 of 8.
+    assert (result["steps"], result["tokens"]) == (80, 64 * (4 * 2 + 76 * 8))
+    assert result["first_losses"] == pytest.approx(result["first_losses_cpu"], rel=result["limit"])
+    # In bf16 and in fp32.
+    assert result["first_losses"] != result["first_losses_cpu"]
+    assert list(result["heldout_losses"]) == ["20", "40", "60", "80"]
+    assert result["heldout_losses"]["80"] < result["heldout_losses"]["20"]
+    assert result["corpus"]["documents"] > 100
