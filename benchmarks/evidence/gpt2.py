@@ -133,6 +133,7 @@ def course(rows: Rows, first_steps: int) -> Result:
         "tokens": rows[-1]["tokens"],
         "epochs": max(rows[-1]["epochs_by_source"].values()),
         **speeds,
+        "last_loss": losses[-1],
         "losses": [round(loss, 4) for loss in losses],
         "heldout_losses": {step: round(loss, 4) for step, loss in heldout},
         "checks": {

@@ -97,7 +97,7 @@ def measure(
         "first_blocked_s": _median(save["blocked_s"] for save in background if save["first"]),
         "blocked_s": _median(save["blocked_s"] - save["waited_s"] for save in background if not save["first"]),
         "bytes_per_s": _median(latest.size / save["commit_s"] for save in background if save["commit_s"] is not None),
-        "step_s": step_seconds(rows, found),
+        "step_seconds": step_seconds(rows, found),
         "killed": {
             "attempt_ran_as": tries[0].outcome,
             "newest_committed": committed.step,
@@ -157,12 +157,12 @@ def saves(rows: Rows) -> list[dict[str, Any]]:
     return found
 
 
-def step_seconds(rows: Rows, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def step_seconds(rows: Rows, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Median time per step while a save is in flight and while none is, and the number of steps of each.
 
     Steps that a save begins or ends in are left out, and so are the first ones of each attempt.
     """
-    kinds: dict[str, list[float]] = {"in_flight": [], "alone": []}
+    kinds: dict[str, list[float]] = {"in flight": [], "none": []}
     begun: dict[int, int] = {}
     for row in rows:
         if "step_seconds" not in row:
@@ -175,10 +175,10 @@ def step_seconds(rows: Rows, found: Sequence[Mapping[str, Any]]) -> dict[str, An
         spans = [save["in_flight"] for save in found if save["attempt"] == attempt]
         # A row is written a little after the step has ended, and a save is called after that.
         if any(begin <= first + 1e-3 and last <= end for begin, end in spans):
-            kinds["in_flight"].append(row["step_seconds"])
+            kinds["in flight"].append(row["step_seconds"])
         elif all(last <= begin or end <= first for begin, end in spans):
-            kinds["alone"].append(row["step_seconds"])
-    return {kind: {"steps": len(times), "median": _median(times)} for kind, times in kinds.items()}
+            kinds["none"].append(row["step_seconds"])
+    return [{"save": kind, "steps": len(times), "median_s": _median(times)} for kind, times in kinds.items()]
 
 
 def start_seconds(rows: Rows, attempt: int, since: float, begun: float) -> dict[str, float]:

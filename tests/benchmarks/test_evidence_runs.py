@@ -76,9 +76,10 @@ def test_generation(tmp_path: Path) -> None:
     from evidence.generation import TIE
 
     result = rehearse("generation", tmp_path)
-    assert [line["rows"] for line in result["speeds"]] == [1, 3]
-    assert all(line["agreement"]["tokens"] == [8 * line["rows"]] * 2 for line in result["speeds"])
-    assert all(rate > 0 for line in result["speeds"] for rate in line["tokens_per_s"].values())
+    speeds = result["tokens_per_second"]
+    assert [line["rows"] for line in speeds] == [1, 3]
+    assert [len(line["equal_tokens"]) for line in speeds] == [1, 3]
+    assert all(line[side] > 0 for line in speeds for side in ("ours", "transformers"))
     assert all(part["gap"] <= TIE for part in result["exact"]["parts"])
     # Embedding and head, and the matrices and norms of two layers.
     assert result["parameters"] == 2 * 512 * 64 + 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 192 + 2 * 64) + 64
@@ -110,7 +111,10 @@ def test_times_of_saves_and_of_steps_beside_them() -> None:
     assert [save["in_flight"] for save in found] == [(102.5, 106.2), (109.5, 112.5), (112.75, 113.625)]
     # The first two steps warm up, and the fifth began while the first save was in flight.
     times = step_seconds(rows, found)
-    assert times == {"in_flight": {"steps": 3, "median": 2.0}, "alone": {"steps": 1, "median": 1.0}}
+    assert times == [
+        {"save": "in flight", "steps": 3, "median_s": 2.0},
+        {"save": "none", "steps": 1, "median_s": 1.0},
+    ]
 
 
 def test_a_save_that_was_killed_was_in_flight() -> None:
@@ -118,7 +122,7 @@ def test_a_save_that_was_killed_was_in_flight() -> None:
     rows += [row(1, 3, 103.5, save_blocked=0.5), made(1, 4, 105.5, seconds=2.0), made(2, 4, 115.0)]
     found = saves(rows)
     assert found[0]["commit_s"] is None
-    assert step_seconds(rows, found)["in_flight"] == {"steps": 1, "median": 2.0}
+    assert step_seconds(rows, found)[0] == {"save": "in flight", "steps": 1, "median_s": 2.0}
 
 
 def test_a_start_has_its_parts() -> None:
