@@ -65,7 +65,7 @@ def measure(
         "exact": exact,
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device == "cuda" else None,
         "checks": {
-            "greedy texts in fp32 are equal": all(part["gap"] <= TIE for part in exact["parts"]),
+            "greedy texts in fp32 are equal up to ties": all(part["gap"] <= TIE for part in exact["parts"]),
             "every text has all its tokens": complete,
         },
     }
