@@ -9,6 +9,7 @@ torch with the same shapes, and all files of this repository that it imported ar
     python benchmarks/gpu_evidence.py --list                          the items, and which have a result
     python benchmarks/gpu_evidence.py --rehearse                      all items on a CPU, with small shapes
     python benchmarks/gpu_evidence.py --page                          write docs/gpu-results.md from the results
+    python benchmarks/gpu_evidence.py --calibrate                     write the measured shares for `pipeline plan`
 
 `make gpu-kit` collects the wheels that an image with torch lacks, and prints the call. Append the lines that come back
 to benchmarks/gpu_results.jsonl and commit them.
@@ -209,6 +210,10 @@ def main() -> None:
     elif given.page:
         PAGE.write_text(page(read(RESULTS)))
         print(f"written: {PAGE.relative_to(imported.ROOT)}")
+    elif given.calibrate:
+        from evidence import calibrate  # here, so that no item rests on it
+
+        print(f"written: {calibrate.write(read(RESULTS))}")
     else:
         # So that a time limit from outside ends the processes of an item, too.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -229,6 +234,7 @@ def _parse() -> argparse.Namespace:
     add("--rehearse", action="store_true", help="on a CPU, with small shapes; its lines are no results")
     add("--list", action="store_true", help="print the items and end")
     add("--page", action="store_true", help=f"write {PAGE.relative_to(imported.ROOT)} and end")
+    add("--calibrate", action="store_true", help="write the measured shares of devices for `pipeline plan` and end")
     add("--one", help=argparse.SUPPRESS)
     add("--answer", type=Path, help=argparse.SUPPRESS)
     add("--work", type=Path, help=argparse.SUPPRESS)

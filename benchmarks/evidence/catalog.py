@@ -17,6 +17,45 @@ _TESTS = Item(
     limit_s=330,
 )
 
+_RATES = Item(
+    "rates",
+    "Which shares of its stated peaks does the device reach, in products, attention and passes over memory?",
+    "rates:measure",
+    full={
+        "tokens": 16384,
+        "layers": 32,
+        "layer": {
+            "q, o": [4096, 4096, 2],
+            "k, v": [1024, 4096, 2],
+            "gate, up": [14336, 4096, 2],
+            "down": [4096, 14336, 1],
+        },
+        "head": [128256, 4096],
+        "square": 8192,
+        "attention": {"lengths": [8192, 4096], "heads": 32, "kv_heads": 8, "head_dim": 128},
+        "elements": 2**28,
+        "update_layers": 4,
+        "launches": 1000,
+        "copy_bytes": 2**30,
+        "seconds": 1.0,
+    },
+    rehearsal={
+        "tokens": 256,
+        "layers": 2,
+        "layer": {"q, o": [128, 128, 2], "k, v": [64, 128, 2], "gate, up": [384, 128, 2], "down": [128, 384, 1]},
+        "head": [512, 128],
+        "square": 256,
+        "attention": {"lengths": [256, 128], "heads": 4, "kv_heads": 2, "head_dim": 32},
+        "elements": 2**16,
+        "update_layers": 1,
+        "launches": 100,
+        "copy_bytes": 2**20,
+        "seconds": 0.01,
+    },
+    least_s=60,
+    limit_s=150,
+)
+
 _CLOSE = {
     "duration": "50 steps",
     "optimizer": {"lr": 1e-3},
@@ -72,7 +111,7 @@ _EXACT = (
         full={
             "model": {"layers": 6, "dim": 320, "heads": 5, "vocab_multiple": 64},
             "train": _CLOSE | {"sequence_length": 256, "batch_size": 8, "precision": {"compute": "fp32"}},
-            "text_bytes": 12_000_000,
+            "text_bytes": 4_000_000,
             "vocab_size": 8192,
         },
         rehearsal={
@@ -92,7 +131,7 @@ _EXACT = (
             "model": {"layers": 8, "dim": 1024, "heads": 16, "kv_heads": 4},
             "train": _CLOSE | {"sequence_length": 1024, "batch_size": 8, "deterministic": True},
             "stop_after": 25,
-            "text_bytes": 12_000_000,
+            "text_bytes": 4_000_000,
             "vocab_size": 16_384,
         },
         rehearsal={
@@ -358,4 +397,4 @@ _PROFILE = tuple(
     for steps in ({"micro_batches": 2, "warmup": 3, "steps": 3, "rows": 25},)
 )
 
-ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, *_RUNS, *_SPEED, *_FP8, *_PROFILE)
+ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, *_RUNS, _RATES, *_SPEED, *_FP8, *_PROFILE)

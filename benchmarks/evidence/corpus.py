@@ -34,9 +34,9 @@ def make(work: Path, sections: Mapping[str, Any], *, text_bytes: int, vocab_size
 
     Args:
         work: Folder for all of it; empty.
-        sections: Of the run file: at least `model` and `train`. `run`, `data` and `tokenizer` are given here.
-        text_bytes: Limit of the text.
-        vocab_size: Of the tokenizer.
+        sections: Sections of the run file, at least `model` and `train`; `run`, `data` and `tokenizer` are added.
+        text_bytes: Limit of the text in bytes.
+        vocab_size: Entries of the tokenizer.
 
     Raises:
         RuntimeError: There is no text, or the command failed.

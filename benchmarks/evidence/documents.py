@@ -20,7 +20,7 @@ from pipeline.train.model.kernels.sight import Documents, Kernel, Sight
 
 BACKENDS: tuple[Backend, ...] = ("sdpa", "varlen", "flash", "te", "flex")
 LIMIT = {"fp32": 1e-4, "bf16": 3e-2}
-"""Of a difference from fp64, over the largest value of the output or the gradient."""
+"""Largest difference from fp64, relative to the largest value of the output or the gradient."""
 
 
 def measure(
@@ -42,7 +42,7 @@ def measure(
         work: Not used.
         samples: B.
         length: S.
-        kind: Of the documents, see `attention.KINDS`.
+        kind: Lengths of the documents, see `attention.KINDS`.
         window: Positions that a token sees, itself included.
         heads: H.
         kv_heads: K.
@@ -102,7 +102,7 @@ def draw(
 
 
 def seen(samples: int, length: int, bounds: Documents | None, window: int | None, device: torch.device) -> Tensor:
-    """Which keys a query sees, bool [B, 1, S, S], from the number of each token's document."""
+    """Mask of the keys that a query sees, bool [B, 1, S, S], from the number of each token's document."""
     place = torch.arange(length, device=device)
     back = place[:, None] - place
     mask = (back >= 0) if window is None else (back >= 0) & (back < window)

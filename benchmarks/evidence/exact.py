@@ -23,9 +23,9 @@ from pipeline.train.run_folder import read_metrics
 Rows = list[dict[str, Any]]
 
 DATA = ("order_hash", "data_hash", "tokens")
-"""Keys of metrics.jsonl that say what a step trained on."""
+"""Keys of metrics.jsonl that identify the data of a step."""
 _BITS = ("step", "loss", "loss_by_source", "grad_norm", "lr", *DATA, "validation_loss")
-"""Those that two runs with the same bits have in common."""
+"""Keys that are equal in two runs with the same bits."""
 FALLS = 0.3
 """Nats that the loss has to fall, so that the optimizer counts, too."""
 MULTIPLE = 2.0
@@ -38,7 +38,7 @@ def cpu(
     """A run on the device and one on the CPU, of one run file.
 
     Args:
-        device: Of the first run.
+        device: Where the first run trains: cuda or cpu.
         work: Folder for corpus and runs.
         model: Section of the run file.
         train: Section of the run file; in fp32.
@@ -80,7 +80,7 @@ def furthest(mine: Sequence[float], other: Sequence[float]) -> dict[str, float]:
 
 
 def falls(losses: Sequence[float]) -> bool:
-    """Whether the last loss is lower than the first by at least `FALLS`."""
+    """True if the last loss is lower than the first by at least `FALLS`."""
     return bool(losses) and losses[-1] <= losses[0] - FALLS
 
 
@@ -97,7 +97,7 @@ def resume(
     """A run straight to its end, and the same run stopped and resumed by another process.
 
     Args:
-        device: Of all runs.
+        device: Where all runs train: cuda or cpu.
         work: Folder for corpus and runs.
         model: Section of the run file.
         train: Section of the run file; deterministic.
@@ -183,10 +183,10 @@ def transformers(
     """Our model and transformers' Llama of the same shape, weights, batches and optimizer.
 
     Args:
-        device: Of all sides.
+        device: Where all sides train: cuda or cpu.
         work: Folder for the run file.
         precision: fp32: the two are compared. bf16: each is compared with ours in fp32.
-        steps: Of each side.
+        steps: Number of steps of each side.
         model: Section of the run file, with `vocab_size`.
         train: Section of the run file.
     """
