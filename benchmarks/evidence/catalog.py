@@ -173,6 +173,102 @@ _EXACT = (
     ),
 )
 
+_RUNS = (
+    Item(
+        "saves",
+        "How long do saves hold up training, and how soon does a run continue after kill -9?",
+        "saves:measure",
+        full={
+            "threads": None,
+            "model": {"layers": 15, "dim": 2048, "heads": 16, "ffn_dim": 8192},
+            "text_bytes": 8_000_000,
+            "vocab_size": 8192,
+            "sequence_length": 2048,
+            "batch_size": 8,
+            "every": 24,
+            "kill_at": 73,
+            "steps": 76,
+        },
+        rehearsal={
+            "threads": 1,
+            "model": {"layers": 2, "dim": 64, "heads": 4},
+            "text_bytes": 300_000,
+            "vocab_size": 512,
+            "sequence_length": 128,
+            "batch_size": 8,
+            "every": 20,
+            "kill_at": 44,
+            "steps": 60,
+        },
+        least_s=150,
+        limit_s=300,
+    ),
+    Item(
+        "generation",
+        "How many tokens per second are generated, beside transformers, and are greedy texts equal?",
+        "generation:measure",
+        full={
+            "model": {"vocabulary": 32768, "layers": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "ffn_dim": 8192},
+            "rows": [1, 8, 32],
+            "new": 128,
+            "rounds": 3,
+            "exact_model": {"vocabulary": 8192, "layers": 6, "dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 704},
+            "exact_rows": 8,
+            "exact_new": 64,
+        },
+        rehearsal={
+            "model": {"vocabulary": 512, "layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192},
+            "rows": [1, 3],
+            "new": 8,
+            "rounds": 1,
+            "exact_model": {"vocabulary": 512, "layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192},
+            "exact_rows": 4,
+            "exact_new": 16,
+        },
+        least_s=80,
+        limit_s=180,
+    ),
+    Item(
+        "gpt2",
+        "Does GPT-2 learn in bf16, how fast, and are its first steps those of a CPU in fp32?",
+        "gpt2:measure",
+        full={
+            "model": {},
+            "text_bytes": 20_000_000,
+            "vocab_size": 16_384,
+            "sequence_length": 1024,
+            "batch_size": 128,
+            "micro_batch_size": 32,
+            "first_steps": 4,
+            "first_batch_size": 4,
+            "warmup": 100,
+            "validate_every": 50,
+            "validation_samples": 64,
+            "duration": "600_000 steps",
+            "minutes": 2,
+            "threads": None,
+        },
+        rehearsal={
+            "model": {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 256, "max_positions": 64, "vocab_size": 600},
+            "text_bytes": 3_000_000,
+            "vocab_size": 512,
+            "sequence_length": 64,
+            "batch_size": 8,
+            "micro_batch_size": 4,
+            "first_steps": 4,
+            "first_batch_size": 2,
+            "warmup": 10,
+            "validate_every": 20,
+            "validation_samples": 8,
+            "duration": "80 steps",
+            "minutes": None,
+            "threads": 1,
+        },
+        least_s=190,
+        limit_s=300,
+    ),
+)
+
 _BASE = {
     "sequence": 8192,
     "precision": "bf16",
@@ -301,4 +397,4 @@ _PROFILE = tuple(
     for steps in ({"micro_batches": 2, "warmup": 3, "steps": 3, "rows": 25},)
 )
 
-ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, _RATES, *_SPEED, *_FP8, *_PROFILE)
+ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, *_RUNS, _RATES, *_SPEED, *_FP8, *_PROFILE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _ERROR_CHARACTERS = 500
@@ -17,14 +18,14 @@ def command(*words: object) -> list[str]:
     return [sys.executable, __file__, *map(str, words)]
 
 
-def pipeline(*words: object) -> str:
+def pipeline(*words: object, codes: Sequence[int] = (0,)) -> str:
     """Run a command to its end; returns what it printed.
 
     Raises:
-        RuntimeError: Its exit code is not 0.
+        RuntimeError: Its exit code is none of `codes`.
     """
     done = subprocess.run(command(*words), check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
+    if done.returncode not in codes:
         last = " ".join(done.stdout.split())[-_ERROR_CHARACTERS:]
         raise RuntimeError(f"pipeline {words[0]} ended with exit code {done.returncode}: {last}")
     return done.stdout

@@ -113,15 +113,17 @@ def resume(
     return {"corpus": corpus.about, "stopped_after": stopped, **same_bits(resumed, straight, stopped)}
 
 
-def stop(file: Path, run: Path, device: str, step: int) -> int:
-    """Train in this process until the run's `stop` file ends it; returns the last step.
+def stop(file: Path, run: Path, device: str, step: int, *overrides: str) -> int:
+    """Train with overrides in this process until the run's `stop` file ends it; returns the last step.
 
     On a GPU the line of a step is printed while the next one runs, so that may be one more than `step`.
     """
     from pipeline.console import Console
     from pipeline.train.trainer import train
 
-    config = load(file, [f"run.dir={run}", f"launch.device={device}", f"train.metrics.log_every_steps={step}"])
+    config = load(
+        file, [f"run.dir={run}", f"launch.device={device}", f"train.metrics.log_every_steps={step}", *overrides]
+    )
 
     class Log(io.StringIO):
         def write(self, text: str) -> int:
