@@ -9,6 +9,7 @@ torch with the same shapes, and all files of this repository that it imported ar
     python benchmarks/gpu_evidence.py --list                          the items, and which have a result
     python benchmarks/gpu_evidence.py --rehearse                      all items on a CPU, with small shapes
     python benchmarks/gpu_evidence.py --page                          write docs/gpu-results.md from the results
+    python benchmarks/gpu_evidence.py --calibrate                     write the measured shares for `pipeline plan`
 
 `make gpu-kit` collects the wheels that an image with torch lacks, and prints the call. Append the lines that come back
 to benchmarks/gpu_results.jsonl and commit them.
@@ -38,7 +39,8 @@ from evidence.page import PAGE, page
 
 RESULTS = imported.ROOT / "benchmarks" / "gpu_results.jsonl"
 _ERROR_CHARACTERS = 600
-_REHEARSAL_LIMIT_S = 1200.0
+_REHEARSAL_TIMES = 10.0
+"""A CPU with other work is given that much more than the limit of an item."""
 _GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for an item whose time is over."""
 
@@ -155,7 +157,7 @@ def measure(items: Sequence[Item], given: argparse.Namespace) -> int:
     tally: dict[str, list[str]] = {}
     for number, item in enumerate(items, 1):
         left = end - time.monotonic()
-        limit = _REHEARSAL_LIMIT_S if given.rehearse else item.limit_s
+        limit = item.limit_s * (_REHEARSAL_TIMES if given.rehearse else 1)
         if has_result(item, known, before["name"], versions.get("torch")):
             line: Line = {"status": "skipped", "error": "has a result and its files are unchanged; --again repeats it"}
         elif left < item.least_s and not given.rehearse:
@@ -208,6 +210,10 @@ def main() -> None:
     elif given.page:
         PAGE.write_text(page(read(RESULTS)))
         print(f"written: {PAGE.relative_to(imported.ROOT)}")
+    elif given.calibrate:
+        from evidence import calibrate  # here, so that no item rests on it
+
+        print(f"written: {calibrate.write(read(RESULTS))}")
     else:
         # So that a time limit from outside ends the processes of an item, too.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -228,6 +234,7 @@ def _parse() -> argparse.Namespace:
     add("--rehearse", action="store_true", help="on a CPU, with small shapes; its lines are no results")
     add("--list", action="store_true", help="print the items and end")
     add("--page", action="store_true", help=f"write {PAGE.relative_to(imported.ROOT)} and end")
+    add("--calibrate", action="store_true", help="write the measured shares of devices for `pipeline plan` and end")
     add("--one", help=argparse.SUPPRESS)
     add("--answer", type=Path, help=argparse.SUPPRESS)
     add("--work", type=Path, help=argparse.SUPPRESS)

@@ -188,7 +188,7 @@ def measured(
     clock, rounds = Clock(given.minutes), list(todo) * given.rounds
     command = shlex.join(["python", *sys.argv])
     for number, variant in enumerate(rounds):
-        line = _about(variant, layers) | {"round": number // len(todo) + 1}
+        line = variant.about(layers) | {"round": number // len(todo) + 1}
         overrides = [*sizes.overrides(variant, layers), f"launch.device={machine.kind}"]
         begun = time.monotonic()
         try:
@@ -206,20 +206,6 @@ def measured(
         said = found.get("error") or f"{found['tokens_per_second']:,.0f} tokens/s a process"
         print(f"[{number + 1}/{len(rounds)}] {variant.name}: {said} ({took:.0f} s)", file=sys.stderr, flush=True)
         yield line | found | {"overrides": overrides, "command": command}
-
-
-def _about(variant: Variant, layers: int) -> Line:
-    return {
-        "variant": variant.name,
-        "sequence": variant.sequence,
-        "precision": variant.precision,
-        "compile": variant.compiled,
-        "attention": variant.backend,
-        "documents": variant.documents,
-        "recompute": variant.recompute,
-        "peer": variant.peer,
-        "layers": layers,
-    }
 
 
 def _stepping(variant: Variant, sizes: Sizes, layers: int, given: argparse.Namespace, machine: Machine) -> float:
@@ -241,7 +227,7 @@ def dry_run(
     """What would be measured: memory by plan, and a guess of the time, most of which processes take to start."""
     clock, total = Clock(given.minutes), 0.0
     for variant in list(todo) * given.rounds:
-        line = _about(variant, layers)
+        line = variant.about(layers)
         try:
             config = sizes.config(variant, layers)
             needed = planned_bytes(config, machine.processes, variant.peer, machine.kind)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.load import load
@@ -80,6 +81,20 @@ class Variant:
         return " ".join(
             [*words, f"attention:{self.backend}", f"documents:{self.documents}", f"recompute:{self.recompute}"]
         )
+
+    def about(self, layers: int | None) -> dict[str, Any]:
+        """What tables tell of it."""
+        return {
+            "variant": self.name,
+            "sequence": self.sequence,
+            "precision": self.precision,
+            "compile": self.compiled,
+            "attention": self.backend,
+            "documents": self.documents,
+            "recompute": self.recompute,
+            "peer": self.peer,
+            "layers": layers,
+        }
 
     @property
     def overrides(self) -> list[str]:

@@ -15,7 +15,7 @@ from pipeline.train.parallel.check import world_size
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.planning.devices import Device, find_device
 from pipeline.train.planning.plan import Plan, plan
-from pipeline.train.planning.show import plan_lines, suggestion_lines, suggestions_json, to_json
+from pipeline.train.planning.show import device_json, plan_lines, suggestion_lines, suggestions_json, to_json
 from pipeline.train.planning.suggest import MOST_PLANS
 from pipeline.train.planning.suggest import suggest as suggested
 from slurm.forecast import START_S
@@ -64,7 +64,8 @@ def estimate(
     except UserError as error:
         if not suggest:
             raise
-        told, lines = {"refused": str(error)}, [f"refused: {error}"]
+        about = device_json(chosen, config.train.precision.compute)
+        told, lines = {"refused": str(error), "device": about}, [f"refused: {error}"]
     else:
         told, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time))
     if not as_json:

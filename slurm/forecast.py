@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.check import vocabulary
 from pipeline.train.parallel.footprint import checkpoint_bytes
-from pipeline.train.planning.devices import device_of_gres
+from pipeline.train.planning.devices import Device, calibrated, device_of_gres
 from slurm.plan import PlannedJob
 
 ASSUMED_MFU = 0.35
-"""Share of the peak that a run is taken to reach before it has been measured, attention counted whole."""
+"""Share of the peak that a run is taken to reach before any of its steps, attention counted whole, on a device without
+measured shares."""
 START_S = 180.0
 """Taken for the start of a job: processes, packages, data, checkpoint."""
 _ROWS = 1000
@@ -207,14 +208,28 @@ def _duration(config: Config, site: SiteConfig, job: PlannedJob, course: Course 
     if measured := _measured(config.run.dir, job.processes):
         rate, how = measured
         return course.tokens_left / rate, how
-    peak = peak_flops(site.gpu_type, config.train.precision.compute) if job.gpus_per_node else None
-    if peak is None or course.flops is None:
+    device = device_of_gres(site.gpu_type) if job.gpus_per_node else None
+    peak = peak_flops(site.gpu_type, config.train.precision.compute)
+    if device is None or peak is None or course.flops is None:
         return None, "unknown until the run has made some steps"
+    mfu, why, note = _mfu(config, replace(calibrated(device), node_devices=job.gpus_per_node), job.processes)
     how = (
-        f"planned from FLOPs: {job.processes:,} x {site.gpu_type} at {ASSUMED_MFU:.0%} (assumed) of "
-        f"{peak / 1e12:,.0f} TFLOP/s"
+        f"planned from FLOPs: {job.processes:,} x {site.gpu_type} at {mfu:.0%} ({why}) of "
+        f"{peak / 1e12:,.0f} TFLOP/s{note}"
     )
-    return course.flops / (peak * ASSUMED_MFU * job.processes), how
+    return course.flops / (peak * mfu * job.processes), how
+
+
+def _mfu(config: Config, device: Device, processes: int) -> tuple[float, str, str]:
+    """Share of the peak that a run is taken to reach, where it comes from, and a note behind it."""
+    if device.measured is None:
+        return ASSUMED_MFU, "assumed", f"; nothing was measured on {device.name}"
+    from pipeline.train.planning.plan import mean_mfu  # only where shares were measured
+
+    try:
+        return mean_mfu(config, device, processes), f"planned with shares {device.measured}", ""
+    except UserError:  # the layout is refused, which training says better
+        return ASSUMED_MFU, "assumed", ""
 
 
 def _measured(run: Path, processes: int) -> tuple[float, str] | None:

@@ -105,7 +105,9 @@ def main() -> None:
     given = parser.parse_args()
     size = collect(FOLDER, given.machine, given.python) / 2**20
     inside = FOLDER.relative_to(ROOT)
-    print(f"{inside}: {len(list(FOLDER.iterdir()))} wheels for Python {given.python} on {given.machine}, {size:.1f} MiB")
+    print(
+        f"{inside}: {len(list(FOLDER.iterdir()))} wheels for Python {given.python} on {given.machine}, {size:.1f} MiB"
+    )
     if size > LIMIT_MIB:
         sys.exit(f"error: {size:.1f} MiB are more than the limit of {LIMIT_MIB} MiB")
     revision = subprocess.run(

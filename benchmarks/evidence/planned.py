@@ -1,2 +1,28 @@
-def planned(config, processes, device_name):
-    return {"planned_gb": None, "planned_s": None}
+"""Memory and time of a step by plan, for items that compare them with what they measure."""
+
+from __future__ import annotations
+
+from train_gpu_variants import planned_bytes, planned_seconds
+
+from pipeline.config import Config
+from pipeline.train.planning.devices import device_of_driver
+
+
+def planned(config: Config, processes: int, device_name: str) -> dict[str, float | None]:
+    """`planned_gb` (10^9 bytes, of the process that needs the most) and `planned_s` (of a step).
+
+    Args:
+        config: The run file; all of its steps have one shape.
+        processes: Of the run.
+        device_name: As the driver gives it. Both values are None where nothing is known of it, as of a CPU.
+
+    Raises:
+        UserError: The layout is refused.
+    """
+    device = device_of_driver(device_name)
+    if device is None:
+        return {"planned_gb": None, "planned_s": None}
+    return {
+        "planned_gb": round(planned_bytes(config, processes) / 1e9, 2),
+        "planned_s": round(planned_seconds(config, processes, device), 5),
+    }

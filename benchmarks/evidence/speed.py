@@ -57,14 +57,15 @@ def measure(
         warmup: Steps before them.
         goals: Values of the line, by name, to reach.
     """
-    variant, first = Variant(**{**base, **change}), Variant(**base)
+    rival = {} if side == "ours" else {"peer": "sdpa" if side == "loop" else "Trainer"}
+    variant, first = Variant(**{**base, **change, **rival}), Variant(**base)
     sizes = Sizes(
         ROOT / run_file, (*COMMON, *(TINY if tiny else ()), f"launch.device={device}"), tokens, micro_batches, 1
     )
     alone = Sizes(sizes.run_file, (*sizes.common, *own), tokens, micro_batches, 1)
     memory = torch.cuda.get_device_properties(0).total_memory if memory_bytes is None else memory_bytes
-    rivals = [variant] if own_layers else [first, Variant(**{**base, "peer": "sdpa"})]
-    layers = most_layers(alone if own_layers else sizes, rivals, memory)
+    fitting = [variant] if own_layers else [first, Variant(**{**base, "peer": "sdpa"})]
+    layers = most_layers(alone if own_layers else sizes, fitting, memory)
     config = alone.config(variant, layers)
     if side == "trainer":
         line = trainer_steps(config, work, steps, warmup)
@@ -73,4 +74,5 @@ def measure(
     if side == "ours":
         line |= planned(config, 1, line["device"])
     reached = {name: goal(line[name], wanted) for name, wanted in goals.items() if line[name] is not None}
-    return {**line, "variant": variant.name, "goals": reached, "reads": [run_file]}
+    about = variant.about(line["layers"]) | {"variant": " ".join([variant.name, *own])}
+    return {**about, **line, "goals": reached, "reads": [run_file]}

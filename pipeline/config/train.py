@@ -216,8 +216,8 @@ class AttentionConfig(Section):
     sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0. `flash`: the package
     flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with train.compile: false and
     without recompute.mode: selective.
-    `varlen`, `flash` and `te` compute in bf16 or fp16, with head sizes that are multiples of 8 up to 256. `flex`,
-    `varlen`, `flash` and `te` have not been run on a GPU yet."""
+    `varlen`, `flash` and `te` compute in bf16 or fp16, with head sizes that are multiples of 8 up to 256. Which
+    of them ran on a GPU: docs/gpu-results.md."""
 
 
 class RecomputeConfig(Section):

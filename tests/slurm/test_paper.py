@@ -16,6 +16,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import doomed, due
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.planning import shares
 from pipeline.words import duration
 from slurm import forecast as forecasting
 from slurm import local
@@ -30,6 +31,14 @@ PLENTY_OF_TIME = 24 * 60
 
 def job(**values: Any) -> PlannedJob:
     return PlannedJob("train", "run-train", ("train",), ResourcesConfig(time=PLENTY_OF_TIME), **values)
+
+
+@pytest.fixture
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any device."""
+    file = tmp_path / "measured.json"
+    file.write_text("{}")
+    monkeypatch.setattr(shares, "FILE", file)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +129,7 @@ def test_words() -> None:
     assert [count(value) for value in (999, 512_000, 2_100_000, 41_900_000_000)] == ["999", "512,000", "2.1M", "41.9B"]
 
 
+@pytest.mark.usefixtures("nothing_measured")
 def test_a_run_without_data_is_planned_from_flops(tmp_path: Path) -> None:
     changes = ["train.duration=100_000 tokens", "train.batch_ramp={start: 2, increment: 2, tokens: 6400}"]
     config = load(tiny.write_run(tmp_path), [*changes, "model.tie_embeddings=false"])
@@ -163,6 +173,7 @@ def printed(config: Any, site: SiteConfig, where: Any, warnings: list[str]) -> s
     return out.getvalue()
 
 
+@pytest.mark.usefixtures("nothing_measured")
 def test_the_dry_run_has_jobs_costs_scripts_and_warnings(tmp_path: Path) -> None:
     overrides = ["slurm.nodes=4", "slurm.spare_nodes=1", "slurm.train={time: 12h, account: me}", "train.batch_size=64"]
     config = load(tiny.write_run(tmp_path), [*overrides, "train.duration=1T tokens", "slurm.array.tasks=3"])

@@ -1,4 +1,7 @@
-"""Matrix products by NVIDIA's Transformer Engine. Not run on a GPU yet; written after versions 2.4 to 2.18."""
+"""Matrix products by NVIDIA's Transformer Engine.
+
+Written after versions 2.4 to 2.18; what ran on a GPU: docs/gpu-results.md.
+"""
 
 from __future__ import annotations
 

@@ -379,8 +379,8 @@ _ALLOCATIONS = 100_000
 def record_allocations() -> None:
     """Remember what is allocated on a GPU from now on, and by which lines of Python.
 
-    The functions beneath this and the next two are those that torch's page about GPU memory names; read in 2.13 and
-    not run on a GPU yet.
+    The functions beneath this and the next two are those that torch's page about GPU memory names; read in 2.13.
+    What ran on a GPU: docs/gpu-results.md.
     """
     torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS, stacks="python")
 

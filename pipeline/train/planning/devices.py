@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.errors import UserError
+from pipeline.train.planning.shares import Measured, Shares, measured
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU in a node as it is usually built. All figures are stated ones but the memory, none is measured."""
+    """A GPU in a node as it is usually built. Figures are stated ones but for the memory and what `measured` has."""
 
     name: str
     """As `pipeline plan --device` takes it."""
@@ -30,14 +31,23 @@ class Device:
     source: str
     """Where the figures come from."""
     products_share: float = 0.6
-    """Of the peak, what large matrix products are taken to reach. An assumption: devices whose clocks fall under load
-    reach less of it."""
+    """Of the peak, what large matrix products are taken to reach where nothing was measured. An assumption: devices
+    whose clocks fall under load reach less of it."""
     node_devices: int = 8
     """Devices in a node."""
     driver: str = field(default="", repr=False)
     """Regular expression for what the driver calls devices that have this peak."""
     gres: str = field(default="", repr=False)
     """The same for what sites call them in SLURM's gres, in lower case."""
+    card: str = field(default="", repr=False)
+    """Full name by the driver of the one device that all figures are of: only its measurements count."""
+    measured: Measured | None = None
+    """Shares that were measured on it; see `calibrated`."""
+
+    @property
+    def shares(self) -> Shares:
+        """Shares of the peaks: measured, else assumed."""
+        return Shares(self.products_share) if self.measured is None else self.measured.shares
 
 
 _MIB, _TFLOPS, _TB_S, _GB_S, _GBIT_S = 2**20, 1e12, 1e12, 1e9, 1e9 / 8
@@ -56,6 +66,7 @@ _ALL = (
         source="NVIDIA A100 80GB SXM datasheet; network of a DGX A100: 200 Gbit/s a GPU",
         driver=r"NVIDIA A100[ -](SXM4|PCIE|PCIe)-(40|80)GB|NVIDIA A100 80GB PCIe",
         gres=r"(nvidia[_-])?a100([_-](sxm4|pcie))?([_-](40|80)gb)?([_-]pcie)?",
+        card="NVIDIA A100-SXM4-80GB",
     ),
     Device(
         "h100",
@@ -68,6 +79,7 @@ _ALL = (
         source="NVIDIA H100 SXM datasheet; network of a DGX H100: 400 Gbit/s a GPU",
         driver=r"NVIDIA H100 80GB HBM3",
         gres=r"(nvidia[_-])?h100([_-]sxm5?)?([_-]80gb([_-]hbm3)?)?",
+        card="NVIDIA H100 80GB HBM3",
     ),
     Device(
         "h100-pcie",
@@ -80,6 +92,7 @@ _ALL = (
         source="NVIDIA H100 PCIe product brief; PCIe 5 x16 without bridges; network taken as 200 Gbit/s a GPU",
         driver=r"NVIDIA H100 PCIe",
         gres=r"(nvidia[_-])?h100[_-]pcie",
+        card="NVIDIA H100 PCIe",
     ),
     Device(
         "h200",
@@ -92,6 +105,7 @@ _ALL = (
         source="NVIDIA H200 SXM datasheet; network of a DGX H200: 400 Gbit/s a GPU",
         driver=r"NVIDIA H200",
         gres=r"(nvidia[_-])?h200([_-]sxm5?)?",
+        card="NVIDIA H200",
     ),
     Device(
         "b200",
@@ -104,14 +118,21 @@ _ALL = (
         source="NVIDIA DGX B200 datasheet, an eighth of it; network: 400 Gbit/s a GPU",
         driver=r"NVIDIA B200",
         gres=r"(nvidia[_-])?b200",
+        card="NVIDIA B200",
     ),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
-"""By name."""
+"""By name, with assumed shares."""
+
+
+def calibrated(device: Device) -> Device:
+    """The device with the shares that were measured on its own card, where there are some."""
+    found = measured(device.name)
+    return replace(device, measured=found) if found is not None and found.driver == device.card else device
 
 
 def find_device(name: str) -> Device:
-    """The device of a name: ours, or what sites call it in gres. Case does not matter.
+    """The device of a name, calibrated: ours, or what sites call it in gres. Case does not matter.
 
     Raises:
         UserError: there is none of it.
@@ -119,17 +140,19 @@ def find_device(name: str) -> Device:
     found = DEVICES.get(name.lower()) or device_of_gres(name)
     if found is None:
         raise UserError(f"--device {name}: nothing is known of it; take one of {', '.join(DEVICES)}")
-    return found
+    return calibrated(found)
 
 
 def device_of_driver(name: str) -> Device | None:
     """What has the peak of a device, by the full name that the driver gives it; None where it is not known.
 
-    A slice of a device or a variant with other clocks is not known, which is better than a wrong figure.
+    A slice of a device or a variant with other clocks is not known, which is better than a wrong figure. A variant with
+    the same peak is not calibrated.
     """
-    return next((device for device in _ALL if re.fullmatch(device.driver, name)), None)
+    found = next((device for device in _ALL if re.fullmatch(device.driver, name)), None)
+    return calibrated(found) if found is not None and found.card == name else found
 
 
 def device_of_gres(name: str | None) -> Device | None:
-    """The same by what a site calls it in gres."""
+    """The same by what a site calls it in gres; not calibrated."""
     return next((device for device in _ALL if name is not None and re.fullmatch(device.gres, name.lower())), None)

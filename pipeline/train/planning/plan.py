@@ -1,4 +1,4 @@
-"""What a run will take, priced before it starts: memory, communication, time. Estimates, none of them measured."""
+"""What a run will take, priced before it starts: memory, communication, time. Estimates: no step was made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from pipeline.train.parallel.rules import check_layout, layout_warnings
 from pipeline.train.planning.activations import DeviceType
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.memory import RankMemory, memory
-from pipeline.train.planning.timing import StepSeconds, assumptions, recompute_flops_per_token, step_time
+from pipeline.train.planning.timing import (
+    StepSeconds,
+    assumptions,
+    rank_parameters,
+    recompute_flops_per_token,
+    step_time,
+)
 from pipeline.train.planning.traffic import Axis, bytes_by_axis
 
 RESERVE = 0.05
@@ -79,7 +85,7 @@ class Plan:
     job_seconds: float | None
     """What a job on a cluster has for steps; None where that is not known."""
     assumptions: list[str]
-    """What the times rest on, in words."""
+    """What the times rest on, in words, and where it was measured."""
     warnings: list[str]
     """What `pipeline train --check` warns of."""
 
@@ -158,13 +164,7 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
     Raises:
         UserError: The layout is refused, the size of the vocabulary is not known, or the device has no fp8.
     """
-    layout = check_layout(config, world_size)
-    fp8 = config.train.precision.fp8
-    if fp8 is not None and "fp8" not in device.flops:
-        raise UserError(
-            f"train.precision.fp8: {device.name} does not multiply in fp8; leave it out, or take another device"
-        )
-    spec = planned_spec(config)
+    layout, spec = _checked(config, device, world_size), planned_spec(config)
     counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 0}
     largest, needed = most_memory(config, layout, spec, counts)
     padded = num_parameters(spec)
@@ -183,9 +183,32 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
         checkpoint_bytes=checkpoint_bytes(config, spec),
         phases=[_phase(config, layout, spec, shape, steps, device, parameters) for shape, steps in counts.items()],
         job_seconds=job_seconds,
-        assumptions=assumptions(device, fp8),
+        assumptions=assumptions(device, config.train.precision.fp8),
         warnings=list(layout_warnings(config, layout)),
     )
+
+
+def mean_mfu(config: Config, device: Device, world_size: int) -> float:
+    """`Plan.mfu` as the mean of all steps, without an estimate of memory, which takes seconds.
+
+    Raises:
+        UserError: See `plan`.
+    """
+    layout, spec = _checked(config, device, world_size), planned_spec(config)
+    parameters = rank_parameters(config, layout, spec)
+    counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 1}
+    phases = [_phase(config, layout, spec, shape, steps, device, parameters) for shape, steps in counts.items()]
+    seconds = [phase.steps * phase.seconds.total for phase in phases]
+    return sum(phase.mfu * each for phase, each in zip(phases, seconds, strict=True)) / sum(seconds)
+
+
+def _checked(config: Config, device: Device, world_size: int) -> Layout:
+    layout = check_layout(config, world_size)
+    if config.train.precision.fp8 is not None and "fp8" not in device.flops:
+        raise UserError(
+            f"train.precision.fp8: {device.name} does not multiply in fp8; leave it out, or take another device"
+        )
+    return layout
 
 
 def planned_spec(config: Config) -> DecoderSpec:

@@ -8,9 +8,11 @@ from typing import Any
 from pipeline.data.progress import counted, size
 from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.tested import Kind
+from pipeline.train.planning.devices import Device
 from pipeline.train.planning.memory import RankMemory
 from pipeline.train.planning.plan import RESERVE, PhasePlan, Plan
 from pipeline.train.planning.suggest import as_arguments
+from pipeline.train.planning.timing import basis
 from pipeline.words import duration
 
 Suggestions = Sequence[tuple[Mapping[str, Any], Plan]]
@@ -60,8 +62,9 @@ def plan_lines(plan: Plan, nodes: bool = False, default_time: bool = False) -> I
 
 
 def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
-    """Layouts in words, one a line, in the order given."""
-    yield "suggestions, fastest first:"
+    """Layouts in words, one per line, in the order given; there is at least one."""
+    device = suggestions[0][1].device
+    yield f"suggestions, fastest first ({basis(device)}):"
     for overrides, other in suggestions:
         keys = " ".join(as_arguments(overrides)) or "as it is"
         share = other.peak_bytes / other.memory_limit
@@ -74,16 +77,10 @@ def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """The same for programs. Names are stable; bytes, seconds and FLOPs without prefixes."""
-    device = plan.device
     return {
         "fits": plan.fits,
         "layout": plan.layout.to_json(),
-        "device": {
-            "name": device.name,
-            "memory_bytes": device.memory_bytes,
-            "flops": device.flops[plan.compute],
-            "source": device.source,
-        },
+        "device": device_json(plan.device, plan.compute),
         "parameters": plan.parameters,
         "parameters_padded": plan.parameters_padded,
         "checkpoint_bytes": plan.checkpoint_bytes,
@@ -97,6 +94,18 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "links": plan.links,
         "assumptions": plan.assumptions,
         "warnings": plan.warnings,
+    }
+
+
+def device_json(device: Device, compute: str) -> dict[str, Any]:
+    """A device for programs: stated figures, shares, and where they were measured; None: they are assumed."""
+    return {
+        "name": device.name,
+        "memory_bytes": device.memory_bytes,
+        "flops": device.flops[compute],
+        "source": device.source,
+        "shares": device.shares.to_json(),
+        "measured": None if device.measured is None else device.measured.to_json(),
     }
 
 

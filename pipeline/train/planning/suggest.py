@@ -16,9 +16,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.data.progress import counted
 from pipeline.errors import UserError
-from pipeline.train.model.flops import layer_parameters
 from pipeline.train.parallel.course import StepShape, step_shapes
-from pipeline.train.parallel.footprint import end_parameters
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.rules import check_layout
 from pipeline.train.parallel.stages import split_stages
@@ -26,7 +24,7 @@ from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, l
 from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.plan import RESERVE, Plan, plan, planned_spec
-from pipeline.train.planning.timing import step_time
+from pipeline.train.planning.timing import rank_parameters, step_time
 
 _ROUNDS = (3, 4)
 """Micro-batches over ranks of a pipeline, for steps that stand for longer ones."""
@@ -219,11 +217,7 @@ class _Search:
 
     def _seconds_of(self, candidate: _Candidate, micro_batches: int) -> float:
         config, layout, shape = candidate.config, candidate.layout, candidate.shape
-        stages = split_stages(self._spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
-        parameters = [0] * layout.pp
-        for stage in stages:
-            layers = (layer_parameters(self._spec.layers[index], layout.tp) for index in stage.part.layers)
-            parameters[stage.rank] += sum(layers) + end_parameters(self._spec, stage.part, layout.tp)
+        parameters = rank_parameters(config, layout, self._spec)
         some = replace(shape, batch_size=micro_batches * shape.micro_batch_size * shape.ranks)
         return step_time(config, layout, self._spec, some, self._device, parameters).seconds.total
 

@@ -1,6 +1,7 @@
 """How long a step takes: closed forms from FLOPs, bytes and what a device is taken to reach of its stated peaks.
 
-Nothing here is measured. `assumptions` says in words what is assumed.
+Shares of the peaks are those of `Device.shares`, measured or assumed; all else is assumed. `assumptions` says it in
+words.
 """
 
 from __future__ import annotations
@@ -13,28 +14,23 @@ from pipeline.config import Config
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec, LayerSpec
-from pipeline.train.model.flops import attention_flops, head_flops, layer_flops, orthogonal_flops
+from pipeline.train.model.flops import attention_flops, head_flops, layer_flops, layer_parameters, orthogonal_flops
 from pipeline.train.parallel.course import StepShape
-from pipeline.train.parallel.footprint import COMPUTE_BYTES
+from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.schedules import play
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.planning.devices import Device
+from pipeline.train.planning.shares import UPDATE_BYTES
 from pipeline.train.planning.traffic import AXES, Axis, Transfer, is_recomputed, stage_traffic
 
-ATTENTION_SHARE = 0.6
-"""Of what matrix products reach."""
-MEMORY_SHARE = 0.8
 LINK_SHARE = 0.7
-"""Of the stated peaks: passes over memory, collectives."""
+"""Of the stated bandwidth of links and network, what collectives reach."""
 _CALL_S, _HOP_S = 15e-6, 2e-6
 """Of a collective's start, and of each rank that its ring goes through; an all-reduce takes a tree."""
-_ATTENTION_BACKWARD = 2.5
-"""Relative to forward: a flash kernel computes the scores again (Dao 2023), five products for two."""
-_UPDATE_BYTES, _AVERAGE_BYTES = {"fp32": 40, "bf16": 112}, 12
-"""That a step moves for a parameter: gradient for norm and clipping; weight, gradient and moments for the update, which
-with moments in bf16 is no single kernel."""
+_AVERAGE_BYTES = 12
+"""That the moving average moves for a parameter, besides `UPDATE_BYTES`."""
 _LOGIT_BYTES = 32
 """That the loss and its gradient move for a logit."""
 _ROUND_BYTES = 5
@@ -43,25 +39,42 @@ _NOT_COMPILED = 2.5
 """Passes over memory where norms and activations are not fused, relative to where they are."""
 
 
+def basis(device: Device) -> str:
+    """Where the shares of a device come from, in words."""
+    if device.measured is None:
+        return f"shares of the peaks are assumed: nothing was measured on {device.name}"
+    return f"shares of the peaks are {device.measured}"
+
+
 def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
-    """What is assumed, in words."""
-    share = device.products_share
-    in_fp8 = (
-        f"products in fp8 reach the same {share:.0%} of their own peak, and rounding moves {_ROUND_BYTES} bytes for "
-        "each number of their inputs and of the gradients of their outputs; memory is that of bf16"
+    """What a time rests on, in words: measured shares and where they come from, and what is assumed."""
+    shares = device.shares
+    share = shares.products
+    measured_only = (
+        "those of products (in bf16, and taken for fp16, fp32 and recipes of fp8 without a figure), attention, passes "
+        "over memory and the update of fp32 moments; all else is assumed"
     )
+    in_fp8 = []
+    if fp8 is not None:
+        own = shares.fp8_products(fp8.scaling)
+        in_fp8.append(
+            f"products in fp8 reach {'the same ' if own == share else ''}{own:.0%} of their own peak, and rounding "
+            f"moves {_ROUND_BYTES} bytes for each number of their inputs and of the gradients of their outputs; memory "
+            "is that of bf16"
+        )
     return [
-        *([] if fp8 is None else [in_fp8]),
-        f"large matrix products reach {share:.0%} of the stated peak, attention {share * ATTENTION_SHARE:.0%}, passes "
-        f"over memory {MEMORY_SHARE:.0%} of its bandwidth, collectives {LINK_SHARE:.0%} of that stated for links and "
-        "network",
+        basis(device) if device.measured is None else f"{basis(device)}: {measured_only}",
+        *in_fp8,
+        f"large matrix products reach {share:.0%} of the stated peak, attention {share * shares.attention:.0%}, passes "
+        f"over memory {shares.memory:.0%} of its bandwidth, the update of fp32 moments {shares.update:.0%}, "
+        f"collectives {LINK_SHARE:.0%} of that stated for links and network",
         f"a collective takes {_CALL_S * 1e6:.0f} us, and {_HOP_S * 1e6:.0f} us for each rank that its ring goes "
         "through",
         "computing waits for all that tp, cp and pp send; what dp_shard and dp_replicate send goes on beside it, where "
         "there is something to compute, and does not slow it down; parallel.overlap.async_tp changes nothing here",
-        f"attention's backward takes {_ATTENTION_BACKWARD} times its forward, and with bounds of documents or windows "
-        f"kernels compute the whole square; an update moves {_UPDATE_BYTES['fp32']} bytes a parameter, with "
-        f"moments in bf16 {_UPDATE_BYTES['bf16']}; what Muon sends for its matrices takes no time",
+        f"attention's backward takes {shares.attention_backward:.3g} times its forward, and with bounds of documents "
+        f"or windows kernels compute the whole square; an update moves {UPDATE_BYTES['fp32']} bytes a parameter, with "
+        f"moments in bf16 {UPDATE_BYTES['bf16']}; what Muon sends for its matrices takes no time",
         "train.compile unset is compiled, as on a GPU; memory is that of layers that are not compiled",
         "the host always has the next operation ready, which small models are too fast for; loader, saves, validation, "
         "restarts, slow and failed nodes take no time",
@@ -145,7 +158,10 @@ def step_time(
     }
     for axis, seconds in max(exposed, key=lambda each: sum(each.values())).items():
         communication[axis] = communication.get(axis, 0.0) + seconds
-    update = _UPDATE_BYTES[config.train.optimizer.states] + (_AVERAGE_BYTES if config.train.ema else 0)
+    states, shares = config.train.optimizer.states, device.shares
+    update = UPDATE_BYTES[states] + (_AVERAGE_BYTES if config.train.ema else 0)
+    # Moments in bf16 are updated by passes of several kernels.
+    reached = shares.update if states == "fp32" else shares.memory
     own = -(-max(parameters) // layout.shards)
     return StepTime(
         StepSeconds(
@@ -155,12 +171,21 @@ def step_time(
             elementwise=share * sum(work.elementwise for work in works),
             communication=communication,
             bubble=busy * bubble / (1 - bubble),
-            optimizer=update * own / (device.memory_bandwidth * MEMORY_SHARE)
+            optimizer=update * own / (device.memory_bandwidth * reached)
             + _muon_seconds(config, layout, spec, device, stages),
         ),
         bubble,
         by_rank,
     )
+
+
+def rank_parameters(config: Config, layout: Layout, spec: DecoderSpec) -> list[int]:
+    """Parameters by pp rank, after the cut by tp."""
+    counts = [0] * layout.pp
+    for stage in split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length):
+        counts[stage.rank] += sum(layer_parameters(spec.layers[index], layout.tp) for index in stage.part.layers)
+        counts[stage.rank] += end_parameters(spec, stage.part, layout.tp)
+    return counts
 
 
 def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, sequence_length: int) -> float:
@@ -234,7 +259,7 @@ def _stage_work(
             early += seconds if each.phase == "forward" else 0.0
     return _Work(
         products=3 * tokens * products,
-        attention=(1 + _ATTENTION_BACKWARD) * tokens * attention,
+        attention=(1 + device.shares.attention_backward) * tokens * attention,
         recompute=tokens * again,
         elementwise=tokens * (3 * passes + logits),
         waiting=waiting,
@@ -254,16 +279,20 @@ def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Dev
         flops = [each for layer in layers for each in orthogonal_flops(layer, optimizer.muon.steps)]
         # As many at once as there are processes, of which the slowest counts.
         most = max(most, sum(sorted(flops, reverse=True)[::processes]))
-    return most / (device.flops["bf16"] * device.products_share)
+    return most / (device.flops["bf16"] * device.shares.products)
 
 
 class _Rates:
     """Seconds of a rank for what the whole tp group computes on one token."""
 
     def __init__(self, config: Config, layout: Layout, device: Device) -> None:
-        self._reached = device.flops[config.train.precision.compute] * device.products_share * layout.tp
+        shares, fp8 = device.shares, config.train.precision.fp8
+        self._reached = device.flops[config.train.precision.compute] * shares.products * layout.tp
         self._gain = device.flops.get("fp8", 0.0) / device.flops["bf16"]
-        self._bandwidth = device.memory_bandwidth * MEMORY_SHARE
+        if fp8 is not None:
+            self._gain *= shares.fp8_products(fp8.scaling) / shares.products
+        self._attention = shares.attention
+        self._bandwidth = device.memory_bandwidth * shares.memory
         self._element = COMPUTE_BYTES[config.train.precision.compute]
         self._tp = layout.tp
         self._cut = layout.tp if config.parallel.sequence_parallel else 1
@@ -275,7 +304,7 @@ class _Rates:
         return flops * (1 - fp8 + quicker) / self._reached
 
     def attention(self, flops: float) -> float:
-        return flops / (self._reached * ATTENTION_SHARE)
+        return flops / (self._reached * self._attention)
 
     def memory(self, size: float) -> float:
         return size / self._bandwidth

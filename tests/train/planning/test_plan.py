@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import main
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.accounting import run_length
@@ -33,29 +31,6 @@ PIPELINE = [
     "model.layers=4",
     "train={duration: 10 steps, batch_size: 8, micro_batch_size: 1}",
 ]
-
-
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    return write(tmp_path)
-
-
-@pytest.fixture
-def call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command; returns exit code, output and error output."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pipeline", "plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert isinstance(left.value.code, int)
-        return (left.value.code, *capfd.readouterr())
-
-    return run
 
 
 @pytest.mark.slow
@@ -176,7 +151,7 @@ SCHEMA = {
     "": "fits layout device parameters parameters_padded checkpoint_bytes memory_limit_bytes memory phases steps "
     "tokens hours device_hours links assumptions warnings",
     "layout": "pp dp_replicate dp_shard cp tp dp world_size",
-    "device": "name memory_bytes flops source",
+    "device": "name memory_bytes flops source shares measured",
     "memory": "pp_rank parameters weights moments gradients unsharded activations working total when",
     "phases": "steps batch_size sequence_length micro_batch_size micro_batches tokens_per_step flops_per_token "
     "flops_per_token_causal recompute_flops_per_token bubble traffic_bytes seconds tokens_per_second_per_device mfu "
@@ -258,13 +233,13 @@ def test_suggestions_come_with_keys_to_set(run_file: Path, call: Callable[..., t
     best = found["suggestions"][0]
     assert best["peak_bytes"] <= found["memory_limit_bytes"] and best["hours"] <= found["hours"]
     code, text, _ = call(run_file, *values, "--suggest")
-    assert code == 0 and "suggestions, fastest first:\n" in text
+    assert code == 0 and "suggestions, fastest first (shares" in text
     # A layout of its own that is refused does not keep others from being found.
     code, text, _ = call(run_file, *values, "parallel.tp=3", "launch.processes=3", "--suggest")
-    assert code == 2 and text.startswith("refused: ") and "suggestions, fastest first:\n" in text
+    assert code == 2 and text.startswith("refused: ") and "suggestions, fastest first (shares" in text
     code, text, progress = call(run_file, *values, "parallel.tp=3", "launch.processes=3", "--suggest", "--json")
     found = json.loads(text)
-    assert code == 2 and found.keys() == {"refused", "suggestions"} and found["suggestions"]
+    assert code == 2 and found.keys() == {"refused", "device", "suggestions"} and found["suggestions"]
     assert progress.startswith("looking for layouts: ")
 
 

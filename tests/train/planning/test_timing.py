@@ -26,9 +26,7 @@ from pipeline.train.parallel.stages import split_stages
 from pipeline.train.planning.devices import DEVICES, Device
 from pipeline.train.planning.plan import planned_spec
 from pipeline.train.planning.timing import (
-    ATTENTION_SHARE,
     LINK_SHARE,
-    MEMORY_SHARE,
     StepTime,
     recompute_flops_per_token,
     step_time,
@@ -87,8 +85,8 @@ def test_one_process_by_hand(tmp_path: Path) -> None:
     assert seconds.products == pytest.approx(6 * tokens * weights / (0.6 * 989e12))
     # Scores and their sum, half of the square: 2 * 2 * D * S / 2 a token forward, 2.5 times that backward.
     scores = 3.5 * 32 * 2 * 4096 * 8192 * tokens
-    assert seconds.attention == pytest.approx(scores / (0.6 * ATTENTION_SHARE * 989e12))
-    assert seconds.optimizer == pytest.approx(40 * num_parameters(case.spec) / (MEMORY_SHARE * 3.35e12))
+    assert seconds.attention == pytest.approx(scores / (0.6 * 0.6 * 989e12))
+    assert seconds.optimizer == pytest.approx(40 * num_parameters(case.spec) / (0.8 * 3.35e12))
     bf16 = Case(tmp_path, 1, LLAMA_8B, train(8192, 4, 2, ", optimizer: {states: bf16}")).time(H100).seconds
     assert bf16.optimizer == pytest.approx(112 / 40 * seconds.optimizer)
     # Five times X X', its square, and that times X, of query and output, keys and values, and three of the mlp.

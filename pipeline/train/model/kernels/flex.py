@@ -1,7 +1,7 @@
 """torch's FlexAttention (Dong et al. 2024): a kernel that a compiler makes for a mask given as a function.
 
-What a block of queries does not see of the keys at all is skipped. Not run on a GPU yet; on a CPU there is no backward
-pass.
+What a block of queries does not see of the keys at all is skipped. On a CPU there is no backward pass; what
+ran on a GPU: docs/gpu-results.md.
 
 Shapes: see `sight`.
 """

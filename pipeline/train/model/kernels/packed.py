@@ -1,7 +1,7 @@
 """Kernels that take the documents of a batch as one sequence of tokens and the places where each begins.
 
 Those are torch's own (`varlen`) and those of the package flash-attn. Each aligns causality with the last of the keys,
-which a piece of a sequence needs. Not run on a GPU yet.
+which a piece of a sequence needs. What ran on a GPU: docs/gpu-results.md.
 
 Shapes: B batch, C queries, T keys, H query heads, K key and value heads, E head size, N documents.
 """
