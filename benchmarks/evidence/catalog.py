@@ -64,59 +64,49 @@ _CLOSE = {
     "metrics": {"tensorboard": False},
 }
 """Training of runs that are compared step by step."""
-_SMALL: dict[str, Any] = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192}
+_TINY: dict[str, Any] = {
+    "launch": {"threads": 1},
+    "model": {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192},
+}
+"""Sections of run files for a CPU; more threads would wait for one another."""
 _PEER = {"layers": 8, "dim": 1024, "heads": 16, "kv_heads": 4, "ffn_dim": 2816, "vocab_size": 32_000}
 
 
 def _transformers(precision: str, question: str) -> Item:
     """One precision of the same comparison."""
+
+    def shapes(model: Mapping[str, Any], lr: float, **train: int) -> dict[str, Any]:
+        given = {**train, "optimizer": {"lr": lr}, "compile": False}
+        return {"precision": precision, "steps": 50, "sections": {**model, "train": given}}
+
+    tiny = {**_TINY, "model": {**_TINY["model"], "vocab_size": 512}}
     return Item(
         f"exact/transformers-{precision}",
         question,
         "exact:transformers",
-        full={
-            "precision": precision,
-            "steps": 50,
-            "model": _PEER,
-            "train": {
-                "sequence_length": 512,
-                "batch_size": 2,
-                "micro_batch_size": 1,
-                "optimizer": {"lr": 3e-4},
-                "compile": False,
-            },
-        },
-        rehearsal={
-            "precision": precision,
-            "steps": 30,
-            "model": _SMALL | {"vocab_size": 512},
-            "train": {
-                "sequence_length": 64,
-                "batch_size": 4,
-                "micro_batch_size": 2,
-                "optimizer": {"lr": 2e-3},
-                "compile": False,
-            },
-        },
+        full=shapes({"model": _PEER}, 3e-4, sequence_length=512, batch_size=2, micro_batch_size=1),
+        rehearsal=shapes(tiny, 1e-3, sequence_length=64, batch_size=8, micro_batch_size=4),
         least_s=40,
         limit_s=120,
     )
 
 
+_FP32, _BITS = {"precision": {"compute": "fp32"}}, {"deterministic": True}
 _EXACT = (
     Item(
         "exact/cpu",
         "Does a run on the GPU in fp32 have the data and the losses of the same run on the CPU?",
         "exact:cpu",
         full={
-            "model": {"layers": 6, "dim": 320, "heads": 5, "vocab_multiple": 64},
-            "train": _CLOSE | {"sequence_length": 256, "batch_size": 8, "precision": {"compute": "fp32"}},
+            "sections": {
+                "model": {"layers": 6, "dim": 320, "heads": 5, "vocab_multiple": 64},
+                "train": {**_CLOSE, **_FP32, "sequence_length": 256, "batch_size": 8},
+            },
             "text_bytes": 4_000_000,
             "vocab_size": 8192,
         },
         rehearsal={
-            "model": _SMALL,
-            "train": _CLOSE | {"sequence_length": 64, "batch_size": 4, "precision": {"compute": "fp32"}},
+            "sections": {**_TINY, "train": {**_CLOSE, **_FP32, "sequence_length": 64, "batch_size": 4}},
             "text_bytes": 500_000,
             "vocab_size": 512,
         },
@@ -128,15 +118,16 @@ _EXACT = (
         "Does a run that is stopped and resumed have the same bits as one that is not, in bf16?",
         "exact:resume",
         full={
-            "model": {"layers": 8, "dim": 1024, "heads": 16, "kv_heads": 4},
-            "train": _CLOSE | {"sequence_length": 1024, "batch_size": 8, "deterministic": True},
+            "sections": {
+                "model": {"layers": 8, "dim": 1024, "heads": 16, "kv_heads": 4},
+                "train": {**_CLOSE, **_BITS, "sequence_length": 1024, "batch_size": 8},
+            },
             "stop_after": 25,
             "text_bytes": 4_000_000,
             "vocab_size": 16_384,
         },
         rehearsal={
-            "model": _SMALL,
-            "train": _CLOSE | {"sequence_length": 64, "batch_size": 4, "deterministic": True},
+            "sections": {**_TINY, "train": {**_CLOSE, **_BITS, "sequence_length": 64, "batch_size": 4}},
             "stop_after": 25,
             "text_bytes": 500_000,
             "vocab_size": 512,

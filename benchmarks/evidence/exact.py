@@ -32,20 +32,17 @@ MULTIPLE = 2.0
 """In bf16 our losses may be this many times as far from fp32 as those of transformers, by root mean squares."""
 
 
-def cpu(
-    device: str, work: Path, *, model: Mapping[str, Any], train: Mapping[str, Any], text_bytes: int, vocab_size: int
-) -> Result:
+def cpu(device: str, work: Path, *, sections: Mapping[str, Any], text_bytes: int, vocab_size: int) -> Result:
     """A run on the device and one on the CPU, of one run file.
 
     Args:
         device: Where the first run trains: cuda or cpu.
         work: Folder for corpus and runs.
-        model: Section of the run file.
-        train: Section of the run file; in fp32.
+        sections: Sections of the run file; in fp32.
         text_bytes: See `corpus.make`.
         vocab_size: See `corpus.make`.
     """
-    corpus = make(work, {"model": dict(model), "train": dict(train)}, text_bytes=text_bytes, vocab_size=vocab_size)
+    corpus = make(work, sections, text_bytes=text_bytes, vocab_size=vocab_size)
     for name, kind in (("on-device", device), ("on-cpu", "cpu")):
         pipeline("train", corpus.file, f"run.dir={work / name}", f"launch.device={kind}")
     return {"corpus": corpus.about, **beside_cpu(read_metrics(work / "on-device"), read_metrics(work / "on-cpu"))}
@@ -88,8 +85,7 @@ def resume(
     device: str,
     work: Path,
     *,
-    model: Mapping[str, Any],
-    train: Mapping[str, Any],
+    sections: Mapping[str, Any],
     stop_after: int,
     text_bytes: int,
     vocab_size: int,
@@ -99,13 +95,12 @@ def resume(
     Args:
         device: Where all runs train: cuda or cpu.
         work: Folder for corpus and runs.
-        model: Section of the run file.
-        train: Section of the run file; deterministic.
+        sections: Sections of the run file; deterministic.
         stop_after: The step after which a stop is asked for.
         text_bytes: See `corpus.make`.
         vocab_size: See `corpus.make`.
     """
-    corpus = make(work, {"model": dict(model), "train": dict(train)}, text_bytes=text_bytes, vocab_size=vocab_size)
+    corpus = make(work, sections, text_bytes=text_bytes, vocab_size=vocab_size)
     straight, resumed = work / "straight", work / "resumed"
     stopped = stop(corpus.file, resumed, device, stop_after)
     for run in (resumed, straight):
@@ -177,9 +172,7 @@ def first_difference(mine: Rows, other: Rows) -> str | None:
     return None if len(mine) == len(other) else f"{len(mine)} and {len(other)} rows"
 
 
-def transformers(
-    device: str, work: Path, *, precision: str, steps: int, model: Mapping[str, Any], train: Mapping[str, Any]
-) -> Result:
+def transformers(device: str, work: Path, *, precision: str, steps: int, sections: Mapping[str, Any]) -> Result:
     """Our model and transformers' Llama of the same shape, weights, batches and optimizer.
 
     Args:
@@ -187,19 +180,16 @@ def transformers(
         work: Folder for the run file.
         precision: fp32: the two are compared. bf16: each is compared with ours in fp32.
         steps: Number of steps of each side.
-        model: Section of the run file, with `vocab_size`.
-        train: Section of the run file.
+        sections: Sections of the run file, with `model.vocab_size`.
     """
     from train_gpu_peer import peer
     from train_gpu_steps import Build, measure, ours
 
     values = {
         "run": {"dir": str(work / "run")},
-        "launch": {"device": device},
         "data": {"sources": [{"name": "drawn", "paths": [str(work / "none.txt")]}]},
-        "tokenizer": {"train": {"vocab_size": model["vocab_size"]}},
-        "model": dict(model),
-        "train": {"duration": f"{steps} steps", "validation": {"samples": 0}, **train},
+        "tokenizer": {"train": {"vocab_size": sections["model"]["vocab_size"]}},
+        **sections,
     }
     file = work / "run.yaml"
     file.write_text(yaml.safe_dump(values))
@@ -208,10 +198,11 @@ def transformers(
         sides["transformers_fp32"] = "fp32", peer("sdpa")
     else:
         sides |= {f"ours_{precision}": (precision, ours), f"transformers_{precision}": (precision, peer("sdpa"))}
+    common = [f"launch.device={device}", f"train.duration={steps} steps", "train.validation.samples=0"]
     losses: dict[str, list[float]] = {}
     found: Result = {}
     for name, (compute, build) in sides.items():
-        line = measure(load(file, [f"train.precision.compute={compute}"]), build, steps - 1, warmup=1)
+        line = measure(load(file, [*common, f"train.precision.compute={compute}"]), build, steps - 1, warmup=1)
         assert line is not None, "one process is rank 0"
         losses[name] = line["losses"]
         found |= {key: line[key] for key in ("parameters", "step_tokens")}
