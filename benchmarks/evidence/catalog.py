@@ -388,4 +388,4 @@ _PROFILE = tuple(
     for steps in ({"micro_batches": 2, "warmup": 3, "steps": 3, "rows": 25},)
 )
 
-ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, *_RUNS, _RATES, *_SPEED, *_FP8, *_PROFILE)
+ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, _RATES, *_SPEED, *_FP8, *_PROFILE, *_RUNS)
