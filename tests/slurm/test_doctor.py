@@ -212,7 +212,12 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, script:
     [
         (1, "echo '0, 550.54.15, 0, No'", ["550.54.15"], [("ECC", True, "error")]),
         # A GPU without ECC, and one that retires rows and not pages.
-        (2, "echo '0, 570.86.15, [N/A], [N/A]\n1, 570.86.15, 2, [N/A]'", ["570.86.15"] * 2, [("ECC", False, "error")]),
+        (
+            2,
+            "printf '0, 570.86.15, [N/A], [N/A]\\n1, 570.86.15, 2, [N/A]\\n'",
+            ["570.86.15"] * 2,
+            [("ECC", False, "error")],
+        ),
         (
             *(1, "echo 'NVIDIA-SMI has failed because it couldn\\'t communicate with the NVIDIA driver.'; exit 9"),
             *([], [("nvidia-smi", False, "error")]),

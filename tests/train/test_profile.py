@@ -189,7 +189,7 @@ def test_ranks_that_do_not_exist_are_refused(root: Path) -> None:
 
 
 def test_a_profile_asks_for_a_gpu_and_ends_well_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a profile of a GPU but the device; of the calls to its allocator, the arguments as torch passes them on."""
+    """Of the calls to the GPU's allocator, the arguments as torch passes them on."""
     calls: list[tuple[Any, ...]] = []
     found = {"segments": [], "device_traces": [[{"action": "alloc"}]]}
     monkeypatch.setattr(torch._C, "_cuda_record_memory_history", lambda *told: calls.append(told), raising=False)
