@@ -155,7 +155,9 @@ def plan(
     nodes: Annotated[
         int | None, typer.Option(help="Nodes, each full of devices; by default as many as the run file names.", min=1)
     ] = None,
-    device: Annotated[str, typer.Option(help="a100, h100, h100-pcie, h200 or b200; or its name in gres.")] = "h100",
+    device: Annotated[
+        str, typer.Option(help="a100, h100, h100-pcie, h200, b200, gh200 or mi300x; or its name in gres.")
+    ] = "h100",
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Look for the fastest layouts that fit, too. Takes up to some minutes.")
     ] = False,

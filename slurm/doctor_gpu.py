@@ -35,9 +35,9 @@ class DriverView:
 
 
 def driver_views() -> tuple[list[DriverView], list[Check]]:
-    """What nvidia-smi says, and what is wrong with that; nothing at all where there is no nvidia-smi."""
+    """What nvidia-smi says, and what is wrong with that; nothing where there is neither nvidia-smi nor a GPU."""
     if shutil.which("nvidia-smi") is None:
-        return [], []
+        return [], [_unasked("it is not in PATH")] if torch.cuda.device_count() else []
     command = ["nvidia-smi", f"--query-gpu={','.join(_COLUMNS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
@@ -49,11 +49,19 @@ def driver_views() -> tuple[list[DriverView], list[Check]]:
         return [], [_bad("nvidia-smi", "not run", f"nvidia-smi cannot be run: {error.strerror}")]
     said = " ".join((done.stdout + done.stderr).split())[:300]
     if "not a valid field" in said.lower():  # a version of nvidia-smi that does not know these
-        return [], []
+        return [], [_unasked("this version does not know what it is asked for")]
     if done.returncode != 0:
         return [], [_bad("nvidia-smi", f"code {done.returncode}", f"nvidia-smi failed: {said}")]
     views = parse_driver_views(done.stdout)
     return views, judge_driver_views(views)
+
+
+def _unasked(why: str) -> Check:
+    """Memory errors and the driver's version are not known, which is nothing wrong with the GPUs."""
+    if torch.version.hip is not None:
+        why += ", and AMD's tools (amd-smi) are not asked"
+    text = f"nvidia-smi: {why}; memory errors (ECC) and the driver's version were not looked at"
+    return Check("nvidia-smi", False, "not asked", text, "warning")
 
 
 def parse_driver_views(text: str) -> list[DriverView]:
@@ -95,8 +103,8 @@ def devices(expected: int, driver: int) -> Check:
     value = f"{len(kinds)} x {kinds[0]}" if kinds else "none"
     if len(kinds) < expected:
         text = f"GPUs: torch sees {len(kinds)}, {expected} are expected"
-        if torch.version.cuda is None:
-            text += f"; this torch ({torch.__version__}) was built without CUDA"
+        if torch.version.cuda is None and torch.version.hip is None:
+            text += f"; this torch ({torch.__version__}) was built without CUDA and without ROCm"
         elif driver >= expected:
             text += f", and nvidia-smi sees {driver}; look at CUDA_VISIBLE_DEVICES and at the driver's version"
         return _bad("GPUs", value, text)
@@ -168,16 +176,17 @@ def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """The shortest of several, which tells a slow device from a moment in which something else ran."""
     found = []
     for turn in range(_WARM_UP + _TIMED):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         if turn >= _WARM_UP:
             found.append(time.perf_counter() - start)
     return min(found)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU has been given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

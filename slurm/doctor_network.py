@@ -16,6 +16,7 @@ import orjson
 import torch
 import torch.distributed as dist
 
+from slurm.doctor_gpu import synchronize
 from slurm.doctor_node import Place
 from slurm.doctor_report import Network, NetworkState
 
@@ -98,15 +99,15 @@ class Meeting:
         found, wrong = [], False
         for turn in range(_WARM_UP + _TIMED):
             values.fill_(mine + 1)
-            _finish(gpu)
+            synchronize(values.device)
             start = time.perf_counter()
             dist.all_reduce(values)
-            _finish(gpu)
+            synchronize(values.device)
             if turn >= _WARM_UP:
                 found.append(time.perf_counter() - start)
             wrong = wrong or not bool((values == size * (size + 1) / 2).all())
         dist.barrier()
-        _finish(gpu)
+        synchronize(values.device)
         return statistics.median(found), wrong, time.time()
 
 
@@ -193,11 +194,6 @@ def _wait_for_port(place: Place, until: float, seconds: float) -> None:
 
 def _unmet(state: NetworkState, place: Place, message: str) -> Network:
     return Network(state, rank=place.rank, nodes=0, message=message)
-
-
-def _finish(gpu: bool) -> None:
-    if gpu:
-        torch.cuda.synchronize()
 
 
 def _first_line(error: BaseException) -> str:

@@ -204,9 +204,10 @@ def software(driver: str) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "none",
+        **({"hip": torch.version.hip} if torch.version.hip else {}),
         "driver": driver or "none",
     }
-    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
+    if (torch.version.cuda or torch.version.hip) and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return found
 

@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Literal
 
 import orjson
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
@@ -40,6 +39,7 @@ from pipeline.errors import (
 )
 from pipeline.signals import stop_signals
 from pipeline.train.parallel.compat import OneNode, WatchedAgent
+from pipeline.train.parallel.processes import visible_gpus
 from pipeline.train.parallel.rank import LAUNCHER, NODE_ERRORS, STORE, read_error
 from pipeline.train.parallel.rules import check_evaluation_layout, check_layout
 from pipeline.train.parallel.watchdog import STACKS_SIGNAL
@@ -137,9 +137,9 @@ def check_devices(wanted: str, processes: int, key: str = "launch.processes", se
         key: What the run file calls their number.
         section: What it calls their layout.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    there = visible_gpus()
+    if wanted == "cpu" or (wanted == "auto" and not there):
         return
-    there = torch.cuda.device_count()
     if there < processes:
         what = f"set {key}={there} and a layout ({section}:) that fits, or " if there > 1 else ""
         raise UserError(

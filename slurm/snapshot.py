@@ -29,7 +29,7 @@ from pipeline.redaction import is_secret_variable, masked
 from slurm import integrity, jobs
 
 _RECORDED = re.compile(
-    r"^(SLURM_CONF|MODULE.*|LOADEDMODULES|NCCL_.*|TORCH_.*|OMP_.*|CUDA_.*|GLOO_.*|PYTHON.*|VIRTUAL_ENV"
+    r"^(SLURM_CONF|MODULE.*|LOADEDMODULES|NCCL_.*|TORCH_.*|OMP_.*|CUDA_.*|HIP_.*|ROCR_.*|HSA_.*|GLOO_.*|PYTHON.*|VIRTUAL_ENV"
     r"|CONDA_(PREFIX.*|DEFAULT_ENV|SHLVL|PYTHON_EXE|EXE|CHANNELS|OVERRIDE_.*)|LD_LIBRARY_PATH|PATH)$"
 )
 """Names that are kept. conda has more, which may hold the tokens of channels and say nothing of what is computed."""

@@ -42,7 +42,7 @@ _RANK_VARIABLES = (
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_NODE_ERRORS", "PIPELINE_STORE"),
 )
-_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _MODULE = [
     # The shell of a job is no login shell, so that `module`, a function, need not be there.
     'for pipeline_file in /etc/profile.d/{modules,lmod,z00_lmod}.sh "${MODULESHOME:-}/init/bash" '

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -8,10 +9,19 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def gpu_of_the_test(request: pytest.FixtureRequest) -> None:
-    """What is marked `gpu` is skipped where there is none."""
-    if request.node.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+def gpu_of_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is marked `gpu` is skipped where there is none, and finds the settings and the memory of a new process."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    # A training in this process may have left others: TF32 by what a CPU chose, deterministic kernels.
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Numbers of a device on their way to the host, which does not wait for what the device is given after them."""
+"""Small tensors between host and device: the host does not wait for what the device has to do besides."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, sent without waiting.
+
+    To a GPU it goes from page-locked memory: from other memory, a copy may wait for what the device has been given.
+    """
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -29,7 +29,7 @@ from pipeline.train.parallel import processes
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, parallelize
-from pipeline.train.parallel.processes import Processes, share
+from pipeline.train.parallel.processes import Processes, share, visible_gpus
 from pipeline.train.parallel.rank import LAUNCHER
 from pipeline.train.parallel.runner import Runner, build_runner
 from pipeline.train.products import choose_products
@@ -93,13 +93,14 @@ def cores_of(ranks: Processes, environment: Mapping[str, str]) -> int:
 
 def choose_device(wanted: str, ranks: Processes) -> torch.device:
     """The device of `launch.device` for this rank: on a GPU node the one with its local number."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+    gpus = visible_gpus()
+    if wanted == "cuda" and not gpus:
         raise UserError("launch.device is cuda, but torch sees no CUDA device here; use launch.device=cpu or auto")
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
-        if ranks.local_world_size > torch.cuda.device_count():
+    if gpus and wanted != "cpu":
+        if ranks.local_world_size > gpus:
             raise UserError(
                 f"{ranks.local_world_size} processes of this node want a GPU each, but torch sees "
-                f"{torch.cuda.device_count()}; lower their number (launch.processes, eval.processes) to that, or use "
+                f"{gpus}; lower their number (launch.processes, eval.processes) to that, or use "
                 "launch.device=cpu"
             )
         return torch.device("cuda", ranks.local_rank)

@@ -14,7 +14,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import Batch
 from pipeline.train.ema import Ema
-from pipeline.train.host_copy import HostCopy
+from pipeline.train.host_copy import HostCopy, to_device
 from pipeline.train.loss import Criterion, TokenLosses
 from pipeline.train.model.attention import Context, SequenceCut, Watch
 from pipeline.train.observe import Observed, Observer
@@ -235,10 +235,7 @@ class Stepper:
         words = [(data_hash >> (16 * place)) & 0xFFFF if counts else 0 for place in range(_HASH_WORDS)]
         works = [0.0] * dist.get_world_size()
         works[dist.get_rank()] = work
-        # From memory that is not page-locked, a copy may wait for what the device is given.
-        pin = self._device.type == "cuda"
-        facts = torch.tensor([*map(float, wish), *words, *works], dtype=torch.float64, pin_memory=pin)
-        facts = facts.to(self._device, non_blocking=True)
+        facts = to_device(torch.tensor([*map(float, wish), *words, *works], dtype=torch.float64), self._device)
         return list(torch.split(facts, [len(wish), len(words), len(works)]))
 
     def _clip_factor(self, norm: Tensor) -> Tensor:

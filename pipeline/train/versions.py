@@ -20,15 +20,16 @@ _PATIENCE_S = 10.0
 
 
 def versions() -> dict[str, Any]:
-    """By package. With CUDA where torch was built for it, and the revision of the code where it is a checkout."""
+    """By package. With CUDA or ROCm (`hip`) where torch was built for it, and the revision of a checkout."""
     found: dict[str, Any] = {
         "pipeline": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+    for name, version in (("cuda", torch.version.cuda), ("hip", torch.version.hip)):
+        if version is not None:
+            found[name] = version
     revision, changed = _git()
     if revision is not None:
         found["git"] = {"revision": revision, "changed": changed}

@@ -17,11 +17,20 @@ import torch
 
 from pipeline.data import store
 from pipeline.errors import EXIT_UNHEALTHY, UserError
+from pipeline.train.versions import versions
+from slurm import doctor_gpu
 from slurm.devcluster import DevCluster
 from slurm.doctor import doctor_command, verdict
-from slurm.doctor_gpu import judge_driver_views, parse_driver_views, products, wrong_elements
+from slurm.doctor_gpu import (
+    devices,
+    driver_views,
+    judge_driver_views,
+    parse_driver_views,
+    products,
+    wrong_elements,
+)
 from slurm.doctor_network import NotMet, meet
-from slurm.doctor_node import Place, disks, space
+from slurm.doctor_node import Place, disks, software, space
 from slurm.doctor_report import Check, Network, Report, Verdict, compare, parse_report, report_file
 from tests.tiny import pipeline, write_run
 
@@ -187,6 +196,86 @@ def test_what_nvidia_smi_says() -> None:
     assert (broken.severity, broken.value) == ("error", "GPU 1: 3")
     assert (retiring.severity, retiring.value) == ("warning", "GPU 1")
     assert [check.ok for check in judge_driver_views([views[0], views[2]])] == [True]
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, script: str | None = None) -> None:
+    """A program of that name that prints what a real one did, or none; and torch sees some GPUs."""
+    if script is not None:
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "script", "seen", "checks"),
+    [
+        (1, "echo '0, 550.54.15, 0, No'", ["550.54.15"], [("ECC", True, "error")]),
+        # A GPU without ECC, and one that retires rows and not pages.
+        (
+            2,
+            "printf '0, 570.86.15, [N/A], [N/A]\\n1, 570.86.15, 2, [N/A]\\n'",
+            ["570.86.15"] * 2,
+            [("ECC", False, "error")],
+        ),
+        (
+            *(1, "echo 'NVIDIA-SMI has failed because it couldn\\'t communicate with the NVIDIA driver.'; exit 9"),
+            *([], [("nvidia-smi", False, "error")]),
+        ),
+        (
+            *(1, "echo 'Field \"retired_pages.pending\" is not a valid field to query.'; exit 2"),
+            *([], [("nvidia-smi", False, "warning")]),
+        ),
+        (1, None, [], [("nvidia-smi", False, "warning")]),
+        (0, None, [], []),
+    ],
+)
+def test_nvidia_smi_as_it_answers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    script: str | None,
+    seen: list[str],
+    checks: list[tuple[str, bool, str]],
+) -> None:
+    nvidia_smi(tmp_path, monkeypatch, gpus, script)
+    views, found = driver_views()
+    assert [view.driver for view in views] == seen
+    assert [(check.name, check.ok, check.severity) for check in found] == checks
+
+
+def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, monkeypatch, 1, "while true; do :; done")
+    monkeypatch.setattr(doctor_gpu, "_PATIENCE", 0.1)
+    views, (check,) = driver_views()
+    assert not views and (check.value, check.severity) == ("no answer", "error")
+
+
+def test_rocm_has_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch was built for AMD's GPUs, which it calls cuda too."""
+    nvidia_smi(tmp_path, monkeypatch, 1)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
+    _, (check,) = driver_views()
+    assert check.severity == "warning" and "amd-smi" in check.message
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "AMD Instinct MI300X")
+    assert devices(1, 0) == Check("GPUs", True, "1 x AMD Instinct MI300X")
+    assert "built without" not in devices(2, 0).message
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert software("")["hip"] == versions()["hip"] == "6.4.43484"
+
+
+def test_gpus_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["NVIDIA H200", "NVIDIA H200", "NVIDIA H100 80GB HBM3"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices(2, 2) == Check("GPUs", True, "2 x NVIDIA H200")
+    assert "nvidia-smi sees 8; look at CUDA_VISIBLE_DEVICES" in devices(8, 8).message
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert devices(3, 3).value == "NVIDIA H100 80GB HBM3, NVIDIA H200"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA and without ROCm" in devices(4, 0).message
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pipeline.console import Console
 from pipeline.data import store
 from slurm.link import Ending, Link
-from slurm.step import Step
+from slurm.step import Step, meeting_place
 
 
 def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -23,6 +23,14 @@ def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False}
     submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site)
     return Link(submission, 1, Console(file=io.StringIO()))
+
+
+def test_processes_of_several_nodes_meet_at_the_first_over_the_network_that_is_named() -> None:
+    """NCCL's variable and gloo's."""
+    site = SimpleNamespace(network_interface="ib0")
+    found = meeting_place(cast(Any, SimpleNamespace(site=site)), ["n1", "n2"])
+    assert found.pop("MASTER_PORT").isdecimal()
+    assert found == {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
 
 
 def noted(run: Path, reason: str) -> None:

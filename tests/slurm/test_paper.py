@@ -110,6 +110,7 @@ def test_the_cost_counts_spare_nodes() -> None:
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100_80gb_pcie"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA GH200 120GB", "gh200"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "a100_1g.10gb"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
     ],

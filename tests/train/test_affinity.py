@@ -118,6 +118,13 @@ def test_a_gpu_is_found_by_its_address(
     assert bind(rank_of(0, 2), CUDA, LAUNCHED, unknown) == "rank 0 runs on 16 of 32 CPUs: 0-7,16-23"
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA has no such class")
+def test_torch_tells_the_address_of_a_gpu() -> None:
+    """Under these names, which the tests above take from torch."""
+    properties = torch._C._CudaDeviceProperties
+    assert all(hasattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+
+
 def test_a_process_is_bound_once(tmp_path: Path, process: SimpleNamespace) -> None:
     system = machine(tmp_path, nodes=2, cores=8)
     assert bind(rank_of(1, 2), CPU, LAUNCHED, system) is not None

@@ -9,22 +9,29 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import RecomputeConfig, TrainConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.kernels.flex import Flex
+from pipeline.train.model.kernels.packed import Varlen
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sight import Kernel
 from pipeline.train.parallel import compile
 from pipeline.train.parallel.compat import keep_compiled_code_private
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles, settle
+from pipeline.train.recompute import Recompute
 from tests.train.runs import column, start, train
 
 TRACED, PARTITIONED = "aot_eager", "aot_eager_decomp_partition"
@@ -103,6 +110,31 @@ def test_less_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept[0] > kept[1] > kept[2], kept
     for some in gradients[1:]:
         torch.testing.assert_close(some, gradients[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("kernel", [partial(Sdpa, on_gpu=True), Varlen, Flex])
+def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], recompute: str
+) -> None:
+    """Forward and backward of layers with torch's kernels for GPUs, traced on tensors without data, in bf16."""
+    monkeypatch.setattr(compile, "BACKEND", TRACED)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it knows GPUs by name
+    shape = {"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_multiple": 8}
+    with torch.device("meta"):
+        model = Decoder(decoder_spec(ModelConfig.model_validate(shape), 61, 40)).bfloat16()
+    model.kernel = kernel()
+    compile_layers(model, RecomputeConfig())
+    for block in model.layers.values():
+        block.recompute = Recompute.of_layer(
+            RecomputeConfig.model_validate({"mode": recompute}), 0, model.spec.layers[0]
+        )
+    tokens = torch.zeros(1, 40, dtype=torch.int64, device="meta")
+    for begins in ([0], [0, 20, 33], [0, 7, 8, 28]):
+        starts = torch.tensor(begins, dtype=torch.int32)
+        model(tokens, Context(bounds_BS=tokens, starts=starts)).float().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_a_missing_compiler_is_told_before_anything_is_built(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -466,6 +466,7 @@ def needs(*capability: int) -> None:
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_torchao_on_a_gpu(root: Path, recipe: str, compiled: str) -> None:
     needs(8, 9) if recipe == "tensorwise" else needs(9, 0)
+    pytest.importorskip("torchao.float8")
     values = (*GPU, f"train.compile={compiled}")
     run = train(root, f"gpu-{recipe}-{compiled}", *values, f"train.precision.fp8.recipe={recipe}")
     expected = train(root, f"gpu-bf16-{compiled}", *values, "train.precision.fp8=null")
@@ -475,6 +476,7 @@ def test_torchao_on_a_gpu(root: Path, recipe: str, compiled: str) -> None:
 @pytest.mark.gpu
 def test_a_gpu_rounds_as_a_cpu_does(root: Path) -> None:
     needs(8, 9)
+    pytest.importorskip("torchao.float8")
     run = train(root, "gpu-rounds", *GPU, "train.precision.fp8.all_gather=true", "train.compile=false")
     expected = train(root, "gpu-emulated", *RUN, FP8["gather"])
     assert column(run, "loss") == pytest.approx(column(expected, "loss"), rel=LOSS)

@@ -228,6 +228,8 @@ def test_there_is_no_peak_where_none_is_known(monkeypatch: pytest.MonkeyPatch) -
         ("NVIDIA H100 NVL", None),
         ("NVIDIA H200 NVL", None),
         ("NVIDIA GB200", None),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("AMD Instinct MI300X", None),  # a partition may be called so, too
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

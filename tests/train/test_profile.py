@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import pickle
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ import pytest
 import torch
 
 from pipeline.config.load import load
+from pipeline.config.train import ProfileConfig
+from pipeline.console import Console
 from pipeline.errors import UserError
 from pipeline.train import spans
 from pipeline.train.parallel.rules import check_layout
+from pipeline.train.profile import Profile
 from pipeline.train.run_folder import read_metrics
 from tests.train.poison import INF, poison
 from tests.train.runs import exact, start, train, weights_hash
@@ -181,3 +186,27 @@ def test_ranks_that_do_not_exist_are_refused(root: Path) -> None:
     config = load(root / "run.yaml", ["train.profile={steps: [2, 3], ranks: [0, 2, 5]}", "parallel.tp=2"])
     with pytest.raises(UserError, match=r"train\.profile\.ranks=\[0, 2, 5\] names 2, 5, but the run has 2 processes"):
         check_layout(config, 2)
+
+
+def test_a_profile_asks_for_a_gpu_and_ends_well_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the calls to the GPU's allocator, the arguments as torch passes them on."""
+    calls: list[tuple[Any, ...]] = []
+    found = {"segments": [], "device_traces": [[{"action": "alloc"}]]}
+    monkeypatch.setattr(torch._C, "_cuda_record_memory_history", lambda *told: calls.append(told), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda *_: found, raising=False)
+    config = ProfileConfig.model_validate({"steps": [2, 3], "memory": True})
+    out = io.StringIO()
+    profile = Profile(config, torch.device("cuda", 0), 0, lambda: tmp_path / "profile", Console(file=out, width=500))
+    assert not list(profile.announce(3))
+    profile.watch_memory()
+    with profile:
+        for step in (1, 2, 3):
+            with profile.step(step):
+                torch.ones(8).sum()
+            if profile.ends_with(step):
+                profile.finish()
+    (began, ended) = calls
+    assert began[:4] == ("all", "all", "python", 100_000) and ended[0] is None
+    assert pickle.loads((tmp_path / "profile/memory-step-00000003.rank-0000.pickle").read_bytes()) == found
+    (trace,) = (tmp_path / "profile").glob("trace-*")
+    assert any(event["name"] == "aten::sum" for event in trace_of(trace))

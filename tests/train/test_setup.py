@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from pipeline.config.load import load
+from pipeline.errors import UserError
 from pipeline.train import setup
 from pipeline.train.parallel.processes import Processes
-from pipeline.train.setup import cores_of, join
+from pipeline.train.setup import choose_device, cores_of, join
 from tests import tiny
 
 
@@ -39,3 +40,27 @@ def test_a_rank_has_no_more_threads_than_the_cores_that_it_got(tmp_path: Path, m
     changes = {"launch.device": "cpu", "launch.bind": "auto", "launch.threads": None}
     join(load(tiny.write_run(tmp_path, changes)), rank)
     assert threads == [3]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "device"),
+    [
+        ("auto", 0, "cpu"),
+        ("cpu", 4, "cpu"),
+        ("auto", 4, "cuda:1"),
+        ("cuda", 2, "cuda:1"),
+        ("auto", 1, None),
+        ("cuda", 0, None),
+    ],
+)
+def test_a_rank_takes_the_gpu_of_its_local_number(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, gpus: int, device: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    rank = Processes(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    if device is None:
+        with pytest.raises(UserError, match=f"torch sees {gpus or 'no CUDA device'}"):
+            choose_device(wanted, rank)
+    else:
+        assert choose_device(wanted, rank) == torch.device(device)

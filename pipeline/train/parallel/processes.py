@@ -61,6 +61,11 @@ class _Joined:
     """Calls of `wait_for_all` so far."""
 
 
+def visible_gpus() -> int:
+    """GPUs that torch sees, of NVIDIA or, where it was built for ROCm, of AMD."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
     """Make the process group, over NCCL between GPUs and over gloo between CPUs; once in a process.
 

@@ -120,6 +120,37 @@ _ALL = (
         gres=r"(nvidia[_-])?b200",
         card="NVIDIA B200",
     ),
+    Device(
+        "gh200",
+        memory="96 GB",
+        memory_bytes=97_871 * _MIB,
+        flops={"bf16": 989 * _TFLOPS, "fp16": 989 * _TFLOPS, "fp32": 67 * _TFLOPS, "fp8": 1979 * _TFLOPS},
+        memory_bandwidth=4 * _TB_S,
+        link_bandwidth=450 * _GB_S,
+        network_bandwidth=200 * _GBIT_S,
+        node_devices=4,
+        source="NVIDIA GH200 datasheet, with HBM3; a node of four as in Alps, network: 200 Gbit/s a GPU",
+        driver=r"NVIDIA GH200 (120|480)GB",
+        gres=r"(nvidia[_-])?gh200([_-](120|480)gb)?",
+    ),
+    Device(
+        "mi300x",
+        memory="192 GB",
+        # torch reports 191.98 GiB.
+        memory_bytes=196_592 * _MIB,
+        flops={
+            "bf16": 1307.4 * _TFLOPS,
+            "fp16": 1307.4 * _TFLOPS,
+            "fp32": 163.4 * _TFLOPS,
+            "fp8": 2614.9 * _TFLOPS,
+        },
+        memory_bandwidth=5.3 * _TB_S,
+        link_bandwidth=448 * _GB_S,
+        network_bandwidth=400 * _GBIT_S,
+        source="AMD Instinct MI300X data sheet: 7 links of 64 GB/s one way; network taken as 400 Gbit/s a GPU",
+        # No name of the driver's: a partition of one, with less of everything, may have the same.
+        gres=r"(amd[_-])?(instinct[_-])?mi300x([_-]oam)?",
+    ),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
 """By name, with assumed shares."""

@@ -19,6 +19,7 @@ from pipeline.train.parallel.check import vocabulary
 from pipeline.train.parallel.course import step_shapes
 from pipeline.train.parallel.footprint import MASTER_BYTES, Footprint, footprint
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.processes import visible_gpus
 from pipeline.train.parallel.rank import LAUNCHER, Processes, is_rank, of_environment
 from pipeline.train.parallel.rules import check_layout
 from pipeline.train.parallel.stages import split_stages
@@ -79,7 +80,7 @@ def is_meant_for_this_machine(config: Config, processes: int) -> bool:
     """Whether a layout that is only looked at would probably run here: all of it, and without a cluster."""
     if is_rank() or "slurm" in config.model_fields_set:
         return False
-    gpus = torch.cuda.device_count() if config.launch.device != "cpu" and torch.cuda.is_available() else 0
+    gpus = visible_gpus() if config.launch.device != "cpu" else 0
     if config.launch.device == "cuda" and not gpus:
         return False
     return processes <= (gpus or max(_FEW, os.cpu_count() or 1))
@@ -89,13 +90,14 @@ def _places(config: Config, ranks: Processes) -> list[_Place]:
     """The memories that the ranks of this machine use, of which this process knows."""
     own = LAUNCHER in os.environ and is_rank()
     here = range(ranks.rank - ranks.local_rank, ranks.rank - ranks.local_rank + ranks.local_world_size)
-    if config.launch.device == "cpu" or not torch.cuda.is_available():
+    gpus = visible_gpus()
+    if config.launch.device == "cpu" or not gpus:
         found = None if own or config.launch.device == "cuda" else host_memory()
         if found is None:
             return []
         name = f"the memory of {node_name()}" + (" (limited by its cgroup)" if found.limited else "")
         return [_Place(here, name, found.free, found.total, "cpu")]
-    if ranks.local_world_size > torch.cuda.device_count():
+    if ranks.local_world_size > gpus:
         return []  # which is refused in other words
     if not is_rank() and ranks.world_size > 1:
         return []  # a launcher must take no memory of GPUs: its ranks look themselves

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.train.host_copy import to_device
 from pipeline.train.model.kernels.sight import Sight
 from pipeline.train.parallel.compat import vary_length
 
@@ -52,9 +53,7 @@ def pack(sight: Sight) -> Packing:
     """Tell a sight; the host waits for nothing."""
     queries, keys = zip(*lengths(sight), strict=True)
     both = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
-    if sight.device.type == "cuda":
-        both = both.pin_memory().to(sight.device, non_blocking=True)
-    cumulative = [part.clone() for part in both]  # each with a length of its own
+    cumulative = [part.clone() for part in to_device(both, sight.device)]  # each with a length of its own
     for each in cumulative:
         vary_length(each)
     # Kernels leave a block beyond the end of its document at once.
