@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from evidence import imported, machine
 from evidence.catalog import ITEMS
+from evidence.child import end_with_parent
 from evidence.item import Item
 from evidence.page import PAGE, page
 
@@ -122,6 +123,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def run_one(item: Item, work: Path, answer: Path, *, rehearse: bool) -> None:
     """In the process of an item: measure, and leave the answer where the runner looks for it."""
+    end_with_parent()
     try:
         result = item.run(work, rehearse=rehearse)
         checks = result.get("checks", {})

@@ -5,12 +5,15 @@ python benchmarks/evidence/child.py train run.yaml
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 _ERROR_CHARACTERS = 500
+_PR_SET_PDEATHSIG = 1
 
 
 def command(*words: object) -> list[str]:
@@ -31,7 +34,14 @@ def pipeline(*words: object, codes: Sequence[int] = (0,)) -> str:
     return done.stdout
 
 
+def end_with_parent() -> None:
+    """Let the kernel end this process when the one that started it is killed; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 if __name__ == "__main__":
+    end_with_parent()
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
     from evidence.imported import record_at_exit
 

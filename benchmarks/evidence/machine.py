@@ -38,11 +38,13 @@ def gpu() -> dict[str, Any]:
         RuntimeError: No GPU is seen.
     """
     if shutil.which("nvidia-smi"):
-        words = ["nvidia-smi", f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader,nounits", "--id=0"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-        values = [value.strip() for value in done.stdout.strip().split(",")]
-        if done.returncode == 0 and len(values) == len(_ASKED):
-            return {key: _number(value) for key, value in zip(_ASKED, values, strict=True)}
+        # Older drivers have another name for the last one, and answer nothing where one is unknown.
+        for asked in (_ASKED, {key: _ASKED[key] for key in list(_ASKED)[:-1]}):
+            words = ["nvidia-smi", f"--query-gpu={','.join(asked.values())}", "--format=csv,noheader,nounits", "--id=0"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+            values = [value.strip() for value in done.stdout.strip().split(",")]
+            if done.returncode == 0 and len(values) == len(asked):
+                return {key: _number(value) for key, value in zip(asked, values, strict=True)}
     ask = "import torch; print(torch.cuda.get_device_name(0))"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -77,7 +79,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the repository, with `+` behind it where files differ from it; None outside of a checkout."""
+    """Of the repository, with `+` behind it where files differ from it; None outside of a checkout or without git."""
+    if shutil.which("git") is None:
+        return None
     git = ["git", "-C", str(ROOT)]
     done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from evidence.child import end_with_parent
 from evidence.imported import FOLDER, ROOT, record
 from evidence.item import Result
 
@@ -63,6 +64,12 @@ def _name(case: ET.Element) -> str:
 def _reason(case: ET.Element, *kinds: str) -> str:
     found = next(element for kind in kinds for element in case.iter(kind))
     return " ".join((found.get("message") or "").split())[:200]
+
+
+def pytest_configure() -> None:
+    """Hook of pytest: no tests are left running when the item is killed."""
+    if FOLDER in os.environ:
+        end_with_parent()
 
 
 def pytest_sessionfinish() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ def killed(device, work, *, size):
 
 def hanging(device, work, *, size):
     child = subprocess.Popen(["sleep", "1000"])
-    Path(os.environ["TOYS"]).write_text(str(child.pid))
+    Path(os.environ["TOYS"]).write_text(f"{child.pid}\\n{os.getpid()}\\n")
     time.sleep(1000)
 """
 CATALOG = """
@@ -70,6 +73,14 @@ def run(copy: Path, *words: object, **environment: str) -> tuple[int, list[dict[
     return done.returncode, gpu_evidence.read(file), done.stdout + done.stderr
 
 
+def runs(pid: str) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return "\nState:\tZ" not in Path("/proc", pid, "status").read_text()
+    except OSError:
+        return False
+
+
 def test_items_that_end_badly_are_reported_and_the_others_run(copy: Path) -> None:
     (copy / "benchmarks/evidence/catalog.py").write_text(CATALOG)
     (copy / "benchmarks/evidence/toys.py").write_text(TOYS)
@@ -88,14 +99,37 @@ def test_items_that_end_badly_are_reported_and_the_others_run(copy: Path) -> Non
     assert by_item["unequal"]["result"]["twice"] == 4
     assert "-9" in by_item["killed"]["error"]
     if (copy / "pid").exists():
-        status = Path("/proc", (copy / "pid").read_text(), "status")
-        assert not status.exists() or "\nState:\tZ" in status.read_text(), "its child is left"
+        assert not any(map(runs, (copy / "pid").read_text().split())), "its child is left"
     fine = by_item["fine"]
     assert fine["result"] == {"twice": 4, "checks": {"it is even": True}, "goals": {}}
-    assert set(fine["files"]) == {"README.md", "benchmarks/evidence/toys.py"}
+    assert set(fine["files"]) == {"README.md", "benchmarks/evidence/toys.py", "benchmarks/evidence/child.py"}
     assert fine["commit"] == "abc" and fine["rehearsal"] and fine["shapes"] == {"size": 2}
     for word in ("error 2", "failed 1", "cut off 1", "ok 1"):
         assert word in printed
+
+
+def test_an_item_ends_with_the_command_that_is_killed(copy: Path) -> None:
+    (copy / "benchmarks/evidence/catalog.py").write_text(CATALOG.replace("limit_s=0.5", "limit_s=60"))
+    (copy / "benchmarks/evidence/toys.py").write_text(TOYS)
+    command = [sys.executable, str(copy / "benchmarks/gpu_evidence.py"), "--rehearse", "--only", "toy/hanging"]
+    runner = subprocess.Popen(command, env={**os.environ, "TOYS": str(copy / "pid")})
+    try:
+        wait_until(lambda: (copy / "pid").exists() and (copy / "pid").read_text().count("\n") == 2)
+        child, item = (copy / "pid").read_text().split()
+        runner.kill()
+        runner.wait()
+        wait_until(lambda: not runs(item))
+    finally:
+        runner.kill()
+        runner.wait()
+    os.kill(int(child), signal.SIGKILL)
+
+
+def wait_until(so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_an_item_that_was_broken_is_reported(copy: Path) -> None:
