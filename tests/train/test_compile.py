@@ -7,10 +7,14 @@ it is compared with one process in `tests/parallel/test_layouts.py`.
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from pipeline.train.parallel.compile import check_compiler, compile_layers, comp
 from pipeline.train.recompute import Recompute
 from tests.train.runs import column, start, train
 
+ROOT = Path(__file__).parents[2]
 TRACED, PARTITIONED = "aot_eager", "aot_eager_decomp_partition"
 """Backends that trace forward and backward as inductor's do and run torch's kernels; the second cuts the two as
 inductor does."""
@@ -135,6 +140,25 @@ def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
         model(tokens, Context(bounds_BS=tokens, starts=starts)).float().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.version.cuda is None or find_spec("triton") is None or torch.cuda.is_available(),
+    reason="for a torch with CUDA on a machine without a GPU",
+)
+@pytest.mark.parametrize(("kernel", "templates"), [("varlen", 0), ("flex", 2)])
+def test_triton_compiles_a_layer_for_a_gpu(tmp_path: Path, kernel: str, templates: int) -> None:
+    """To machine code of an H200, which nothing here can run; FlexAttention is a template for each pass."""
+    folders = {name: str(tmp_path) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    command = [sys.executable, "-m", "tests.train.gpu_kernels", kernel]
+    done = subprocess.run(command, env=os.environ | folders, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kinds = json.loads(done.stdout.splitlines()[-1])
+    assert kinds.get("tem", 0) == templates
+    # Norms reduce, and what is between products is fused.
+    assert kinds["poi"] > 0 and kinds.get("per", 0) + kinds.get("red", 0) > 0
+    assert list(tmp_path.rglob("*.cubin"))
 
 
 def test_a_missing_compiler_is_told_before_anything_is_built(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
