@@ -100,4 +100,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     out = x32 * cos
     out[..., :half].addcmul_(x32[..., half:], sin, value=-sign)
     out[..., half:].addcmul_(x32[..., :half], sin, value=sign)
-    return out.to(x.dtype)
+    # Not `out.to(x.dtype)` alone: where that changes nothing, torch.compile in 2.11 loses the gradient of x.
+    return out if out.dtype == x.dtype else out.to(x.dtype)
