@@ -130,6 +130,7 @@ def run_one(item: Item, work: Path, answer: Path, *, rehearse: bool) -> None:
         found: Line = {"status": "ok" if all(checks.values()) else "failed", "result": result}
         if found["status"] == "failed":
             found["error"] = "; ".join(f"{name}: not so" for name, holds in checks.items() if not holds)
+        json.dumps(found)
     except Exception as error:
         traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -144,8 +145,10 @@ def run_one(item: Item, work: Path, answer: Path, *, rehearse: bool) -> None:
 def append(file: Path, line: Line) -> None:
     """Add a line durably, in one write."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as output:
-        output.write(json.dumps(line).encode() + b"\n")
+    with file.open("a+b") as output:
+        output.seek(max(0, output.seek(0, os.SEEK_END) - 1))
+        cut_off = output.read() not in (b"", b"\n")  # a line of before; this one begins behind it
+        output.write(b"\n" * cut_off + json.dumps(line).encode() + b"\n")
         output.flush()
         os.fsync(output.fileno())
 

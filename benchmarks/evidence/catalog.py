@@ -285,7 +285,7 @@ def _speed(
     least_s: float = 45,
 ) -> Item:
     """A row of the table of speed; `tiny` is what is changed on a CPU instead."""
-    both = {"run_file": _LLAMA, "own": list(own), "own_layers": own_layers, "side": side}
+    both = {"run_file": _LLAMA, "own": list(own), "own_layers": own_layers, "side": side, "goals": goals or {}}
     full = {
         "tiny": False,
         "base": _BASE,
@@ -293,7 +293,6 @@ def _speed(
         "tokens": 16384,
         "micro_batches": 2,
         "memory_bytes": None,
-        "goals": goals or {},
     }
     small = {
         "tiny": True,
@@ -301,7 +300,6 @@ def _speed(
         "tokens": 256,
         "micro_batches": 2,
         "memory_bytes": 1 << 30,
-        "goals": {},
     }
     return Item(
         f"speed/{name}",

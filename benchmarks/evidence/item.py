@@ -57,4 +57,5 @@ class Item:
 
 def goal(value: float, wanted: float) -> dict[str, Any]:
     """An entry of `goals`: at least `wanted`."""
-    return {"value": round(value, 4), "goal": wanted, "met": value >= wanted}
+    # NumPy's numbers compare to bools of its own, which JSON does not take.
+    return {"value": round(float(value), 4), "goal": wanted, "met": bool(value >= wanted)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ sys.path.append(str(FOLDER))
 import gpu_evidence  # noqa: E402
 from evidence import imported, kit, profiled  # noqa: E402
 from evidence.catalog import ITEMS  # noqa: E402
-from evidence.item import Item  # noqa: E402
+from evidence.item import Item, goal  # noqa: E402
 from evidence.page import PAGE, page  # noqa: E402
 
 TOYS = """
@@ -34,6 +36,9 @@ def fine(device, work, *, size):
 
 def unequal(device, work, *, size):
     return {"twice": 2 * size, "checks": {"losses are equal": False, "it is even": True}}
+
+def strange(device, work, *, size):
+    return {"twice": {2 * size}}
 
 def broken(device, work, *, size):
     raise ValueError(f"nothing fits into {size}")
@@ -50,7 +55,7 @@ CATALOG = """
 from evidence.item import Item
 ITEMS = tuple(
     Item(f"toy/{name}", "?", f"toys:{name}", full={"size": 8}, rehearsal={"size": 2}, least_s=1, limit_s=0.5)
-    for name in ("broken", "unequal", "killed", "hanging")
+    for name in ("broken", "strange", "unequal", "killed", "hanging")
 ) + (Item("toy/fine", "?", "toys:fine", full={"size": 8}, rehearsal={"size": 2}, least_s=1, limit_s=60),)
 """
 
@@ -89,12 +94,14 @@ def test_items_that_end_badly_are_reported_and_the_others_run(copy: Path) -> Non
     assert code == 1
     assert {name: line["status"] for name, line in by_item.items()} == {
         "broken": "error",
+        "strange": "error",
         "unequal": "failed",
         "killed": "error",
         "hanging": "cut off",
         "fine": "ok",
     }
     assert "ValueError: nothing fits into 2 (toys.py:" in by_item["broken"]["error"]
+    assert "TypeError: Object of type set is not JSON" in by_item["strange"]["error"]
     assert by_item["unequal"]["error"] == "losses are equal: not so"
     assert by_item["unequal"]["result"]["twice"] == 4
     assert "-9" in by_item["killed"]["error"]
@@ -104,7 +111,7 @@ def test_items_that_end_badly_are_reported_and_the_others_run(copy: Path) -> Non
     assert fine["result"] == {"twice": 4, "checks": {"it is even": True}, "goals": {}}
     assert set(fine["files"]) == {"README.md", "benchmarks/evidence/toys.py", "benchmarks/evidence/child.py"}
     assert fine["commit"] == "abc" and fine["rehearsal"] and fine["shapes"] == {"size": 2}
-    for word in ("error 2", "failed 1", "cut off 1", "ok 1"):
+    for word in ("error 3", "failed 1", "cut off 1", "ok 1"):
         assert word in printed
 
 
@@ -204,6 +211,14 @@ def test_lines_are_appended_and_a_line_that_was_cut_off_is_left_out(
         opened.write('{"b": ')
     assert gpu_evidence.read(file, tmp_path / "none.jsonl") == [{"a": 1}]
     assert "not complete" in capsys.readouterr().err
+    gpu_evidence.append(file, {"c": 3})
+    assert gpu_evidence.read(file) == [{"a": 1}, {"c": 3}]
+
+
+def test_goals_of_numpy_are_values_of_json() -> None:
+    found = goal(np.float64(0.76543), 0.75)
+    assert json.loads(json.dumps(found)) == {"value": 0.7654, "goal": 0.75, "met": True}
+    assert goal(math.nan, 0.75)["met"] is False
 
 
 def test_both_sets_of_shapes_have_the_same_keys() -> None:
@@ -211,6 +226,7 @@ def test_both_sets_of_shapes_have_the_same_keys() -> None:
     for item in ITEMS:
         assert item.full.keys() == item.rehearsal.keys(), item.name
         assert item.full != item.rehearsal, item.name
+        assert item.full.get("goals") == item.rehearsal.get("goals"), f"{item.name}: they are code, too"
         assert (FOLDER / "evidence" / f"{item.function.partition(':')[0]}.py").exists()
         assert item.full == json.loads(json.dumps(item.full)), "lines are compared with it"
 
