@@ -42,6 +42,8 @@ RESULTS = imported.ROOT / "benchmarks" / "gpu_results.jsonl"
 _ERROR_CHARACTERS = 600
 _REHEARSAL_TIMES = 10.0
 """A CPU with other work is given that much more than the limit of an item."""
+_SAMPLE_S = 10.0
+"""Between two looks at clocks and power while an item runs."""
 _GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for an item whose time is over."""
 
@@ -82,28 +84,43 @@ def run(item: Item, seconds: float, *, rehearse: bool) -> Line:
         words = [sys.executable, __file__, "--one", item.name, "--answer", str(answer), "--work", str(work)]
         begun = time.monotonic()
         with log.open("wb") as output:
+            # A group and no session of its own: what ends the session of the runner has to reach the item.
             process = subprocess.Popen(
                 [*words, *(["--rehearse"] if rehearse else [])],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, imported.FOLDER: str(files), "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,
+                process_group=0,
             )
             try:
-                process.wait(max(1.0, seconds))
-                over = False
-            except subprocess.TimeoutExpired:
-                over = True
+                during, over = _wait(process, max(1.0, seconds), watch=not rehearse)
             finally:
                 _end(process)
         took = round(time.monotonic() - begun, 1)
-        line: Line = {"seconds": took, "files": imported.collect(files)}
+        line: Line = {"seconds": took, "during": during, "files": imported.collect(files)}
         if answer.exists():
-            return line | json.loads(answer.read_text())  # type: ignore[no-any-return]
+            return line | machine.without_paths(json.loads(answer.read_text()), folder)  # type: ignore[no-any-return]
         if over:
             return line | {"status": "cut off", "error": f"ended after {took:.0f} s"}
         last = " ".join(log.read_text(errors="replace").strip().splitlines()[-4:])
-        return line | {"status": "error", "error": f"exit code {process.returncode}: {last}"[-_ERROR_CHARACTERS:]}
+        error = machine.without_paths(f"exit code {process.returncode}: {last}", folder)
+        return line | {"status": "error", "error": error[-_ERROR_CHARACTERS:]}
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float, *, watch: bool) -> tuple[Line, bool]:
+    """Wait for an item; returns the ranges of clocks and power meanwhile if they are watched, and whether time is over.
+
+    After an item the GPU rests, and its clocks are no longer those of the work.
+    """
+    end, samples = time.monotonic() + seconds, list[Line]()
+    while process.poll() is None and (left := end - time.monotonic()) > 0:
+        try:
+            process.wait(min(left, _SAMPLE_S))
+        except subprocess.TimeoutExpired:
+            if watch:
+                samples.append(machine.moving())
+    return machine.ranges(samples), process.poll() is None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -170,7 +187,6 @@ def measure(items: Sequence[Item], given: argparse.Namespace) -> int:
         else:
             date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             line = run(item, min(limit, left), rehearse=given.rehearse)
-            after = {} if given.rehearse else machine.gpu()
             about = {
                 "item": item.name,
                 "date": date,
@@ -178,7 +194,6 @@ def measure(items: Sequence[Item], given: argparse.Namespace) -> int:
                 "rehearsal": given.rehearse,
                 "shapes": item.shapes(given.rehearse),
                 "device": before,
-                "after": {key: after[key] for key in machine.MOVING if key in after},
                 "versions": versions,
             }
             if given.to:

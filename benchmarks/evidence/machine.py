@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,44 @@ def gpu() -> dict[str, Any]:
         last = done.stderr.strip().splitlines()[-1:]
         raise RuntimeError(f"torch sees no GPU ({' '.join(last)}); --rehearse runs every item on a CPU")
     return {"name": done.stdout.strip()}
+
+
+def moving() -> dict[str, Any]:
+    """The values of the first GPU that change while something runs; nothing where it does not answer."""
+    try:
+        found = gpu()
+    except (RuntimeError, subprocess.TimeoutExpired):
+        return {}
+    return {key: found[key] for key in MOVING if key in found}
+
+
+def ranges(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Of each value the smallest and the largest; of words, like reasons of a slowdown, all that were seen."""
+    found = {}
+    for key in MOVING:
+        values = [sample[key] for sample in samples if key in sample]
+        numbers = [value for value in values if isinstance(value, float)]
+        if values:
+            found[key] = [min(numbers), max(numbers)] if len(numbers) == len(values) else sorted(set(map(str, values)))
+    return found
+
+
+def without_paths(value: Any, work: str) -> Any:
+    """A value of JSON in whose texts no path tells of this machine.
+
+    Args:
+        value: A result or an error.
+        work: The temporary folder of the item.
+    """
+    if isinstance(value, str):
+        places = {work: "WORK", str(ROOT): ".", sys.prefix: "PYTHON", str(Path.home()): "~"}
+        for path, name in places.items():
+            if len(path) > 1:
+                value = re.sub(rf"(?<![\w./~-]){re.escape(path)}(?![\w.-])", name, value)
+        return value
+    if isinstance(value, dict):
+        return {without_paths(key, work): without_paths(each, work) for key, each in value.items()}
+    return [without_paths(each, work) for each in value] if isinstance(value, list) else value
 
 
 def _number(value: str) -> float | str:

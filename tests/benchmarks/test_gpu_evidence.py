@@ -22,7 +22,7 @@ FOLDER = ROOT / "benchmarks"
 sys.path.append(str(FOLDER))
 
 import gpu_evidence  # noqa: E402
-from evidence import imported, kit, profiled  # noqa: E402
+from evidence import imported, kit, machine, profiled  # noqa: E402
 from evidence.catalog import ITEMS  # noqa: E402
 from evidence.item import Item, goal  # noqa: E402
 from evidence.page import PAGE, page  # noqa: E402
@@ -41,7 +41,7 @@ def strange(device, work, *, size):
     return {"twice": {2 * size}}
 
 def broken(device, work, *, size):
-    raise ValueError(f"nothing fits into {size}")
+    raise ValueError(f"nothing fits into {size} of {work}/file, {Path(__file__).parents[2]}/README.md")
 
 def killed(device, work, *, size):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_items_that_end_badly_are_reported_and_the_others_run(copy: Path) -> Non
         "hanging": "cut off",
         "fine": "ok",
     }
-    assert "ValueError: nothing fits into 2 (toys.py:" in by_item["broken"]["error"]
+    assert "ValueError: nothing fits into 2 of WORK/work/file, ./README.md (toys.py:" in by_item["broken"]["error"]
     assert "TypeError: Object of type set is not JSON" in by_item["strange"]["error"]
     assert by_item["unequal"]["error"] == "losses are equal: not so"
     assert by_item["unequal"]["result"]["twice"] == 4
@@ -213,6 +213,29 @@ def test_lines_are_appended_and_a_line_that_was_cut_off_is_left_out(
     assert "not complete" in capsys.readouterr().err
     gpu_evidence.append(file, {"c": 3})
     assert gpu_evidence.read(file) == [{"a": 1}, {"c": 3}]
+
+
+def test_lines_have_no_paths_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    given = {
+        "/tmp/evidence-x1/run": ["/root/a, '/root' in pipeline/config/root.py", 1.5, None],
+        "b": "/tmp/evidence-x12",
+    }
+    assert machine.without_paths(given, "/tmp/evidence-x1") == {
+        "WORK/run": ["~/a, '~' in pipeline/config/root.py", 1.5, None],
+        "b": "/tmp/evidence-x12",
+    }
+
+
+def test_ranges_of_what_changes_while_an_item_runs() -> None:
+    samples = [{"clock_mhz": 1980.0, "slowdown": "0x4"}, {}, {"clock_mhz": 1200.0, "slowdown": "0x1"}]
+    assert machine.ranges(samples) == {"clock_mhz": [1200.0, 1980.0], "slowdown": ["0x1", "0x4"]}
+    assert machine.ranges([{}]) == {}
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert machine.commit() is None
 
 
 def test_goals_of_numpy_are_values_of_json() -> None:
