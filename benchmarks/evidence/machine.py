@@ -56,7 +56,9 @@ def gpu() -> dict[str, Any]:
 
 
 def moving() -> dict[str, Any]:
-    """The values of the first GPU that change while something runs; nothing where it does not answer."""
+    """The values of the first GPU that change while something runs; nothing where `nvidia-smi` does not answer."""
+    if not shutil.which("nvidia-smi"):
+        return {}  # torch in another process would take memory of the GPU that is measured
     try:
         found = gpu()
     except (RuntimeError, subprocess.TimeoutExpired):

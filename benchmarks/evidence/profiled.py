@@ -22,6 +22,8 @@ from evidence.speed import COMMON
 
 _ON_DEVICE = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
 """Categories of torch's traces, in which a device is at work."""
+_WAITS = "called a synchronizing"
+"""What torch warns of in `set_sync_debug_mode("warn")`."""
 
 
 def measure(
@@ -58,13 +60,16 @@ def measure(
     )
     place = place_of(sizes.config(Variant(**variant), layers))
     numbers = range(warmup + 2 * steps + 2)
+    profiled = numbers[-steps:]
     step, about = ours(place, [batches_of(place, number) for number in numbers])
     timed(step, place.device, steps=1, warmup=warmup)
     waits = waits_for_device(lambda: [step(warmup + 1 + number) for number in range(steps)], device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities):  # the first one loads its libraries while the device waits
+        step(profiled[0] - 1)()
     with profile(activities=activities) as found:
         # Their losses are read one step late, as in training, and at the end all of them are waited for.
-        for loss in [step(warmup + 1 + steps + number) for number in range(steps)]:
+        for loss in [step(number) for number in profiled]:
             loss()
     trace = work / "trace.json.gz"
     found.export_chrome_trace(str(trace))
@@ -106,8 +111,13 @@ def waits_for_device(work: Callable[[], object], device: str) -> dict[str, int]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    return waits_by_place(caught)
+
+
+def waits_by_place(caught: Iterable[warnings.WarningMessage]) -> dict[str, int]:
+    """Number of waits by file and line; torch's warning that the mode itself is a prototype is none."""
     found = Counter(
-        f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroniz" in str(each.message).lower()
+        f"{Path(each.filename).name}:{each.lineno}" for each in caught if _WAITS in str(each.message).lower()
     )
     return dict(found.most_common())
 

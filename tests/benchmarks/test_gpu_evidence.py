@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,7 @@ def test_ranges_of_what_changes_while_an_item_runs() -> None:
 def test_a_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert machine.commit() is None
+    assert machine.moving() == {}, "nor nvidia-smi"
 
 
 def test_goals_of_numpy_are_values_of_json() -> None:
@@ -287,6 +289,12 @@ def test_time_in_which_a_device_idles() -> None:
         ("b", 2.0, 1.0, 0.8),
         ("a", 0.5, 0.5, 0.2),
     ]
+
+
+def test_waits_are_counted_by_place() -> None:
+    texts = ("called a synchronizing CUDA operation", "Synchronization debug mode is a prototype feature", "a kernel")
+    caught = [warnings.WarningMessage(text, UserWarning, "/a/step.py", 7) for text in (*texts, texts[0])]
+    assert profiled.waits_by_place(caught) == {"step.py:7": 2}
 
 
 def test_the_kit_has_all_that_its_packages_need() -> None:
