@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,18 @@ def shares(rates: dict[str, Any], device: Device) -> Shares:
     return Shares(
         products=round(products * 1e12 / device.flops["bf16"], 4),
         fp8={recipe: round(each * 1e12 / device.flops["fp8"], 4) for recipe, each in in_fp8.items()},
-        attention=round(rates["attention_tflops"] / products, 4),
+        attention=round(rates["attention_tflops"] / products, 4) if products else 0.0,
         attention_backward=rates["attention_backward"],
         memory=round(rates["memory_gb_per_s"] * 1e9 / device.memory_bandwidth, 4),
         update=round(rates["update_gb_per_s"] * 1e9 / device.memory_bandwidth, 4),
     )
+
+
+def sound(found: Shares) -> bool:
+    """True if all shares are above 0 and none is above 1; also false for what is not a number."""
+    times = found.attention_backward
+    of_peaks = (found.products, *found.fp8.values(), found.products * found.attention, found.memory, found.update)
+    return all(0 < share <= 1 for share in of_peaks) and 0 < times < math.inf
 
 
 def assumed(device: Device) -> Shares:
@@ -42,7 +50,7 @@ def write(lines: Iterable[dict[str, Any]]) -> Path:
 
 
 def measured(lines: Iterable[dict[str, Any]]) -> str:
-    """The text of the file: of each device the newest line that was measured on its own card."""
+    """The text of the file: of each device the newest line that was measured on its own card and is sound."""
     lines = list(lines)
     found = {}
     for device in DEVICES.values():
@@ -53,6 +61,7 @@ def measured(lines: Iterable[dict[str, Any]]) -> str:
             and line["status"] == "ok"
             and not line["rehearsal"]
             and line["device"]["name"] == device.card
+            and sound(shares(line["result"], device))
         ]
         if own:
             newest = max(own, key=lambda line: line["date"])

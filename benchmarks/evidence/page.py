@@ -81,10 +81,7 @@ def page(lines: Sequence[Line]) -> str:
 def _device(name: str, newest: dict[str, Line]) -> str:
     order = {item.name: place for place, item in enumerate(ITEMS)}
     lines = sorted(newest.values(), key=lambda line: order.get(line["item"], len(order)))
-    facts = [
-        *(f"{key} {value}" for key, value in lines[-1]["versions"].items()),
-        *(f"{key} {value}" for key, value in lines[-1]["device"].items() if key in _FACTS),
-    ]
+    facts = [*_facts(line["versions"] for line in lines), *_facts(_known(line["device"]) for line in lines)]
     text = [
         f"\n## {name}\n",
         ", ".join(facts) + ".\n",
@@ -100,10 +97,24 @@ def _device(name: str, newest: dict[str, Line]) -> str:
 _FACTS = ("driver", "memory_mib", "power_limit_w", "clock_max_mhz")
 
 
+def _known(device: Line) -> Line:
+    return {key: value for key, value in device.items() if key in _FACTS}
+
+
+def _facts(sets: Iterable[Line]) -> list[str]:
+    """Names with all values that the lines have of them."""
+    found: dict[str, dict[str, None]] = {}
+    for each in sets:
+        for key, value in each.items():
+            found.setdefault(key, {})[f"{value:g}" if isinstance(value, float) else str(value)] = None
+    return [f"{key} {' and '.join(values)}" for key, values in found.items()]
+
+
 def _row(line: Line) -> tuple[str, ...]:
     goals = line.get("result", {}).get("goals", {})
     missed = [f"{key} {each['value']:g}, aimed at {each['goal']:g}" for key, each in goals.items() if not each["met"]]
-    outcome = {"ok": "holds", "failed": "**FAILS**"}.get(line["status"], f"**{line['status']}**")
+    good = "holds" if line.get("result", {}).get("checks") else "measured"
+    outcome = {"ok": good, "failed": "**FAILS**"}.get(line["status"], f"**{line['status']}**")
     if line["status"] != "ok":
         outcome += f": {_cell(line['error'])}"
     elif missed:
@@ -113,17 +124,23 @@ def _row(line: Line) -> tuple[str, ...]:
 
 def _group(group: str, lines: Sequence[Line]) -> str:
     if group == "speed":
-        return _speed(lines)
+        # Rows of other models or versions are not to be compared.
+        alike: dict[tuple[Any, ...], list[Line]] = {}
+        for line in lines:
+            result, torch = line["result"], line["versions"].get("torch")
+            alike.setdefault((torch, result["layers"], result["step_tokens"]), []).append(line)
+        return "\n\n".join(map(_speed, alike.values()))
     return "\n".join(f"`{line['item']}`\n\n{_values(line['result'])}\n" for line in lines)
 
 
 def _speed(lines: Sequence[Line]) -> str:
-    """The rows, what they are relative to others, and measured against planned."""
+    """Rows of one model, what they are relative to others, and measured against planned."""
     from train_gpu_table import compare_losses, table
 
     rows: list[Line] = []
     for line in lines:
-        rows.append(compare_losses(line["result"], rows))
+        about = {"versions": line["versions"], "date": line["date"]}
+        rows.append(compare_losses(line["result"] | about, rows))
     by_item = {line["item"]: line["result"] for line in lines}
     text = [table(rows), ""]
     for name, wanted in _FASTER.items():
@@ -141,13 +158,14 @@ def _speed(lines: Sequence[Line]) -> str:
             f"{row['planned_gb']:.1f}",
             f"{row['step_s']:.3f}",
             f"{row['planned_s']:.3f}",
+            row["planned_from"],
         )
         for name, row in by_item.items()
         if row.get("planned_gb") and row.get("planned_s")
     ]
     if planned:
         text += ["", "Measured against `pipeline plan`:", ""]
-        text.append(_table(("item", "peak GB", "planned", "seconds per step", "planned"), planned))
+        text.append(_table(("item", "peak GB", "planned", "seconds per step", "planned", "plan"), planned))
     return "\n".join(text)
 
 
@@ -167,6 +185,8 @@ def _values(result: Line) -> str:
             tables.append(
                 f"\n{key}:\n\n" + _table(columns, ([_cell(row.get(column)) for column in columns] for row in value))
             )
+        elif value in ({}, []):
+            simple.append((key, "none"))
         elif isinstance(value, dict):
             simple += [(f"{key}: {name}", _cell(each)) for name, each in value.items()]
         else:

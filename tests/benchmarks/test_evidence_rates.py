@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,8 +110,16 @@ def test_rates_become_shares_of_stated_peaks() -> None:
     assert {name.partition(",")[0]: each["met"] for name, each in found["goals"].items()} == {
         **{"products": False, "attention": False, "memory": False, "update": False}
     }
-    faster = {**RATES, "memory_gb_per_s": 4810.0}
-    assert not all(rates.judged(faster, H200)["checks"].values())
+    for nonsense in (
+        {"memory_gb_per_s": 4810.0},
+        {"update_gb_per_s": math.nan},
+        {"fp8_tflops": {"rowwise": 2000.0}},
+        {"products_tflops": 0.0},
+        {"attention_backward": 0.0},
+    ):
+        bad = {**RATES, **nonsense}
+        assert not all(rates.judged(bad, H200)["checks"].values()), nonsense
+        assert calibrate.measured([line(result=bad)]) == "{}\n", nonsense
     assert calibrate.shares(RATES, DEVICES["a100"]).fp8 == {}
 
 
@@ -159,4 +168,5 @@ def test_plans_for_items(tmp_path: Path) -> None:
     found, expected = planned(config, 1, "NVIDIA H200"), plan(config, find_device("h200"), 1)
     assert found["planned_gb"] == pytest.approx(expected.peak_bytes / 1e9, abs=0.01)
     assert found["planned_s"] == pytest.approx(expected.step_seconds, abs=1e-5)
-    assert planned(config, 1, "AMD EPYC") == {"planned_gb": None, "planned_s": None}
+    assert found["planned_from"] == "shares of the peaks are assumed: nothing was measured on h200"
+    assert set(planned(config, 1, "AMD EPYC").values()) == {None}

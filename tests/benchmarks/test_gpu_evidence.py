@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -160,7 +161,8 @@ def test_every_item_is_rehearsed(tmp_path: Path) -> None:
     assert {line["status"] for line in lines} == {"ok"}
     assert page(lines) == page([]), "a rehearsal is no result"
     written = page([{**line, "rehearsal": False} for line in lines])
-    assert all(f"| `{item.name}` | holds" in written for item in ITEMS)
+    assert all(re.search(rf"\| `{item.name}` \| (holds|measured)", written) for item in ITEMS)
+    assert all(page([{**line, "rehearsal": False}]) for line in lines), "the page of a single line"
 
 
 def line_of(item: Item, /, **changes: Any) -> dict[str, Any]:
@@ -274,6 +276,39 @@ def test_the_page_has_the_figures_of_the_newest_result() -> None:
     assert "| passed | 8 |" in text and "| passed | 7 |" not in text
     assert "goal missed: speed 0.5, aimed at 0.75" in text
     assert "| **error**: a \\| b |" in page([bad])
+
+
+SPEED = {
+    **{"variant": "a", "sequence": 8192, "precision": "bf16", "compile": True, "attention": "auto", "documents": "one"},
+    **{"recompute": "none", "peer": None, "layers": 14, "parameters": 4e9, "processes": 1, "step_tokens": 32768},
+    **{"micro_batch_tokens": 16384, "tokens_per_second": 200.0, "mfu": 0.5, "mfu_causal": 0.4, "product_share": 0.6},
+    **{"product_share_causal": 0.5, "peak_gb": 100.0, "losses": [1.0], "product_tflops": [700.0], "device": "H200"},
+    **{"step_s": 2.0, "planned_gb": 110.0, "planned_s": 3.0, "planned_from": "assumed"},
+}
+
+
+def test_the_page_compares_rows_of_one_model_and_version_alone() -> None:
+    items = {item.name: item for item in ITEMS}
+    base = line_of(items["speed/compiled"], result=SPEED)
+    loop = {**SPEED, "variant": "b", "peer": "sdpa", "tokens_per_second": 100.0, "planned_gb": None}
+    same = page([base, line_of(items["speed/loop"], result=loop)])
+    assert "- `speed/compiled`: 2.00 of `speed/loop`." in same
+    assert "| `speed/compiled` | 100.0 | 110.0 | 2.000 | 3.000 | assumed |" in same
+    assert "| `speed/compiled` | measured |" in same, "it has no checks that could hold"
+    for other in (
+        {"result": {**loop, "layers": 13}},
+        {"result": loop, "versions": {"torch": "2.13.0"}},
+        {"result": loop, "device": {"name": "NVIDIA B200"}},
+    ):
+        text = page([base, line_of(items["speed/loop"], **other)])
+        assert "of `speed/loop`" not in text
+    two = page([base, line_of(items["speed/loop"], result=loop, versions={"torch": "2.13.0"})])
+    assert "torch 2.11.0 and 2.13.0, driver 580." in two
+
+
+def test_the_page_says_that_nothing_was_found() -> None:
+    item = next(item for item in ITEMS if item.name == "profile/eager")
+    assert "| waits | none |" in page([line_of(item, result={"waits": {}})])
 
 
 def test_the_page_that_is_there_is_that_of_the_results() -> None:
