@@ -14,6 +14,8 @@ from evidence.child import end_with_parent
 from evidence.imported import FOLDER, ROOT, record
 from evidence.item import Result
 
+_TEST_S = 120
+
 
 def measure(device: str, work: Path, *, paths: Sequence[str] | None, marker: str, workers: int) -> Result:
     """Run pytest.
@@ -24,7 +26,7 @@ def measure(device: str, work: Path, *, paths: Sequence[str] | None, marker: str
         paths: Relative to the repository; None: the test files that name the marker. The others import packages that
             no item needs.
         marker: What `-m` gets.
-        workers: Processes of pytest-xdist; 0 runs the tests in one.
+        workers: Processes of pytest-xdist, at least 1.
     """
     if paths is None:
         files = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -32,7 +34,8 @@ def measure(device: str, work: Path, *, paths: Sequence[str] | None, marker: str
     report = work / "report.xml"
     # `record` as a plugin: workers list what they imported, too.
     words = ["-p", "evidence.suite", "-q", "-m", marker, f"--junitxml={report}", "-p", "no:cacheprovider"]
-    spread = ["-n", str(workers), "--dist", "load"] if workers else []
+    # A test that hangs costs its worker, not all results.
+    spread = ["-n", str(workers), "--dist", "load", f"--timeout={_TEST_S}", "--timeout-method=thread"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, *spread, *paths],
         cwd=ROOT,
