@@ -291,7 +291,9 @@ def test_the_page_compares_rows_of_one_model_and_version_alone() -> None:
     items = {item.name: item for item in ITEMS}
     base = line_of(items["speed/compiled"], result=SPEED)
     loop = {**SPEED, "variant": "b", "peer": "sdpa", "tokens_per_second": 100.0, "planned_gb": None}
-    same = page([base, line_of(items["speed/loop"], result=loop)])
+    fp8 = {**SPEED, "variant": "c", "precision": "fp8", "tokens_per_second": 250.0}
+    same = page([base, line_of(items["speed/loop"], result=loop), line_of(items["speed/fp8-tensorwise"], result=fp8)])
+    assert "- `speed/fp8-tensorwise`: 1.25 of `speed/compiled` in bf16; goal 1.3, missed." in same
     assert "- `speed/compiled`: 2.00 of `speed/loop`." in same
     assert "| `speed/compiled` | 100.0 | 110.0 | 2.000 | 3.000 | assumed |" in same
     assert "| `speed/compiled` | measured |" in same, "it has no checks that could hold"
@@ -309,6 +311,7 @@ def test_the_page_compares_rows_of_one_model_and_version_alone() -> None:
 def test_the_page_says_that_nothing_was_found() -> None:
     item = next(item for item in ITEMS if item.name == "profile/eager")
     assert "| waits | none |" in page([line_of(item, result={"waits": {}})])
+    assert "| q 1.2346e-06 |" in page([line_of(item, result={"rows": [{"differences": {"q": 1.23456e-6}}]})])
 
 
 def test_the_page_that_is_there_is_that_of_the_results() -> None:
