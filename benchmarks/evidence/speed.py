@@ -19,6 +19,9 @@ from evidence.trainer import trainer_steps
 
 COMMON = ("run.dir=/nowhere", "train.validation.samples=0", "parallel.dp_shard=1", "train.metrics.tensorboard=false")
 
+_ROOM = 0.95
+"""Of the memory, for layers that the loop shares: what it needs is estimated from its tensors alone."""
+
 
 def measure(
     device: str,
@@ -65,7 +68,7 @@ def measure(
     alone = Sizes(sizes.run_file, (*sizes.common, *own), tokens, micro_batches, 1)
     memory = torch.cuda.get_device_properties(0).total_memory if memory_bytes is None else memory_bytes
     fitting = [variant] if own_layers else [first, Variant(**{**base, "peer": "sdpa"})]
-    layers = most_layers(alone if own_layers else sizes, fitting, memory)
+    layers = most_layers(alone if own_layers else sizes, fitting, int(memory * (1.0 if own_layers else _ROOM)))
     config = alone.config(variant, layers)
     if side == "trainer":
         line = trainer_steps(config, work, steps, warmup)
