@@ -68,7 +68,9 @@ def _type(name):
     return "parquet" if name.endswith(".parquet") else "jsonl"
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "a.jsonl.xz" else name for name in MAKE]
+)
 def test_whatever_happens_to_a_file_is_seen(tmp_path, name):
     """Cut or flipped at 50 random bytes each: either all documents are there and equal, or the file is said to be
     damaged and what is given of it are documents of it."""

@@ -108,7 +108,7 @@ def test_one_is_killed_and_another_takes_its_units(run, done):
     check_finished(config, done)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_and_keeps_what_was_committed(run, done, number):
     config, file = run
     process = start(file, "--units")

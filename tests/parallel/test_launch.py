@@ -171,8 +171,7 @@ def test_a_rank_that_just_exits_is_told_with_the_end_of_its_log(start: Callable[
     "number",
     [
         signal.SIGTERM,
-        signal.SIGHUP,
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR2, signal.SIGINT)),
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGHUP, signal.SIGUSR2, signal.SIGINT)),
     ],
 )
 @pytest.mark.usefixtures("hangup")

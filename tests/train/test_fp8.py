@@ -230,7 +230,7 @@ def test_what_a_run_says(root: Path) -> None:
     assert "warning: train.precision.fp8.backend=torchao with train.compile=false" in out
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", "gather"])
+@pytest.mark.parametrize("kind", [pytest.param("tensorwise", marks=pytest.mark.slow), "gather"])
 def test_a_resumed_run_has_the_same_bits(root: Path, kind: str) -> None:
     values = (*RUN, FP8[kind], CONSTANT, "train.ema.decay=0.8")
     whole = train(root, f"whole-{kind}", *values)
