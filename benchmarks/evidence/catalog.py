@@ -160,7 +160,7 @@ _EXACT = (
             "head_sizes": {"bf16": [64], "fp32": [64, 128]},
         },
         least_s=90,
-        limit_s=240,
+        limit_s=300,
     ),
 )
 
