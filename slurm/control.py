@@ -230,10 +230,10 @@ class _Cancelling:
         if "stop" in self._asked:
             return
         self._asked.add("stop")
-        self._stop_file.touch()
         who = None
         with suppress(UserError):
-            who = holder(self._run)
+            who = holder(self._run)  # before it is asked, after which it may have left at once
+        self._stop_file.touch()
         if who is not None:
             where = f"process {who.get('pid')} on {who.get('host')}"
             more = ""

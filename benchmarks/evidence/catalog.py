@@ -293,6 +293,7 @@ def _speed(
         "tokens": 16384,
         "micro_batches": 2,
         "memory_bytes": None,
+        "planned_for": None,
     }
     small = {
         "tiny": True,
@@ -300,6 +301,7 @@ def _speed(
         "tokens": 256,
         "micro_batches": 2,
         "memory_bytes": 1 << 30,
+        "planned_for": "NVIDIA H200",
     }
     return Item(
         f"speed/{name}",

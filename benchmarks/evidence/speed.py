@@ -34,6 +34,7 @@ def measure(
     own: Sequence[str],
     own_layers: bool,
     memory_bytes: int | None,
+    planned_for: str | None,
     side: str,
     tokens: int,
     micro_batches: int,
@@ -53,6 +54,7 @@ def measure(
         own: Overrides of this row alone.
         own_layers: As many layers as this row fits; otherwise as many as fit with the base and the bare loop.
         memory_bytes: That layers have to fit in; None: those of the GPU.
+        planned_for: Name of the device by its driver that steps are planned for; None: that of the GPU.
         side: `ours`, `loop` (transformers' model in a bare loop) or `trainer` (transformers' `Trainer`).
         tokens: Of a micro-batch.
         micro_batches: Of a step.
@@ -70,12 +72,14 @@ def measure(
     fitting = [variant] if own_layers else [first, Variant(**{**base, "peer": "sdpa"})]
     layers = most_layers(alone if own_layers else sizes, fitting, int(memory * (1.0 if own_layers else _ROOM)))
     config = alone.config(variant, layers)
-    if side == "trainer":
-        line = trainer_steps(config, work, steps, warmup)
-    else:
-        line = measure_steps(config, ours if side == "ours" else peer("sdpa"), steps, warmup) or {}
+    line: Result = {}
     if side == "ours":
-        line |= planned(config, 1, line["device"])
+        # Before the steps: a plan has a process group of its own.
+        line |= planned(config, 1, planned_for or torch.cuda.get_device_name())
+    if side == "trainer":
+        line |= trainer_steps(config, work, steps, warmup)
+    else:
+        line |= measure_steps(config, ours if side == "ours" else peer("sdpa"), steps, warmup) or {}
     reached = {name: goal(line[name], wanted) for name, wanted in goals.items() if line[name] is not None}
     about = variant.about(line["layers"]) | {"variant": " ".join([variant.name, *own])}
     return {**about, **line, "goals": reached, "reads": [run_file]}

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pipeline.config.load import load
+from pipeline.train.parallel.processes import part
 from pipeline.train.planning import shares
 from pipeline.train.planning.devices import DEVICES, find_device
 from pipeline.train.planning.plan import plan
@@ -162,7 +163,8 @@ def test_the_file_that_ships_is_what_the_results_give() -> None:
     assert shares.FILE.read_text() == calibrate.measured(gpu_evidence.read(gpu_evidence.RESULTS))
 
 
-def test_plans_for_items(tmp_path: Path) -> None:
+def test_plans_for_items() -> None:
+    part()  # tests of a whole run may have come before
     steps = "train={duration: 10 steps, sequence_length: 2048, batch_size: 4, micro_batch_size: 2}"
     config = load(Path("models/llama3-8b.yaml"), ["model.layers=2", "parallel.dp_shard=-1", steps])
     found, expected = planned(config, 1, "NVIDIA H200"), plan(config, find_device("h200"), 1)
