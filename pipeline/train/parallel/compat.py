@@ -11,8 +11,8 @@ import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 _collectives = torch.ops._c10d_functional
 
@@ -134,6 +136,25 @@ def forget_shardings() -> None:
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
+
+
+@contextmanager
+def shardings_unseen() -> Iterator[None]:
+    """Hide from dispatch modes how DTensor finds the shape of a result: by fake tensors of the size of the whole.
+
+    A mode that counts memory would count them, in 2.11 those of a fused update.
+    """
+    find = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(self: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return find(self, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = find  # type: ignore[method-assign]
 
 
 def prepare_compiler(budget: float) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from pipeline.train.parallel.compat import FAKE_BACKEND, fake_store, forget_shardings
+from pipeline.train.parallel.compat import FAKE_BACKEND, fake_store, forget_shardings, shardings_unseen
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 
@@ -30,7 +30,8 @@ def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
     forget_shardings()
     dist.init_process_group(FAKE_BACKEND, store=fake_store(), rank=rank, world_size=layout.world_size)
     try:
-        yield build_mesh(layout, "cpu")
+        with shardings_unseen():
+            yield build_mesh(layout, "cpu")
     finally:
         dist.destroy_process_group()
         forget_shardings()
