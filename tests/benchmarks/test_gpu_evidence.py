@@ -56,9 +56,11 @@ def hanging(device, work, *, size):
 CATALOG = """
 from evidence.item import Item
 ITEMS = tuple(
-    Item(f"toy/{name}", "?", f"toys:{name}", full={"size": 8}, rehearsal={"size": 2}, least_s=1, limit_s=0.5)
-    for name in ("broken", "strange", "unequal", "killed", "hanging")
-) + (Item("toy/fine", "?", "toys:fine", full={"size": 8}, rehearsal={"size": 2}, least_s=1, limit_s=60),)
+    Item(f"toy/{name}", "?", f"toys:{name}", full={"size": 8}, rehearsal={"size": 2}, least_s=1, limit_s=limit)
+    for name, limit in (
+        ("broken", 60), ("strange", 60), ("unequal", 60), ("killed", 60), ("hanging", 0.5), ("fine", 60)
+    )
+)
 """
 
 
