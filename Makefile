@@ -55,7 +55,7 @@ lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)
 
 gpu-kit: install-dev
-	@$(BIN)/python benchmarks/evidence/kit.py $(KIT)
+	@PYTHONPATH=benchmarks $(BIN)/python -m evidence.kit $(KIT)
 
 devcluster: install
 	@$(BIN)/python -m slurm.devcluster up --install

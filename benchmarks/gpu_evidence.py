@@ -36,7 +36,6 @@ from evidence import imported, machine
 from evidence.catalog import ITEMS
 from evidence.child import end_with_parent
 from evidence.item import Item
-from evidence.page import PAGE, page
 
 RESULTS = imported.ROOT / "benchmarks" / "gpu_results.jsonl"
 _ERROR_CHARACTERS = 600
@@ -228,6 +227,8 @@ def main() -> None:
     if given.list:
         show_list(items)
     elif given.page:
+        from evidence.page import PAGE, page
+
         PAGE.write_text(page(read(RESULTS)))
         print(f"written: {PAGE.relative_to(imported.ROOT)}")
     elif given.calibrate:
@@ -253,7 +254,7 @@ def _parse() -> argparse.Namespace:
     add("--commit", help="of the source, where it is not a git checkout")
     add("--rehearse", action="store_true", help="on a CPU, with small shapes; its lines are no results")
     add("--list", action="store_true", help="print the items and end")
-    add("--page", action="store_true", help=f"write {PAGE.relative_to(imported.ROOT)} and end")
+    add("--page", action="store_true", help="write docs/gpu-results.md and end")
     add("--calibrate", action="store_true", help="write the measured shares of devices for `pipeline plan` and end")
     add("--one", help=argparse.SUPPRESS)
     add("--answer", type=Path, help=argparse.SUPPRESS)

@@ -38,6 +38,7 @@ from train_gpu_variants import (
     PEERS,
     PRECISIONS,
     RECOMPUTE,
+    SHARED,
     START_S,
     TINY,
     Sizes,
@@ -53,10 +54,6 @@ from pipeline.train.parallel.rules import check_layout
 from pipeline.train.planning.devices import Device, device_of_driver, find_device
 
 _LLAMA = Path(__file__).parent.parent / "configs" / "models" / "llama3-8b.yaml"
-_SHARED = (
-    *("run.dir=/nowhere", "train.validation.samples=0", "parallel.dp_shard=-1"),
-    "train.metrics.tensorboard=false",
-)
 _REASON = 400
 """Characters of an error that its line has."""
 
@@ -262,7 +259,7 @@ def _lines(given: argparse.Namespace) -> list[Line]:
         rows = [json.loads(row) for row in given.from_.read_text().splitlines()]
         return [row for row in rows if "variant" in row]
     machine = find_machine(given.device, given.processes, given.on)
-    common = (*_SHARED, *(TINY if given.tiny else ()), *given.overrides)
+    common = (*SHARED, *(TINY if given.tiny else ()), *given.overrides)
     sizes = Sizes(given.run_file, common, given.tokens, given.micro_batches, machine.processes)
     todo = variants(
         given.sequence,

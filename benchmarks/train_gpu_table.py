@@ -63,12 +63,17 @@ _COLUMNS = (
 )
 
 
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows))
+
+
 def table(lines: Sequence[Line]) -> str:
     """Markdown: a row a variant, medians of its rounds; below it what all have in common, and what failed."""
     by_name: dict[str, list[Line]] = {}
     for line in lines:
         by_name.setdefault(line["variant"], []).append(line)
-    rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
+    rows = []
     failed = []
     for name, rounds in by_name.items():
         measured = [line for line in rounds if "error" not in line]
@@ -76,7 +81,7 @@ def table(lines: Sequence[Line]) -> str:
             rows.append(_row(measured))
         else:
             failed.append(f"- {name}: {rounds[0]['error']}")
-    text = ["| " + " | ".join(row) + " |" for row in rows]
+    text = [markdown(_COLUMNS, rows)]
     done = next((line for line in lines if "error" not in line), None)
     if done is not None:
         product = statistics.median(rate for line in lines if "error" not in line for rate in line["product_tflops"])

@@ -13,10 +13,10 @@ from pipeline.config.load import load
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.parallel.course import step_shapes
 from pipeline.train.parallel.rules import check_layout
-from pipeline.train.planning.devices import Device
+from pipeline.train.planning.devices import Device, device_of_driver
 from pipeline.train.planning.memory import memory
 from pipeline.train.planning.plan import RESERVE, planned_spec
-from pipeline.train.planning.timing import step_time
+from pipeline.train.planning.timing import basis, step_time
 
 PRECISIONS: dict[str, list[str]] = {
     "bf16": ["train.precision.compute=bf16"],
@@ -42,6 +42,12 @@ BACKENDS = ("auto", "sdpa", "flex", "varlen", "flash", "te")
 DOCUMENTS = ("one", "many")
 PEERS = ("sdpa", "flash_attention_2", "autocast")
 """transformers with bf16 weights beside fp32 ones, by its kernel of attention; and under autocast, with sdpa."""
+
+SHARED = (
+    *("run.dir=/nowhere", "train.validation.samples=0", "parallel.dp_shard=-1"),
+    "train.metrics.tensorboard=false",
+)
+"""Overrides of all variants: nothing is read or written but the run file."""
 
 TINY = (
     *("model.layers=2", "model.dim=64", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=192"),
@@ -226,3 +232,24 @@ def planned_seconds(config: Config, processes: int, device: Device) -> float:
     layout, spec = check_layout(config, processes), planned_spec(config)
     (shape,) = step_shapes(config, layout.dp)
     return float(step_time(config, layout, spec, shape, device, [num_parameters(spec)]).seconds.total)
+
+
+def planned(config: Config, processes: int, device_name: str) -> dict[str, float | str | None]:
+    """`planned_gb` (10^9 bytes, of the largest process), `planned_s` (of a step), `planned_from`: its basis.
+
+    Args:
+        config: The run file; all of its steps have one shape.
+        processes: Of the run.
+        device_name: As the driver gives it. All values are None where nothing is known of it, as of a CPU.
+
+    Raises:
+        UserError: The layout is refused.
+    """
+    device = device_of_driver(device_name)
+    if device is None:
+        return {"planned_gb": None, "planned_s": None, "planned_from": None}
+    return {
+        "planned_gb": round(planned_bytes(config, processes) / 1e9, 2),
+        "planned_s": round(planned_seconds(config, processes, device), 5),
+        "planned_from": basis(device),
+    }

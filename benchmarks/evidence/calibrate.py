@@ -51,26 +51,21 @@ def write(lines: Iterable[dict[str, Any]]) -> Path:
 
 def measured(lines: Iterable[dict[str, Any]]) -> str:
     """The text of the file: of each device the newest line that was measured on its own card and is sound."""
-    lines = list(lines)
+    good = [line for line in lines if line["item"] == "rates" and line["status"] == "ok" and not line["rehearsal"]]
     found = {}
     for device in DEVICES.values():
         own = [
-            line
-            for line in lines
-            if line["item"] == "rates"
-            and line["status"] == "ok"
-            and not line["rehearsal"]
-            and line["device"]["name"] == device.card
-            and sound(shares(line["result"], device))
-        ]
-        if own:
-            newest = max(own, key=lambda line: line["date"])
-            entry = Measured(
+            Measured(
                 driver=device.card,
-                date=newest["date"],
-                commit=newest["commit"],
-                torch=newest["versions"]["torch"],
-                shares=shares(newest["result"], device),
+                date=line["date"],
+                commit=line["commit"],
+                torch=line["versions"]["torch"],
+                shares=shares(line["result"], device),
             )
-            found[device.name] = entry.to_json()
+            for line in good
+            if line["device"]["name"] == device.card
+        ]
+        own = [entry for entry in own if sound(entry.shares)]
+        if own:
+            found[device.name] = max(own, key=lambda entry: entry.date).to_json()
     return json.dumps(found, indent=2) + "\n"

@@ -64,10 +64,10 @@ def _write_text(file: Path, limit: int) -> dict[str, Any]:
     digest, size, documents = hashlib.blake2b(digest_size=16), 0, 0
     with file.open("wb") as output:
         for name, text in _library():
-            size += len(text.encode())
-            if size > limit:
-                size -= len(text.encode())
+            length = len(text.encode())
+            if size + length > limit:
                 break
+            size += length
             line = json.dumps({"id": name, "text": text}).encode() + b"\n"
             output.write(line)
             digest.update(line)

@@ -50,21 +50,43 @@ def cpu(device: str, work: Path, *, sections: Mapping[str, Any], text_bytes: int
 
 def beside_cpu(mine: Rows, other: Rows) -> Result:
     """Compare the rows of a run with those of the same run on a CPU."""
-    losses = [[row["loss"] for row in rows] for rows in (mine, other)]
-    together = len(mine) == len(other) > 0
-    apart = furthest(*losses) if together else None
-    limit = TOLERANCE["fp32"]
+    together = {"the runs have the same steps": len(mine) == len(other) > 0}
+    compared = compare_rows(mine, other, DATA, TOLERANCE["fp32"], together)
+    losses = [row["loss"] for row in mine]
     return {
         "steps": [len(mine), len(other)],
+        **compared,
+        "losses": losses,
+        "losses_cpu": [row["loss"] for row in other],
+        "checks": compared["checks"] | {"the loss falls": falls(losses)},
+    }
+
+
+def compare_rows(
+    mine: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    limit: float,
+    together: Mapping[str, bool],
+) -> Result:
+    """`largest_difference` of the losses, and checks that they are within a limit and that keys are equal.
+
+    Args:
+        mine: Rows of metrics.jsonl.
+        other: Those of the run that is compared with.
+        keys: What has to be equal in all rows.
+        limit: Of the losses' relative difference.
+        together: The check that both have the same steps; losses are not compared where it does not hold.
+    """
+    losses = [[row["loss"] for row in rows] for rows in (mine, other)]
+    apart = furthest(*losses) if all(together.values()) else None
+    return {
         "largest_difference": apart,
         "limit": limit,
-        "losses": losses[0],
-        "losses_cpu": losses[1],
         "checks": {
-            "the runs have the same steps": together,
-            **{f"{key} is equal": [row[key] for row in mine] == [row[key] for row in other] for key in DATA},
+            **together,
+            **{f"{key} is equal": [row[key] for row in mine] == [row[key] for row in other] for key in keys},
             f"losses differ by at most {limit:g}": apart is not None and apart["relative"] <= limit,
-            "the loss falls": falls(losses[0]),
         },
     }
 

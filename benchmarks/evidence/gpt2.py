@@ -12,7 +12,7 @@ from train_gpu_table import TOLERANCE
 
 from evidence.child import pipeline
 from evidence.corpus import make
-from evidence.exact import DATA, falls, furthest, stop
+from evidence.exact import DATA, compare_rows, falls, stop
 from evidence.imported import ROOT
 from evidence.item import Result
 from pipeline.errors import EXIT_OK, EXIT_STOPPED
@@ -102,20 +102,12 @@ def measure(
 
 def beside_cpu(rows: Rows, other: Rows, steps: int) -> Result:
     """Compare the first steps of a run in bf16 with those on a CPU in fp32: data and learning rates, and losses."""
-    mine, limit = rows[:steps], TOLERANCE["bf16"]
-    losses = [[row["loss"] for row in each] for each in (mine, other)]
-    together = len(mine) == len(other) == steps
-    apart = furthest(*losses) if together else None
+    mine = rows[:steps]
+    together = {"the CPU made the first steps": len(mine) == len(other) == steps}
     return {
-        "first_losses": losses[0],
-        "first_losses_cpu": losses[1],
-        "largest_difference": apart,
-        "limit": limit,
-        "checks": {
-            "the CPU made the first steps": together,
-            **{f"{key} is equal": [row[key] for row in mine] == [row[key] for row in other] for key in (*DATA, "lr")},
-            f"losses differ by at most {limit:g}": apart is not None and apart["relative"] <= limit,
-        },
+        "first_losses": [row["loss"] for row in mine],
+        "first_losses_cpu": [row["loss"] for row in other],
+        **compare_rows(mine, other, (*DATA, "lr"), TOLERANCE["bf16"], together),
     }
 
 

@@ -16,7 +16,7 @@ FOLDER = "EVIDENCE_FILES"
 _OUTSIDE = (".venv", "build")
 _RUNNER = {
     "benchmarks/gpu_evidence.py",
-    *(f"benchmarks/evidence/{name}.py" for name in ("__init__", "catalog", "imported", "item", "machine", "page")),
+    *(f"benchmarks/evidence/{name}.py" for name in ("__init__", "catalog", "imported", "item", "machine")),
 }
 """What all items go through, which no figure depends on; an item's shapes are compared on their own."""
 

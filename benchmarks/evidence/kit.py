@@ -22,7 +22,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+from evidence.imported import ROOT
+from evidence.machine import commit
+
 FOLDER = ROOT / "build" / "gpu-kit"
 LIMIT_MIB = 40
 NEEDED = (
@@ -110,13 +112,11 @@ def main() -> None:
     )
     if size > LIMIT_MIB:
         sys.exit(f"error: {size:.1f} MiB are more than the limit of {LIMIT_MIB} MiB")
-    revision = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    )
-    commit = f" --commit {revision.stdout.strip()}" if revision.returncode == 0 else ""
+    revision = commit()
+    source = f" --commit {revision}" if revision else ""
     print("Copy the repository with this folder to the machine with the GPU, and run there, in the repository:\n")
     print(f"python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/gpu-kit {inside}/*.whl &&")
-    print(f"PYTHONPATH=/tmp/gpu-kit python3 benchmarks/gpu_evidence.py --minutes 9{commit} --to lines.jsonl\n")
+    print(f"PYTHONPATH=/tmp/gpu-kit python3 benchmarks/gpu_evidence.py --minutes 9{source} --to lines.jsonl\n")
     print("Then append lines.jsonl to benchmarks/gpu_results.jsonl here, and write the page: gpu_evidence.py --page")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from train_gpu_table import compare_losses, markdown, table
+
 from evidence.catalog import ITEMS
 from evidence.imported import ROOT
 
@@ -85,7 +87,7 @@ def _device(name: str, newest: dict[str, Line]) -> str:
     text = [
         f"\n## {name}\n",
         ", ".join(facts) + ".\n",
-        _table(("item", "outcome", "date", "commit", "seconds"), map(_row, lines)),
+        markdown(("item", "outcome", "date", "commit", "seconds"), map(_row, lines)),
     ]
     for group, title in _GROUPS.items():
         these = [line for line in lines if line["item"].split("/")[0] == group and "result" in line]
@@ -135,23 +137,22 @@ def _group(group: str, lines: Sequence[Line]) -> str:
 
 def _speed(lines: Sequence[Line]) -> str:
     """Rows of one model, what they are relative to others, and measured against planned."""
-    from train_gpu_table import compare_losses, table
-
     rows: list[Line] = []
     for line in lines:
         about = {"versions": line["versions"], "date": line["date"]}
         rows.append(compare_losses(line["result"] | about, rows))
     by_item = {line["item"]: line["result"] for line in lines}
     text = [table(rows), ""]
-    for name, wanted in _FASTER.items():
-        if name in by_item and "speed/compiled" in by_item:
-            ratio = by_item[name]["tokens_per_second"] / by_item["speed/compiled"]["tokens_per_second"]
-            missed = "" if ratio >= wanted else ", missed"
-            text.append(f"- `{name}`: {ratio:.2f} of `speed/compiled` in bf16; goal {wanted}{missed}.")
-    for rival in ("speed/loop", "speed/trainer"):
-        if rival in by_item and "speed/compiled" in by_item:
-            ratio = by_item["speed/compiled"]["tokens_per_second"] / by_item[rival]["tokens_per_second"]
-            text.append(f"- `speed/compiled`: {ratio:.2f} of `{rival}`.")
+    rates = {name: row["tokens_per_second"] for name, row in by_item.items()}
+    if base := rates.get("speed/compiled"):
+        for name, wanted in _FASTER.items():
+            if name in rates:
+                ratio = rates[name] / base
+                missed = "" if ratio >= wanted else ", missed"
+                text.append(f"- `{name}`: {ratio:.2f} of `speed/compiled` in bf16; goal {wanted}{missed}.")
+        for rival in ("speed/loop", "speed/trainer"):
+            if rival in rates:
+                text.append(f"- `speed/compiled`: {base / rates[rival]:.2f} of `{rival}`.")
     planned = [
         (
             f"`{name}`",
@@ -166,7 +167,7 @@ def _speed(lines: Sequence[Line]) -> str:
     ]
     if planned:
         text += ["", "Measured against `pipeline plan`:", ""]
-        text.append(_table(("item", "peak GB", "planned", "seconds per step", "planned", "plan"), planned))
+        text.append(markdown(("item", "peak GB", "planned", "seconds per step", "planned", "plan"), planned))
     return "\n".join(text)
 
 
@@ -184,7 +185,7 @@ def _values(result: Line) -> str:
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             columns = list(value[0])
             tables.append(
-                f"\n{key}:\n\n" + _table(columns, ([_cell(row.get(column)) for column in columns] for row in value))
+                f"\n{key}:\n\n" + markdown(columns, ([_cell(row.get(column)) for column in columns] for row in value))
             )
         elif value in ({}, []):
             simple.append((key, "none"))
@@ -192,7 +193,7 @@ def _values(result: Line) -> str:
             simple += [(f"{key}: {name}", _cell(each)) for name, each in value.items()]
         else:
             simple.append((key, _cell(value)))
-    return "\n".join([_table(("what", "value"), simple), *tables])
+    return "\n".join([markdown(("what", "value"), simple), *tables])
 
 
 def _cell(value: Any) -> str:
@@ -205,9 +206,3 @@ def _cell(value: Any) -> str:
         return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
     text = " ".join(("–" if value is None else str(value)).split())
     return text.replace("|", "\\|")
-
-
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(columns)
-    lines = [head, ["---"] * len(head), *(list(row) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -14,11 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from train_gpu_steps import micro_batches as batches_of
 from train_gpu_steps import ours, place_of, timed
-from train_gpu_variants import TINY, Sizes, Variant
+from train_gpu_variants import Variant
 
-from evidence.imported import ROOT
 from evidence.item import Result, goal
-from evidence.speed import COMMON
+from evidence.speed import sizes_of
 
 _ON_DEVICE = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
 """Categories of torch's traces, in which a device is at work."""
@@ -55,9 +54,7 @@ def measure(
         steps: That are watched for waits, and as many that are profiled.
         rows: Kernels in the table.
     """
-    sizes = Sizes(
-        ROOT / run_file, (*COMMON, *(TINY if tiny else ()), f"launch.device={device}"), tokens, micro_batches, 1
-    )
+    sizes = sizes_of(run_file, tiny, device, tokens, micro_batches)
     place = place_of(sizes.config(Variant(**variant), layers))
     numbers = range(warmup + 2 * steps + 2)
     profiled = numbers[-steps:]

@@ -10,14 +10,11 @@ import torch
 from train_gpu_peer import peer
 from train_gpu_steps import measure as measure_steps
 from train_gpu_steps import ours
-from train_gpu_variants import TINY, Sizes, Variant, most_layers
+from train_gpu_variants import SHARED, TINY, Sizes, Variant, most_layers, planned
 
 from evidence.imported import ROOT
 from evidence.item import Result, goal
-from evidence.planned import planned
 from evidence.trainer import trainer_steps
-
-COMMON = ("run.dir=/nowhere", "train.validation.samples=0", "parallel.dp_shard=1", "train.metrics.tensorboard=false")
 
 _ROOM = 0.95
 """Of the memory, for layers that the loop shares: what it needs is estimated from its tensors alone."""
@@ -64,9 +61,7 @@ def measure(
     """
     rival = {} if side == "ours" else {"peer": "sdpa" if side == "loop" else "Trainer"}
     variant, first = Variant(**{**base, **change, **rival}), Variant(**base)
-    sizes = Sizes(
-        ROOT / run_file, (*COMMON, *(TINY if tiny else ()), f"launch.device={device}"), tokens, micro_batches, 1
-    )
+    sizes = sizes_of(run_file, tiny, device, tokens, micro_batches)
     alone = Sizes(sizes.run_file, (*sizes.common, *own), tokens, micro_batches, 1)
     memory = torch.cuda.get_device_properties(0).total_memory if memory_bytes is None else memory_bytes
     fitting = [variant] if own_layers else [first, Variant(**{**base, "peer": "sdpa"})]
@@ -83,3 +78,9 @@ def measure(
     reached = {name: goal(line[name], wanted) for name, wanted in goals.items() if line[name] is not None}
     about = variant.about(line["layers"]) | {"variant": " ".join([variant.name, *own])}
     return {**about, **line, "goals": reached, "reads": [run_file]}
+
+
+def sizes_of(run_file: str, tiny: bool, device: str, tokens: int, micro_batches: int) -> Sizes:
+    """Of the variants of a run file on one process; arguments as in `measure`."""
+    common = (*SHARED, *(TINY if tiny else ()), f"launch.device={device}")
+    return Sizes(ROOT / run_file, common, tokens, micro_batches, 1)

@@ -24,7 +24,7 @@ sys.path.append(str(FOLDER))
 import gpu_evidence  # noqa: E402
 from evidence import calibrate, rates  # noqa: E402
 from evidence.catalog import ITEMS  # noqa: E402
-from evidence.planned import planned  # noqa: E402
+from train_gpu_variants import planned  # noqa: E402
 
 ITEM = next(item for item in ITEMS if item.name == "rates")
 H200 = DEVICES["h200"]
