@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.progress import counted
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import layer_parameters, num_parameters

@@ -16,12 +16,13 @@ from pipeline.common.errors import NumericalError, Stopped, UserError
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.local_copy import staged
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.heldout import HeldOut
 from pipeline.data.loading.loader import Loader, open_loader
+from pipeline.data.loading.local_copy import staged
 from pipeline.data.loading.prefetch import copied
-from pipeline.data.order.journal import Segment
+from pipeline.data.order.segments import Segment
+from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.provenance.run import JOURNAL_FILE
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -228,6 +229,7 @@ class Trainer:
         self._origin = Origin()
 
     def _open_loader(self) -> Loader:
+        check_run_file(self._config, self._datasets)
         mesh = self._setup.mesh
         return open_loader(
             self._config,

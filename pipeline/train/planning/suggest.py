@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
-from pipeline.data.work.progress import counted
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.stages import split_stages

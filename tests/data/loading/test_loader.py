@@ -21,8 +21,7 @@ from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives import Causal
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.order import locate as lookup
-from pipeline.data.order.journal import Journal
-from pipeline.data.order.phases import phase_at
+from pipeline.data.order.phases import phase_at, plan_journal
 from pipeline.data.order.windows import windows_of
 from tests.data.preprocess.memory import EOD, FlatDataset, MemoryDataset
 
@@ -61,7 +60,7 @@ def make_ranks(
     dp_size, datasets=DATASETS, weights=WEIGHTS, *, objective=None, mask=False, micro=None, vocab=None, **keys
 ):
     """The loaders of all ranks."""
-    journal = Journal.plan(run_file(weights, **keys), datasets)
+    journal = plan_journal(run_file(weights, **keys), datasets)
     windows = windows_of(journal, datasets)
     return [
         Loader(

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
-from pipeline.data.work.progress import counted
 from pipeline.train.model.config import default_ffn_dim
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
