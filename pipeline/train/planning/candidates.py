@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.parallel.course import step_shapes
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import Kind, tested_kinds
 
 Overrides = dict[str, Any]

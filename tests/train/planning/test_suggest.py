@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.errors import UserError
-from pipeline.train.parallel.course import step_shapes
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.schedules import SCHEDULES, play
+from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.planning.bounds import least_bubble, least_bytes
 from pipeline.train.planning.candidates import candidates, differences, overridden
 from pipeline.train.planning.devices import DEVICES
