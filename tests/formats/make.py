@@ -6,7 +6,8 @@ readable. Everything is made by `python -m pipeline`, in the folder `ROOT`, whic
 
 Paths: run files name theirs relative to themselves. What the commands make of that, below `ROOT`, is in some files that
 they write. `unpack` puts its own folder in its place, but not in files whose hash is kept elsewhere (`state.json` of a
-checkpoint, submissions), where paths only say where things once were.
+checkpoint, submissions), where paths only say where things once were. All times of files are 0, those of the corpus
+from the start, as receipts have them.
 
 Names of the machine and the user, where Python and this package lie, and what is installed are replaced by others;
 times and figures stay.
@@ -36,13 +37,16 @@ import orjson
 import yaml
 import zstandard
 
+from pipeline.common import process_identity
+
 HERE = Path(__file__).parent
 PACKED = HERE / "v0.1.tar.zst"
-ROOT = Path(os.environ.get("KEPT_ROOT", "/tmp/kept-formats"))
-"""Of what is kept always the same, so that the paths in the files are."""
+PLACE = Path("/tmp/kept-formats")
+"""Where what is kept was made: always the same, so that the paths in the files are."""
+ROOT = Path(os.environ.get("KEPT_ROOT", PLACE))
 HOST, USER = "node1", "someone"
 _WORDS = "the a sea boat wind sails north harbour of under and light old night before storm keeper tower rope".split()
-_MOVED = ("*.yaml", "plan.json", "jobs.jsonl", "faults.jsonl")
+_MOVED = ("*.yaml", "plan.json", "rejected.jsonl")
 """Files in which `unpack` replaces `ROOT`: nobody keeps a hash of them."""
 _SEALED = ("checkpoints", "submissions")
 """Folders of which somebody does."""
@@ -68,6 +72,14 @@ esac""",
     "sacctmgr": "exit 0",
     "srun": "exit 0",
 }
+
+
+def write_programs(folder: Path) -> None:
+    """What stands in for the commands of SLURM. The jobs wait until there is a file `$COUNT.gone`."""
+    folder.mkdir(parents=True)
+    for name, script in _PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
 
 
 def text(chance: random.Random, sentences: int) -> str:
@@ -187,7 +199,7 @@ def command(*words: str, code: int = 0, rules: Iterable[dict[str, Any]] = ()) ->
         capture_output=True,
         text=True,
         start_new_session=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     if done.returncode != code:
@@ -204,11 +216,7 @@ def at(event: str, path: str, count: int, how: str, **more: str) -> dict[str, An
 def make() -> dict[str, Any]:
     """Make everything below `ROOT`; what a reader of today has to find in it."""
     ROOT.mkdir()
-    programs = ROOT / "home" / "bin"
-    programs.mkdir(parents=True)
-    for name, script in _PROGRAMS.items():
-        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
-        (programs / name).chmod(0o755)
+    write_programs(ROOT / "home" / "bin")
     write_corpus(ROOT / "corpus")
     (ROOT / "run.yaml").write_text(yaml.safe_dump(run_file(), sort_keys=False))
     _together(_finished, _killed_units, _killed_shuffle)
@@ -275,7 +283,7 @@ def _continued() -> None:
     rules = [at("open", r"/data/sea/train/.*\.idx$", 1, "error", rank="1", once=str(ROOT / "home" / "rank"))]
     command("run", "run.yaml", "--local", "launch.processes=2", rules=rules)
     ledger = ROOT / "runs" / "done" / "ledger.jsonl"
-    end = time.monotonic() + 240
+    end = time.monotonic() + 600
     while time.monotonic() < end:
         launches = [orjson.loads(line) for line in ledger.read_bytes().splitlines() if b'"launch' in line]
         stage = {each["number"]: each["stage"] for each in launches if each["event"] == "launch"}
@@ -284,6 +292,8 @@ def _continued() -> None:
             time.sleep(1)
             break
         time.sleep(0.2)
+    else:
+        raise SystemExit("the jobs in the background do not end")
     command("run", "run.yaml")
     harness = {"tasks": ["kept"], "include_path": "corpus"}
     command("eval", "run.yaml", f"eval.harness={json.dumps(harness)}")
@@ -369,7 +379,7 @@ def _neutral(path: Path, data: bytes) -> bytes:
         values["environment"] = {"LANG": "C.UTF-8"}
         values["python"]["executable"] = "/usr/bin/python3"
         return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
-    if b'"boot"' in data and path.name == "lock":
+    if data.startswith(b"{") and (path.name == "lock" or "leases" in path.parts):
         data = orjson.dumps({**orjson.loads(data), "boot": "0" * 32, "namespace": "pid:[1]"})
     if any(part in _SEALED for part in path.parts):
         return data
@@ -423,18 +433,31 @@ def unpack(packed: Path, to: Path) -> Path:
     for pattern in _MOVED:
         for file in to.rglob(pattern):
             if not any(part in _SEALED for part in file.relative_to(to).parts):
-                mtime = file.stat().st_mtime
-                file.write_bytes(file.read_bytes().replace(str(ROOT).encode(), str(to).encode()))
-                os.utime(file, (mtime, mtime))
+                _replace(file, str(PLACE), str(to))
+    # Who had locks and leases was a process of this machine that is gone, so that nobody waits for it.
+    here = {"host": socket.gethostname(), "boot": process_identity.boot(), "namespace": process_identity.namespace()}
+    for file in [*to.glob("runs/*/lock"), *to.rglob("leases/**/*.json")]:
+        file.write_bytes(orjson.dumps({**orjson.loads(file.read_bytes()), **here}))
+        os.utime(file, (0, 0))
+    for file in [*to.rglob("jobs.jsonl"), *to.rglob("ledger.jsonl")]:
+        _replace(file, f'"host":"{HOST}"', f'"host":"{socket.gethostname()}"')
     return to
 
 
+def _replace(file: Path, old: str, new: str) -> None:
+    """Replace a text in a file that stays as old as it is."""
+    mtime = file.stat().st_mtime
+    file.write_bytes(file.read_bytes().replace(old.encode(), new.encode()))
+    os.utime(file, (mtime, mtime))
+
+
 def main() -> None:
-    """Make and pack everything; `ROOT` stays, to be looked at."""
+    """Make everything and, in its usual place, pack it; `ROOT` stays, to be looked at."""
     expected = make()
     (ROOT / "expected.json").write_bytes(orjson.dumps(expected, option=orjson.OPT_INDENT_2))
-    pack(files(ROOT), PACKED)
-    print(f"{PACKED}: {PACKED.stat().st_size:,} bytes; what it was made from is in {ROOT}")
+    if ROOT == PLACE:
+        pack(files(ROOT), PACKED)
+        print(f"{PACKED}: {PACKED.stat().st_size:,} bytes; what it was made from is in {ROOT}")
 
 
 if __name__ == "__main__":
