@@ -16,8 +16,8 @@ from pipeline.config.load import load
 from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.train.doc_tables import PAGES, page
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS, check_layout, layout_warnings
-from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import TESTED, Kind, nearest_tested
 from tests.config.runfile import write
