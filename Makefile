@@ -19,7 +19,7 @@ help:
 	@echo "make test-slurm   jobs on a real SLURM, which is brought up for them"
 	@echo "make devcluster   a SLURM on this machine to try things on; down again: make devcluster-down"
 	@echo "make test-all     all of these"
-	@echo "make lint         ruff and mypy"
+	@echo "make lint         ruff, mypy, and which package may import which"
 	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
@@ -46,6 +46,7 @@ lint: install-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
