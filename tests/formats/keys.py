@@ -127,17 +127,18 @@ CLASSES = {
     "pipeline.train.monitor.goodput": ("Goodput",),
     "pipeline.train.run.unsaved": ("Saves",),
     "pipeline.train.run.heartbeat": ("Beat",),
-    "pipeline.train.checkpoint.tools": ("Row",),
+    "pipeline.train.checkpoint.commands": ("Row",),
     "pipeline.data.work.leases": ("Record",),
     "pipeline.data.loading.loader": (),  # Span
     "pipeline.data.order.windows": ("Span",),
-    "pipeline.data.order.journal": ("Journal", "Segment", "SourceState", "Skip"),
+    "pipeline.data.order.journal": ("Journal",),
+    "pipeline.data.order.segments": ("Segment", "SourceState", "Skip"),
     "pipeline.data.order.consumption": ("SliceAccount",),
     "pipeline.data.plan.build": ("Plan", "SliceRow", "SegmentRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
     "pipeline.data.preprocess.tokenize_unit": (),  # Damage
     "pipeline.data.sources.records": ("Damage",),
-    "pipeline.data.preprocess.finalize": ("SplitReport",),
+    "pipeline.data.preprocess.report": ("SplitReport",),
     "pipeline.data.preprocess.source_plan": (),  # HubConfig
     "pipeline.data.preprocess.run_tokenizer": (),  # TokenizerTrainConfig
     "pipeline.data.tokenization.engine_check": ("Proof",),
@@ -167,7 +168,7 @@ WRITE_NOTHING = (
     "pipeline.data.loading.batch",
     "pipeline.data.order.phases",
     "pipeline.eval.report.facts",
-    "pipeline.train.checkpoint.metadata",
+    "pipeline.train.checkpoint.dcp_metadata",
     "pipeline.train.distributed.process_group",
     "pipeline.train.monitor.metrics",  # the run file, for wandb
     "pipeline.train.open_run",
