@@ -73,11 +73,16 @@ def seen(run: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in SEEN} for row in read_metrics(run)]
 
 
-QUICK = ("tp2", "zbv", "fsdp2-tp2", "pp2-fsdp2")
+QUICK = ("tp2",)
+GUARD = ("zbv", "fsdp2-tp2")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.guard if name in GUARD else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_a_layout_sees_what_one_process_sees(root: Path, processes: Callable[[int], Ranks], name: str) -> None:
     row, family = LAYOUTS[name], FAMILY_OF.get(name, "llama")
