@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.load import load
+from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.data.preprocess import preprocess
 from pipeline.train import trainer
 from pipeline.train.init import local_range
 from pipeline.train.optim import Gradients, Optimizers
 from pipeline.train.parallel.compat import plain
+from pipeline.train.parallel.compat_stage import SPLITS_BACKWARD
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.tested import Combination
 from pipeline.train.run_folder import read_metrics
@@ -31,6 +34,14 @@ from tests import tiny
 from tests.parallel import ranks
 
 SEED_STEP, LAST_STEP = 2, 7
+_SPLITS_BACKWARD = pytest.mark.skipif(not SPLITS_BACKWARD, reason="refused: this torch cannot split backward passes")
+
+
+def trains(schedule: str) -> list[pytest.MarkDecorator]:
+    """Marks of a test that trains with a schedule: it is skipped where the installed torch cannot."""
+    return [_SPLITS_BACKWARD] if schedule in ZERO_BUBBLE else []
+
+
 BATCH_SIZE = 16
 
 FAMILIES: dict[str, dict[str, Any]] = {

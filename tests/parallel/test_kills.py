@@ -18,6 +18,7 @@ import pytest
 from pipeline.config.load import load
 from pipeline.data.preprocess import preprocess
 from tests import tiny
+from tests.parallel import layouts
 from tests.parallel.test_train_command import ranks_of, steps
 from tests.train.runs import exact, weights_hash
 
@@ -84,7 +85,7 @@ def end(how: str, run: Path, process: subprocess.Popen[str], chance: random.Rand
         os.kill(target, number)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=layouts.trains(name)) for name in LAYOUTS])
 def test_it_goes_on_with_the_same_bits(root: Path, layout: str) -> None:
     chance = random.Random(layout)
     run, whole = root / layout, root / f"{layout}-whole"

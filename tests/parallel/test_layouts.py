@@ -47,7 +47,8 @@ def cases() -> Iterator[Any]:
             quick = world <= 4 and number % (2 if world == 2 or row.name in QUICK else 4) == place
             plain = row in TESTED and row.layout.cp == 1 and 1 in (row.layout.pp, row.layout.dp_replicate)
             quick = quick and (plain or row.name in QUICK) and row.name not in SLOW
-            yield pytest.param(row, family, id=f"{row.name}-{family}", marks=[] if quick else [pytest.mark.slow])
+            marks = [*layouts.trains(row.kind.schedule or ""), *([] if quick else [pytest.mark.slow])]
+            yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
 
 
 @pytest.mark.parametrize(("row", "family"), list(cases()))

@@ -77,7 +77,11 @@ QUICK = ("tp2", "zbv", "fsdp2-tp2", "pp2-fsdp2")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[*layouts.trains(row.schedule), *([] if name in QUICK else [pytest.mark.slow])])
+        for name, row in LAYOUTS.items()
+    ],
 )
 def test_a_layout_sees_what_one_process_sees(root: Path, processes: Callable[[int], Ranks], name: str) -> None:
     row, family = LAYOUTS[name], FAMILY_OF.get(name, "llama")

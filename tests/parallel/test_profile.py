@@ -17,6 +17,7 @@ from pipeline.train import trainer
 from pipeline.train.garbage import Garbage
 from pipeline.train.profile import Profile
 from tests import tiny
+from tests.parallel import layouts
 from tests.parallel.ranks import Ranks
 from tests.train.runs import exact, weights_hash
 
@@ -76,7 +77,9 @@ def test_the_others_wait_for_the_rank_that_writes(root: Path, processes: Callabl
     assert went_on >= written
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "tp2" else ()) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[*layouts.trains(name), *([SLOW] if name == "tp2" else [])]) for name in LAYOUTS]
+)
 def test_every_rank_tells_what_it_does(name: str, root: Path, processes: Callable[[int], Ranks]) -> None:
     layout, file = LAYOUTS[name], root / "run.yaml"
     micro_batch = 8 // MICRO_BATCHES // (2 if name == "fsdp2" else 1)
