@@ -52,7 +52,7 @@ test-torch: $(TORCH_VENV)/.installed
 	@$(TORCH_PIP) --upgrade "torch$(addprefix ==,$(TORCH))"
 	@$(TORCH_VENV)/bin/python -c "import torch; print('torch', torch.__version__)"
 	@$(TORCH_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not slurm and not gpu" \
-	  tests/train tests/parallel tests/eval
+	  tests/train tests/eval
 
 lint: install-dev
 	@$(BIN)/ruff check .
@@ -61,7 +61,7 @@ lint: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
-	@$(BIN)/python -m pipeline.train.reference docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md
+	@$(BIN)/python -m pipeline.train.doc_tables docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md
 
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)

@@ -135,7 +135,7 @@ class Range:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             sys.argv = ["pipeline", *words]
-            importlib.import_module("pipeline.cli").main()
+            importlib.import_module("pipeline.cli.main").main()
         except SystemExit as left:
             code = left.code if isinstance(left.code, int) else int(left.code is not None)
         except BaseException:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from attack_victim import IS_ROOT, OTHER, as_other, done, said, victim
 
+from pipeline.common.errors import EXIT_REFUSED
 from pipeline.config.load import load
-from pipeline.errors import EXIT_REFUSED
 
 
 def group(root: Path) -> None:
     """A colleague of the group before the job starts: the check of its script, run by bash."""
     import grp
 
-    from slurm import permissions, snapshot
+    from slurm.submit import code_snapshot, permissions
 
     keys = [f"slurm.group={grp.getgrgid(OTHER if IS_ROOT else os.getgid()).gr_name}", "slurm.umask='0002'"]
     base = Path(tempfile.mkdtemp(prefix="attack-", dir=Path.home()))
@@ -33,17 +33,17 @@ def group(root: Path) -> None:
     config = load(file, keys)
     mask = os.umask(0o022)
     permissions.honour(config)
-    code = snapshot.take(config.run.dir, (), permissions.make_private(config, config.run.dir))
+    code = code_snapshot.take(config.run.dir, (), permissions.make_private(config, config.run.dir))
     os.umask(mask)
     assert f"pipeline_code={code}" in script, script or text
-    check = re.sub(r"(?m)^.* -m slurm\.batch .*$", "echo started", script)
+    check = re.sub(r"(?m)^.* -m slurm\.job\.batch_entry .*$", "echo started", script)
 
     def start() -> tuple[int, str]:
         ran = subprocess.run(["bash", "-c", check], capture_output=True, text=True, cwd="/", check=False)
         return ran.returncode, ran.stdout.strip() or ran.stderr.strip().split("\n")[0][:120]
 
     said("group: nothing was changed", start() == (0, "started"), f"{start()}")
-    module, listed = code / "slurm" / "batch.py", code.with_name(f"{code.name}.sha256")
+    module, listed = code / "slurm" / "job" / "batch_entry.py", code.with_name(f"{code.name}.sha256")
     if IS_ROOT:
 
         def change() -> list[str]:
@@ -75,19 +75,19 @@ def group(root: Path) -> None:
             path.symlink_to(kept)
             return lambda: (path.unlink(), kept.rename(path))
         subprocess.run(["cp", "-r", kept, path], check=True)
-        (path / "batch.py").write_text("evil = 1\n")
+        (path / "jobs.py").write_text("evil = 1\n")
         return lambda: (subprocess.run(["rm", "-r", path], check=True), kept.rename(path))
 
     def opened(path: Path) -> Callable[[], object]:
         path.chmod(0o664)
         return lambda: path.chmod(0o644)
 
-    bytecode = module.parent / "__pycache__" / f"batch.{sys.implementation.cache_tag}.pyc"
+    bytecode = module.parent / "__pycache__" / f"batch_entry.{sys.implementation.cache_tag}.pyc"
     forced: dict[str, Callable[[], Callable[[], object]]] = {
         "a module was changed": lambda: evil(module),
         "bytecode was added": lambda: evil(bytecode),
         "sitecustomize.py was added": lambda: evil(code / "sitecustomize.py"),
-        "a name with a line break was added": lambda: evil(code / "slurm" / "batch.py\nf slurm"),
+        "a name with a line break was added": lambda: evil(code / "slurm" / "jobs.py\nf slurm"),
         "the list was changed": lambda: evil(listed),
         "a folder was replaced by another": lambda: swapped(code / "slurm", False),
         "a folder was replaced by a link": lambda: swapped(code / "slurm", True),
@@ -101,7 +101,7 @@ def group(root: Path) -> None:
         assert start() == (0, "started"), name
     submission = base / "submission.json"
     submission.write_text("{}")
-    words = [sys.executable, "-m", "slurm.batch", "1", str(submission), "0" * 64]
+    words = [sys.executable, "-m", "slurm.job.batch_entry", "1", str(submission), "0" * 64]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     said(
         "group: a submission was changed",

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.common.errors import UserError
 from pipeline.config.train import AttentionConfig
-from pipeline.errors import UserError
 from pipeline.train.model.kernels.choice import Need, choose_on
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Documents, Kernel, Sight

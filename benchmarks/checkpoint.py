@@ -36,16 +36,16 @@ import yaml
 from rich.console import Console
 
 from pipeline.config.load import load
-from pipeline.data.preprocess import preprocess
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.optim import Optimizers
+from pipeline.train.distributed.process_group import barrier, of_environment
+from pipeline.train.distributed.watchdog import Watchdog
+from pipeline.train.open_run import open_run_everywhere
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import barrier, of_environment
-from pipeline.train.parallel.rules import check_layout
-from pipeline.train.parallel.watchdog import Watchdog
+from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.saving import Saver
 from pipeline.train.setup import join, set_up
-from pipeline.train.start import open_run_everywhere
 
 CHUNK = 8 << 20
 WORDS = ("the", "a", "sea", "boat", "wind", "sails", "north", "harbour", "of", "under", "light", "old", "night")

@@ -25,7 +25,7 @@ from pathlib import Path
 import yaml
 import zstandard
 
-from pipeline.data.compression import open_stream
+from pipeline.data.sources.compression import open_stream
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": lambda data: gzip.compress(data, 6),
@@ -61,7 +61,7 @@ def peak_of_a_record(work: Path, text: str, tokenizer: Path | None = None) -> in
     (work / "run.yaml").write_text(yaml.safe_dump(run))
     code = (
         "import resource, sys; from pathlib import Path; from pipeline.config.load import load;"
-        "from pipeline.data.preprocess import preprocess; preprocess(load(Path(sys.argv[1])));"
+        "from pipeline.data.preprocess.stage import preprocess; preprocess(load(Path(sys.argv[1])));"
         "print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)))"
     )
     command = [sys.executable, "-c", code, str(work / "run.yaml")]

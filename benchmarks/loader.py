@@ -39,9 +39,9 @@ def make_dataset(folder: Path, gigabytes: float) -> None:
     """Write the dataset if it is not there."""
     import xxhash
 
-    from pipeline.data import store
-    from pipeline.data.indexed import IndexedWriter, part_prefix
-    from pipeline.data.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, PARTS_FILE, Manifest, TokenizerInfo
+    from pipeline.common import storage
+    from pipeline.data.datasets.indexed import IndexedWriter, part_prefix
+    from pipeline.data.datasets.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, PARTS_FILE, Manifest, TokenizerInfo
 
     if (folder / MANIFEST_FILE).exists():
         return
@@ -84,7 +84,7 @@ def make_dataset(folder: Path, gigabytes: float) -> None:
         parts=PARTS,
         parts_hash=xxhash.xxh3_128_hexdigest(parts.tobytes()),
     )
-    store.put_json(folder / MANIFEST_FILE, manifest.model_dump())
+    storage.put_json(folder / MANIFEST_FILE, manifest.model_dump())
 
 
 def bins(folder: Path) -> list[Path]:
@@ -92,12 +92,12 @@ def bins(folder: Path) -> list[Path]:
 
 
 def open_ours(folder: Path) -> Any:
-    from pipeline.data.blend import UNIT
-    from pipeline.data.dataset import Dataset
-    from pipeline.data.instances import windows_of
-    from pipeline.data.journal import Journal, Segment, SourceState
-    from pipeline.data.loader import Loader
-    from pipeline.data.objectives import Causal
+    from pipeline.data.datasets.dataset import Dataset
+    from pipeline.data.loading.loader import Loader
+    from pipeline.data.loading.objectives import Causal
+    from pipeline.data.order.blend import UNIT
+    from pipeline.data.order.journal import Journal, Segment, SourceState
+    from pipeline.data.order.windows import windows_of
 
     dataset = Dataset.open(folder)
     state = SourceState(tokens=dataset.tokens, weight=UNIT, offset=0, lap=0, cursor=0)

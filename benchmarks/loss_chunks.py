@@ -22,13 +22,13 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import Batch
+from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.optim import Optimizers
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import Processes, join
 from pipeline.train.step import Stepper
 
 _VOCABULARY = 131_072

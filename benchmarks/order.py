@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.data.blend import UNIT, Order, integer_weights, keyed_offset
-from pipeline.data.journal import Journal, Segment, SourceState
-from pipeline.data.sampler import Sampler
+from pipeline.data.order.blend import UNIT, Order, integer_weights, keyed_offset
+from pipeline.data.order.journal import Journal, Segment, SourceState
+from pipeline.data.order.sampler import Sampler
 
 DRAWS = 1000
 STEPS = 10_000

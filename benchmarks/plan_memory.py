@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipeline.config import Config
 from pipeline.train.planning.memory import memory
-from tests.parallel import ranks
+from tests.train.distributed import ranks
 from tests.train.planning.steps import CASES, case_config, measured_peak, of_case, resident_peak
 
 _LARGE: dict[str, Any] = {

@@ -21,12 +21,12 @@ import numpy as np
 import xxhash
 import yaml
 
-from pipeline.data import store
-from pipeline.data.hashing import key, keyed_order, mix
-from pipeline.data.indexed import PROVENANCE, part_files, part_prefix
-from pipeline.data.manifest import read_manifest, read_parts, write_dataset
-from pipeline.data.receipts import receipt_path
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.common import storage
+from pipeline.common.hashing import key, keyed_order, mix
+from pipeline.data.datasets.indexed import PROVENANCE, part_files, part_prefix
+from pipeline.data.datasets.manifest import read_manifest, read_parts, write_dataset
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.receipts import receipt_path
 
 try:
     from benchmarks.synthetic import make_blend
@@ -61,7 +61,7 @@ def add_provenance(folder: Path, source: str) -> None:
         "files": [[name, f"/corpus/{source}/{name}", PIECES * PIECE_BYTES] for name in map(file_name, range(files))],
         "units": [[[file, piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES]] for file, piece in places],
     }
-    store.put_json(folder / "plan.json", plan)
+    storage.put_json(folder / "plan.json", plan)
     for unit, part in enumerate(parts):
         documents = int(part["documents"])
         records = np.zeros(documents, PROVENANCE)
@@ -90,7 +90,7 @@ def add_provenance(folder: Path, source: str) -> None:
         }
         path = receipt_path(folder, unit)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.json_bytes(receipt))  # ten thousand flushes to disk would take minutes
+        path.write_bytes(storage.json_bytes(receipt))  # ten thousand flushes to disk would take minutes
     about = manifest.model_dump(include={"source", "split", "text_bytes", "code_version"})
     write_dataset(dataset, parts, Tokenizer.open(dataset), about | {"settings": settings, "config_hash": CONFIG_HASH})
 

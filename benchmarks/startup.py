@@ -66,10 +66,10 @@ def status(key: str) -> float:
 
 def ours(file: Path) -> dict[str, float]:
     from pipeline.config.load import load
-    from pipeline.data.checks import check_datasets
-    from pipeline.data.journal import Journal
-    from pipeline.data.loader import open_loader
-    from pipeline.data.opening import open_datasets
+    from pipeline.data.datasets.open import open_datasets
+    from pipeline.data.datasets.validate import check_datasets
+    from pipeline.data.loading.loader import open_loader
+    from pipeline.data.order.journal import Journal
 
     config = load(file)
     clock = Clock()

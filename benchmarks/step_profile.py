@@ -26,15 +26,15 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import Batch
-from pipeline.train.allocator import keep_freed_memory
+from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.process_group import Processes, join
+from pipeline.train.host.cpu_allocator import keep_freed_memory
+from pipeline.train.host.cpu_matmul import choose_products
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.optim import Optimizers
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import Processes, join
-from pipeline.train.products import choose_products
 from pipeline.train.step import Stepper
 
 BATCH, LENGTH, VOCABULARY = 4, 1024, 8192

@@ -24,9 +24,9 @@ import xxhash
 import yaml
 
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.indexed import CODES, HEADER, MAGIC, PROVENANCE, VERSION, part_files, part_prefix
-from pipeline.data.manifest import PART, write_dataset
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.datasets.indexed import CODES, HEADER, MAGIC, PROVENANCE, VERSION, part_files, part_prefix
+from pipeline.data.datasets.manifest import PART, write_dataset
+from pipeline.data.tokenization.tokenizer import Tokenizer
 
 MEAN = 1000
 SENTINELS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]

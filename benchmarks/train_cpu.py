@@ -46,7 +46,7 @@ SHAPE = {"layers": 8, "dim": 384, "heads": 6, "ffn_dim": 1024}
 COMPARED = 20
 """Steps whose losses must agree."""
 MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483647:glibc.malloc.top_pad=67108864"
-"""What `pipeline.train.allocator` sets, for the others."""
+"""What `pipeline.train.host.cpu_allocator` sets, for the others."""
 
 SIDES: dict[str, tuple[str, list[str], bool]] = {
     "ours": ("ours", [], True),
@@ -126,8 +126,8 @@ def write_model(folder: Path) -> None:
 def first_batches(run_file: Path, steps: int) -> torch.Tensor:
     """int64 [steps, B, S + 1]."""
     from pipeline.config.load import load
-    from pipeline.data.loader import open_loader
-    from pipeline.data.opening import open_datasets
+    from pipeline.data.datasets.open import open_datasets
+    from pipeline.data.loading.loader import open_loader
 
     config = load(run_file, [])
     loader = open_loader(config, open_datasets(config, "train"))

@@ -49,8 +49,8 @@ from train_gpu_variants import (
     variants,
 )
 
-from pipeline.errors import UserError
-from pipeline.train.parallel.rules import check_layout
+from pipeline.common.errors import UserError
+from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.planning.devices import Device, device_of_driver, find_device
 
 _LLAMA = Path(__file__).parent.parent / "configs" / "models" / "llama3-8b.yaml"
@@ -152,7 +152,7 @@ def run_one(job: dict[str, Any]) -> None:
     from train_gpu_steps import measure, ours
 
     from pipeline.config.load import load
-    from pipeline.train.parallel import processes
+    from pipeline.train.distributed import process_group as processes
 
     code = 0
     try:

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from train_gpu_steps import Build, Place, Step, draw
 
-from pipeline.data.batch import Batch
-from pipeline.errors import UserError
-from pipeline.train.host_copy import HostCopy
+from pipeline.common.errors import UserError
+from pipeline.data.loading.batch import Batch
 from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.huggingface.families import Family, plan_tensors
+from pipeline.train.monitor.host_copy import HostCopy
 from pipeline.train.parallel.compile import check_compiler, compiles
 
 

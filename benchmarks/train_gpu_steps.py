@@ -19,23 +19,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.config.model import InitConfig
-from pipeline.data.batch import Batch
-from pipeline.train.init import local_range, weight_std
-from pipeline.train.metrics import peak_flops
+from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed import process_group
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token, num_parameters
-from pipeline.train.optim import Optimizers
-from pipeline.train.parallel import processes
-from pipeline.train.parallel.course import StepShape, step_shapes
+from pipeline.train.model.init import local_range, weight_std
+from pipeline.train.monitor.metrics import peak_flops
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, build_model
-from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.plan import planned_spec
 from pipeline.train.setup import join
 from pipeline.train.step import Stepper
-from pipeline.train.versions import versions
 
 DOCUMENT = 1000
 """Tokens of a document on average."""
@@ -89,7 +89,7 @@ def measure(config: Config, build: Build, steps: int, warmup: int) -> dict[str, 
     if device.type == "cuda":
         torch.cuda.empty_cache()
     product.append(product_rate(device, dtype))
-    everyone = processes.gather([peaks, product])
+    everyone = process_group.gather([peaks, product])
     if everyone is None:
         return None
     return {
@@ -108,7 +108,7 @@ def measure(config: Config, build: Build, steps: int, warmup: int) -> dict[str, 
 
 def place_of(config: Config) -> Place:
     """Join the processes of a run file; afterwards `check_layout` and the mesh are those of training."""
-    ranks = processes.of_environment()
+    ranks = process_group.of_environment()
     layout = check_layout(config, ranks.world_size)
     (shape,) = step_shapes(config, layout.dp)
     device = join(config, ranks)

@@ -1,6 +1,6 @@
 """`python -m pipeline` is the `pipeline` command."""
 
-from pipeline.cli import main
+from pipeline.cli.main import main
 
 if __name__ == "__main__":
     main()

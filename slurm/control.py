@@ -13,19 +13,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.console import say
-from pipeline.data import store
-from pipeline.errors import EXIT_OK, UserError
+from pipeline.common import storage
+from pipeline.common.console import say
+from pipeline.common.errors import EXIT_OK, UserError
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.heartbeat import read_beat
-from pipeline.train.lock import holder, is_held, when
-from slurm import active, jobs, scheduler
-from slurm.active import Active
+from pipeline.train.run.heartbeat import read_beat
+from pipeline.train.run.lock import holder, is_held, when
+from slurm import jobs, scheduler
+from slurm.job import active_jobs
+from slurm.job.active_jobs import Active
 from slurm.jobs import Stage
-from slurm.live import Found, look, runs, waits
-from slurm.local_steps import LocalSteps
-from slurm.named import run_folder
+from slurm.local.background import LocalSteps
+from slurm.run_argument import run_folder
 from slurm.scheduler import SchedulerError
+from slurm.status.live import Found, look, runs, waits
 
 _ORDER: tuple[tuple[Stage, ...], ...] = (("preprocess", "finish"), ("train",), ("eval",))
 """Stages that are ended together, in the order of a run."""
@@ -98,11 +99,11 @@ def _change(run: Path, console: Console, change: Callable[[Sequence[str]], None]
     waiting = [each for each in found.active if waits(each) and each.job.where == "slurm"]
     change([each.job.job for each in waiting])
     for each in waiting:
-        say(console, f"{active.what(folder, each.job)}: job {each.job.job} {what}")
+        say(console, f"{active_jobs.what(folder, each.job)}: job {each.job.job} {what}")
     for each in found.active:
         if each not in waiting:
             why = "since it runs" if runs(each) else "since it is in no queue"
-            say(console, f"not affected, {why}: {active.words(folder, each)}")
+            say(console, f"not affected, {why}: {active_jobs.words(folder, each)}")
     if not found.active:
         say(console, f"no job of {folder} waits")
 
@@ -205,13 +206,13 @@ class _Cancelling:
         """The process that has it on its list looks whether it is cancelled before it begins."""
         if each.job.job not in self._asked:
             self._asked.add(each.job.job)
-            what = active.what(self._run, each.job)
+            what = active_jobs.what(self._run, each.job)
             say(self._console, f"{what}: process {each.job.job} has not begun with it, and will pass it over")
 
     def _take_out(self, each_of: Sequence[Active]) -> None:
         for each in each_of:
             self._asked.add(each.job.job)
-            what = f"{active.what(self._run, each.job)}: job {each.job.job}"
+            what = f"{active_jobs.what(self._run, each.job)}: job {each.job.job}"
             try:
                 scheduler.cancel([each.job.job])
                 say(self._console, f"{what} is ended now" if runs(each) else f"{what} leaves the queue")
@@ -271,7 +272,7 @@ class _Cancelling:
             with suppress(OSError, UserError, KeyError):
                 file = self._run / "exit.json"
                 if file.stat().st_mtime >= self._begin:
-                    state = store.get_json(file, "reason")
+                    state = storage.get_json(file, "reason")
                     say(self._console, f"it has left: {state['reason']}")
                     done = state.get("code") == EXIT_OK
             last = Checkpoints.of_run(self._run).latest()
@@ -280,11 +281,11 @@ class _Cancelling:
             elif self._now or (self._run / "exit.json").exists():
                 say(self._console, "there is no checkpoint")
         for job in self._others.keys() - {each.job.job for each in found.active}:
-            what = active.what(self._run, self._others[job].job)
+            what = active_jobs.what(self._run, self._others[job].job)
             say(self._console, f"{what}: job {job} is gone, too: SLURM drops what waits for a job that was cancelled")
         stays = [each for each in found.active if not self._meant(each)]
         for each in stays:
-            say(self._console, f"stays: {active.words(self._run, each)}")
+            say(self._console, f"stays: {active_jobs.words(self._run, each)}")
         if stays:
             say(self._console, f"to end these, too: pipeline cancel {self._run} --chain")
         if done:

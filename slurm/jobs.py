@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
-from pipeline.data import store
+from pipeline.common import storage
 
 Stage = Literal["preprocess", "finish", "train", "eval"]
 """`finish` is the job that ends preprocessing after its array."""
@@ -84,7 +84,7 @@ def jobs_folder(run: Path) -> Path:
 
 def note(run: Path, job: Job) -> None:
     """Write down that a job was sent."""
-    lines = store.JsonLines(folder(run) / "jobs.jsonl")
+    lines = storage.JsonLines(folder(run) / "jobs.jsonl")
     try:
         lines.write(asdict(job))
     finally:
@@ -93,7 +93,7 @@ def note(run: Path, job: Job) -> None:
 
 def note_withdrawn(run: Path, job: Job) -> None:
     """Write down that a job was taken back at once, because one that belongs to it was refused."""
-    lines = store.JsonLines(folder(run) / "jobs.jsonl")
+    lines = storage.JsonLines(folder(run) / "jobs.jsonl")
     try:
         lines.write({"withdrawn": job.job, "time": time.time()})
     finally:
@@ -104,7 +104,7 @@ def sent(run: Path) -> list[Job]:
     """All jobs of a run in the order in which they were sent, but those that were taken back at once."""
     known = {field.name for field in fields(Job)}
     found: list[Job] = []
-    for line in store.read_json_lines(folder(run) / "jobs.jsonl"):
+    for line in storage.read_json_lines(folder(run) / "jobs.jsonl"):
         if "withdrawn" in line:
             found = [job for job in found if job.job != line["withdrawn"]]
             continue
@@ -134,7 +134,7 @@ def _cancelled_file(run: Path) -> Path:
 def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
     """Whether and by whom the run was cancelled, or a stage of it."""
     with suppress(OSError, ValueError, TypeError):
-        values = orjson.loads(store.read_bytes(_cancelled_file(run)))
+        values = orjson.loads(storage.read_bytes(_cancelled_file(run)))
         found = Cancelled(**{**values, "stages": tuple(values.get("stages", ()))})
         return found if stage is None or not found.stages or stage in found.stages else None
     return None
@@ -143,7 +143,7 @@ def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
 def note_cancelled(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> None:
     """From now on no job of the run, or of these stages of it, starts again."""
     folder(run).mkdir(parents=True, exist_ok=True)
-    store.put_json(_cancelled_file(run), asdict(Cancelled(user(), time.time(), now, stages)))
+    storage.put_json(_cancelled_file(run), asdict(Cancelled(user(), time.time(), now, stages)))
 
 
 def forget_cancelled(run: Path) -> None:

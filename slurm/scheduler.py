@@ -14,8 +14,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.common.errors import MachineError
 from pipeline.config.slurm import parse_minutes
-from pipeline.errors import MachineError
 
 SECONDS = 30.0
 """A command that takes longer is given up."""

@@ -25,7 +25,7 @@ def peak():
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) // 1024
 
 {imports}
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 before, message = peak(), ""
 try:
 {body}

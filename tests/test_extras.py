@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DISTRIBUTION, install_extra
+from pipeline.common.errors import DISTRIBUTION, install_extra
 from pipeline.train.fp8.convert import _PACKAGES
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ _TESTS = Item(
     "Do the tests that need a GPU pass?",
     "suite:measure",
     full={"paths": None, "marker": "gpu", "workers": 6},
-    rehearsal={"paths": ["tests/train/kernels/test_choice.py"], "marker": "not gpu", "workers": 1},
+    rehearsal={"paths": ["tests/train/model/kernels/test_choice.py"], "marker": "not gpu", "workers": 1},
     least_s=90,
     limit_s=330,
 )

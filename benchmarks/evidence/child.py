@@ -46,6 +46,6 @@ if __name__ == "__main__":
     from evidence.imported import record_at_exit
 
     record_at_exit()
-    from pipeline.cli import main
+    from pipeline.cli.main import main
 
     main()

@@ -13,8 +13,8 @@ from attention import DTYPES, documents
 from torch import Tensor
 
 from evidence.item import Result
+from pipeline.common.errors import UserError
 from pipeline.config.train import AttentionConfig
-from pipeline.errors import UserError
 from pipeline.train.model.kernels.choice import Backend, Need, choose_on
 from pipeline.train.model.kernels.sight import Documents, Kernel, Sight
 

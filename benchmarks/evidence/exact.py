@@ -16,9 +16,9 @@ from train_gpu_table import TOLERANCE
 from evidence.child import pipeline
 from evidence.corpus import make
 from evidence.item import Result
+from pipeline.common.errors import Stopped
 from pipeline.config.load import load
-from pipeline.errors import Stopped
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.folder import read_metrics
 
 Rows = list[dict[str, Any]]
 
@@ -135,7 +135,7 @@ def stop(file: Path, run: Path, device: str, step: int, *overrides: str) -> int:
 
     On a GPU the line of a step is printed while the next one runs, so that may be one more than `step`.
     """
-    from pipeline.console import Console
+    from pipeline.common.console import Console
     from pipeline.train.trainer import train
 
     config = load(

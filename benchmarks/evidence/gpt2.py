@@ -15,8 +15,8 @@ from evidence.corpus import make
 from evidence.exact import DATA, compare_rows, falls, stop
 from evidence.imported import ROOT
 from evidence.item import Result
-from pipeline.errors import EXIT_OK, EXIT_STOPPED
-from pipeline.train.run_folder import read_metrics
+from pipeline.common.errors import EXIT_OK, EXIT_STOPPED
+from pipeline.train.run.folder import read_metrics
 
 Rows = Sequence[Mapping[str, Any]]
 

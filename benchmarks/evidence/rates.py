@@ -23,7 +23,7 @@ from pipeline.train.model.config import AttentionSpec
 from pipeline.train.model.flops import attention_flops
 from pipeline.train.model.kernels.choice import Need, choose_on
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.parallel.compat import guard_optimizer_step, scale_tensors
+from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, scale_tensors
 from pipeline.train.planning.devices import Device, device_of_driver
 from pipeline.train.planning.shares import UPDATE_BYTES
 

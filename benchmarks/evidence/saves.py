@@ -13,10 +13,10 @@ from typing import Any
 from evidence.child import command, pipeline
 from evidence.corpus import make
 from evidence.item import Result
-from pipeline.data.store import read_json_lines
-from pipeline.train.attempts import attempts, ledger_path, metrics_path
+from pipeline.common.storage import read_json_lines
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.goodput import goodput
+from pipeline.train.monitor.goodput import goodput
+from pipeline.train.run.attempts import attempts, ledger_path, metrics_path
 
 Rows = Sequence[Mapping[str, Any]]
 """Of metrics.jsonl."""

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import yaml
 
+from pipeline.common.console import visible
+from pipeline.common.errors import UserError
 from pipeline.config.schema import KeyPath, dotted
-from pipeline.console import visible
-from pipeline.errors import UserError
 
 PLACEHOLDER = "???"
 """Stands, unquoted, for a value that whoever uses the file has to fill in."""

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.common.redaction import is_secret_variable
 from pipeline.config.document import MAX_DEPTH, MAX_VALUES, PLACEHOLDER, Place
 from pipeline.config.schema import KeyPath, dotted
-from pipeline.redaction import is_secret_variable
 
 MAX_CHARACTERS = 2**22
 """Of all values that were resolved; references to references can make billions out of a few lines."""

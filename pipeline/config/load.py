@@ -15,14 +15,14 @@ from typing import Any
 from pydantic import ValidationError
 
 import pipeline
+from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.config.document import PLACEHOLDER, Document, Place, Problem, parse, render
 from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
 from pipeline.config.problems import place_of, show, translate
 from pipeline.config.root import Config
 from pipeline.config.schema import KeyPath, dotted
 from pipeline.config.slurm import is_profile_file
-from pipeline.data import store
-from pipeline.errors import UserError
 
 COMMAND_LINE = "command line"
 RUN_FILE = "config.yaml"
@@ -209,7 +209,7 @@ def _document(path: Path, *, own: bool = True) -> Document:
     """
     name = _shown(path)
     try:
-        document = parse((path.read_bytes() if own else store.read_bytes(path)).decode(), name)
+        document = parse((path.read_bytes() if own else storage.read_bytes(path)).decode(), name)
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not a UTF-8 text file (byte {error.start})") from None
     if document.value is None:

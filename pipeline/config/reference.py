@@ -14,13 +14,13 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
 from pipeline.config.root import Config
 from pipeline.config.schema import subsection, written_keys
 from pipeline.config.slurm import parse_minutes
-from pipeline.data.store import put
 
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.common.errors import UserError
+from pipeline.common.storage import put
 from pipeline.config.load import find
-from pipeline.data.store import put
-from pipeline.errors import UserError
 
 
 def write(folder: Path, source: str = "starter") -> Path:

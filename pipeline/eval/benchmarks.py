@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from pipeline.common import storage
 from pipeline.config import Config
-from pipeline.data import store
 from pipeline.eval.reports import report_path
-from pipeline.train.checkpoint.committed import Checkpoint
+from pipeline.train.checkpoint.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from pipeline.eval.engine import Engine
@@ -33,7 +33,7 @@ def kept_results(config: Config, checkpoint: Checkpoint, kind: Literal["tasks", 
     """
     found = {}
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        value = store.get_json(benchmark_path(config, checkpoint.step, kind))
+        value = storage.get_json(benchmark_path(config, checkpoint.step, kind))
         if kind == "tasks":
             entries = dict(value["tasks"])
         else:

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.distributed.process_group import Processes
+from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.processes import Processes
-from pipeline.train.parallel.rules import check_evaluation_layout, evaluation_parallel
+from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
 from pipeline.train.parallel.runner import Runner
-from pipeline.train.parallel.watchdog import Watchdog
 from pipeline.train.setup import load_for_inference, out_of_memory_means
 
 

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.eval.detokenize import Detokenizer, StopStrings, TextTokenizer
 from pipeline.eval.sampling import Sampling, draw, penalize, probabilities
 from pipeline.train.model.decoder import Context, Decoder

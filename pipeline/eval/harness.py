@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from pipeline.common import storage
+from pipeline.common.console import progress, say
+from pipeline.common.errors import UserError, install_extra
+from pipeline.common.hashing import value_hash
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
-from pipeline.console import progress, say
-from pipeline.data import store
-from pipeline.data.hashing import value_hash
-from pipeline.errors import UserError, install_extra
 from pipeline.eval.benchmarks import benchmark_path, kept_results
 from pipeline.eval.engine import Engine
 from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.parallel.processes import barrier, share
+from pipeline.train.distributed.process_group import barrier, share
 from pipeline.train.setup import out_of_memory_means
 
 PREFETCHED = "prefetched"
@@ -72,7 +72,7 @@ def run_harness(
         value = {"step": checkpoint.step, "made_with": made_with, **found}
         if keep and engine.is_first:
             path.parent.mkdir(exist_ok=True)
-            store.put_json(path, {**value, "others": _others(config, checkpoint, made_with)})
+            storage.put_json(path, {**value, "others": _others(config, checkpoint, made_with)})
     if engine.is_first:
         of = " of the moving average" if config.eval.weights == "ema" else ""
         console.print(benchmark_table(f"lm-evaluation-harness{of} at step {checkpoint.step}", _rows(value)))
@@ -110,7 +110,7 @@ def prefetch(config: Config, console: Console) -> None:
             )
     _require()
     target = harness.include_path / PREFETCHED
-    with _quiet(), store.writing(f"eval.harness.include_path ({harness.include_path})"):
+    with _quiet(), storage.writing(f"eval.harness.include_path ({harness.include_path})"):
         target.mkdir(parents=True, exist_ok=True)
         manager = _manager(harness)
         for name, task in _load(manager, harness)["tasks"].items():
@@ -136,10 +136,10 @@ def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
     for split in task.dataset:
         if split in wanted:
             file = folder / f"{split}.parquet"
-            tmp = store.temporary(file)
+            tmp = storage.temporary(file)
             try:
                 task.dataset[split].to_parquet(str(tmp))
-                store.commit(tmp, file)
+                storage.commit(tmp, file)
             finally:
                 tmp.unlink(missing_ok=True)
             files[split] = str(file)
@@ -153,7 +153,7 @@ def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
         "custom_dataset": None,
         "dataset_kwargs": {"data_files": files},
     }
-    store.put(folder / f"{name}.yaml", store.json_bytes(lines))  # JSON is YAML
+    storage.put(folder / f"{name}.yaml", storage.json_bytes(lines))  # JSON is YAML
 
 
 def _evaluate(engine: Engine, harness: HarnessConfig, console: Console, beat: Callable[[], None]) -> dict[str, Any]:

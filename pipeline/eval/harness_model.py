@@ -12,7 +12,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.eval.engine import Engine
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import Config
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE

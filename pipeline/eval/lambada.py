@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.scoring import Request, Scored, truncated
 from pipeline.eval.wikitext import numbered_lines, read_text, record_text
 

@@ -9,20 +9,20 @@ from typing import Any
 
 from rich.table import Table
 
+from pipeline.common import storage
+from pipeline.common.console import Console, progress, say
+from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.console import Console, progress, say
-from pipeline.data import store
-from pipeline.data.heldout import HeldOut, sample
-from pipeline.data.token_bytes import text_bytes
-from pipeline.errors import UserError
+from pipeline.data.datasets.token_bytes import text_bytes
+from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import run_benchmarks
 from pipeline.eval.engine import Engine, open_engine, watched
 from pipeline.eval.reports import WINDOWS, report_path
 from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.parallel.processes import Processes, share
+from pipeline.train.distributed.process_group import Processes, share
+from pipeline.train.open_run import open_heldout
 from pipeline.train.setup import ALONE, check_tokenizer, join, out_of_memory_means
-from pipeline.train.start import open_heldout
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
 
@@ -106,7 +106,7 @@ def evaluate(
         if keep and ranks.rank == 0:
             path = report_path(config, report.step)
             path.parent.mkdir(exist_ok=True)
-            store.put_json(path, asdict(report))
+            storage.put_json(path, asdict(report))
             write_table(config.run.dir)
             say(console, f"written to {path}")
         beat()
@@ -206,7 +206,7 @@ def heldout_splits(config: Config) -> dict[str, HeldOut]:
 def read_report(config: Config, step: int) -> EvalReport | None:
     """The evaluation of a step, if it was made of this checkpoint on this data in this way; None means: evaluate."""
     try:
-        value: dict[str, Any] = store.get_json(report_path(config, step))
+        value: dict[str, Any] = storage.get_json(report_path(config, step))
         if {**WINDOWS, **value["made_with"]} != _made_with(config, Checkpoints.of_run(config.run.dir).at(step)):
             return None
         return EvalReport(

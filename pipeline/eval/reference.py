@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import zstandard
 
-from pipeline.data.dataset import Dataset
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.tokenization.tokenizer import Tokenizer
 
 _BLOCK = 1 << 22
 _MAX_TRAIN_TOKENS = 1 << 28

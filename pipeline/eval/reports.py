@@ -11,12 +11,12 @@ from typing import Any
 
 import orjson
 
+from pipeline.common import storage
+from pipeline.common.hashing import value_hash
 from pipeline.config import Config
-from pipeline.data import store
-from pipeline.data.hashing import value_hash
-from pipeline.train.attempts import metrics_path
-from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.checkpoint import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.run.attempts import metrics_path
 
 _MEASURE = ("data", "split", "sequence_length", "compute")
 """Of what a report was made with: losses are comparable where these are the same, and what `WINDOWS` has."""
@@ -62,7 +62,7 @@ def report_path(config: Config, step: int) -> Path:
 def evaluated_checkpoint(report: Path) -> str | None:
     """Fingerprint of the checkpoint that a report is of; None without a sound report."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(orjson.loads(store.read_bytes(report))["made_with"]["checkpoint"])
+        return str(orjson.loads(storage.read_bytes(report))["made_with"]["checkpoint"])
     return None
 
 
@@ -77,7 +77,7 @@ def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
     damaged = []
     for path in report_files(run):
         try:
-            sound.append((_checked(orjson.loads(store.read_bytes(path))), path.stat().st_mtime))
+            sound.append((_checked(orjson.loads(storage.read_bytes(path))), path.stat().st_mtime))
         except FileNotFoundError:
             continue
         except (ValueError, KeyError, TypeError):
@@ -145,7 +145,7 @@ def _known(run: Path, steps: set[int]) -> tuple[dict[int, int], dict[int, str]]:
                 fingerprints[checkpoint.step] = checkpoint.fingerprint
                 tokens[checkpoint.step] = int(checkpoint.state()["tokens"])
     if left := steps - tokens.keys():
-        for row in store.json_lines(metrics_path(run)):
+        for row in storage.json_lines(metrics_path(run)):
             if row.get("step") in left and isinstance(row.get("tokens"), int):
                 tokens[row["step"]] = row["tokens"]
     return tokens, fingerprints

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 _ONE = 2**40
 """Stands for probability 1 in sums."""

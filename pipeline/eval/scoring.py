@@ -20,11 +20,11 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from pipeline.data.batch import Batch
-from pipeline.errors import MachineError, UserError
+from pipeline.common.errors import MachineError, UserError
+from pipeline.data.loading.batch import Batch
 from pipeline.eval.engine import Engine
-from pipeline.train.loss import VocabShard, token_loss
-from pipeline.train.model.attention import SequenceCut
+from pipeline.train.model.loss import VocabShard, token_loss
+from pipeline.train.model.mixers.attention import SequenceCut
 from pipeline.train.parallel.context import share_of
 from pipeline.train.step import make_context
 

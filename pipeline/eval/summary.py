@@ -12,17 +12,17 @@ from typing import Any
 
 from rich.table import Table
 
+from pipeline.common import storage
+from pipeline.common.console import Console, say
+from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.console import Console, say
-from pipeline.data import store
-from pipeline.data.opening import dataset_folder, open_datasets
-from pipeline.data.receipts import TRAIN
-from pipeline.data.tokenizer_stage import run_tokenizer
-from pipeline.errors import UserError
+from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
+from pipeline.data.work.receipts import TRAIN
 from pipeline.eval.perplexity import EvalReport
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.eval.text import continue_prompt
-from pipeline.train.run_folder import metrics_path, read_metrics
+from pipeline.train.run.folder import metrics_path, read_metrics
 
 
 def summarize(config: Config, report: EvalReport, seconds: dict[str, float], console: Console) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
         "generate": config.generate.model_dump(mode="json"),
     }
     with suppress(FileNotFoundError, ValueError):
-        before = store.get_json(path)
+        before = storage.get_json(path)
         if isinstance(before, dict) and all(before.get(key) == value for key, value in figures.items()):
             return before
     tokenizer = run_tokenizer(config)
@@ -67,7 +67,7 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
     except UserError as error:  # a model that diverged has figures, if bad ones, but no text
         say(console, f"warning: {error}")
         figures["continuation"] = None
-    store.put_json(path, figures)
+    storage.put_json(path, figures)
     return figures
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.common import storage
+from pipeline.common.console import alarm, echo, say
 from pipeline.config import Config
-from pipeline.console import alarm, echo, say
-from pipeline.data import store
 from pipeline.eval.reports import Evaluation, Scores, best, evaluations_folder, read_evaluations, report_files
 
 TABLE_FILE = "table.csv"
@@ -61,7 +61,7 @@ def write_table(run: Path) -> None:
     try:
         while seen != (there := _fingerprints(run)):
             seen = there
-            store.put(file, _csv(read_evaluations(run)[0]).encode())
+            storage.put(file, _csv(read_evaluations(run)[0]).encode())
     except OSError as error:
         alarm("warning:", f"{file} is not written: {error.strerror}; `pipeline eval RUN.yaml --table` needs no file")
 

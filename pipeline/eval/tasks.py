@@ -9,18 +9,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.common import storage
+from pipeline.common.console import progress, say
+from pipeline.common.hashing import file_hash
 from pipeline.config import Config
 from pipeline.config.eval import TaskConfig
-from pipeline.console import progress, say
-from pipeline.data import store
-from pipeline.data.hashing import file_hash
 from pipeline.eval.benchmarks import benchmark_path, kept_results
 from pipeline.eval.engine import Engine
 from pipeline.eval.lambada import lambada_figures, last_word, read_passages
 from pipeline.eval.scoring import score
 from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.parallel.processes import share
+from pipeline.train.distributed.process_group import share
 from pipeline.train.setup import out_of_memory_means
 
 Row = tuple[str, str, float | None, float | None, str]
@@ -64,7 +64,7 @@ def run_tasks(
             path.parent.mkdir(exist_ok=True)
             # Those of the checkpoint that this run file does not name stay.
             tasks = kept_results(config, checkpoint, "tasks") | made
-            store.put_json(path, {"step": checkpoint.step, "tasks": tasks})
+            storage.put_json(path, {"step": checkpoint.step, "tasks": tasks})
     results = {task.title: made[task.title]["results"] for task in config.eval.tasks}
     if engine.is_first:
         of = " of the moving average" if config.eval.weights == "ema" else ""

@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
+from pipeline.common.console import Console, echo, say
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.eval import GenerateConfig
-from pipeline.console import Console, echo, say
-from pipeline.errors import UserError
 from pipeline.eval.generate import Continuation, Token, as_they_end, stream
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.sampling import Sampling

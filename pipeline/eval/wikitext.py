@@ -13,9 +13,9 @@ from pathlib import Path
 
 import orjson
 
+from pipeline.common.errors import UserError
 from pipeline.config.eval import TaskConfig
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import UserError
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.scoring import Request, Scored, rolling
 
 _PATTERNS = [

@@ -16,25 +16,25 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.common import storage
+from pipeline.common.console import say
+from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump, load_run, no_run_folder
-from pipeline.console import say
-from pipeline.data import store
-from pipeline.data.loader import check_run_file
-from pipeline.data.progress import counted
-from pipeline.data.provenance import JOURNAL_FILE, saved_journal
-from pipeline.errors import MachineError, UserError
-from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, damage_named, record_of
+from pipeline.data.loading.loader import check_run_file
+from pipeline.data.provenance.run import JOURNAL_FILE, saved_journal
+from pipeline.data.work.progress import counted
+from pipeline.train.checkpoint.checkpoint import STATE, Checkpoint, Files, damage_named, record_of
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.storage import refuse_misfit
 from pipeline.train.checkpoint.tensors import stored
-from pipeline.train.describe import describe_run
-from pipeline.train.lock import Lock
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.plan import RunPlan, plan_run
+from pipeline.train.monitor.phase_log import describe_run
+from pipeline.train.open_run import open_validation
 from pipeline.train.resume import changes
-from pipeline.train.run_folder import make_writable, metrics_path
-from pipeline.train.start import open_validation
+from pipeline.train.run.folder import make_writable, metrics_path
+from pipeline.train.run.lock import Lock
+from pipeline.train.run_plan import RunPlan, plan_run
 
 
 def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: bool = False) -> None:
@@ -86,13 +86,13 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         "origin": state.get("origin") or None,
     }
     make_writable(child)
-    with store.writing(f"run.dir {child} of the new run"):
+    with storage.writing(f"run.dir {child} of the new run"):
         lock = Lock.take(child)
         try:
             _check_new(parent, child)  # another one may have come first
             state |= {"journal": past.forked(step).to_json(), "attempt": 0, "origin": origin}
-            store.put_json(child / JOURNAL_FILE, plan.journal.to_json())
-            store.put(child / RUN_FILE, dump(config).encode())
+            storage.put_json(child / JOURNAL_FILE, plan.journal.to_json())
+            storage.put(child / RUN_FILE, dump(config).encode())
             linked, copied = _copy(checkpoint, state, Checkpoints.of_run(child), lock)
         finally:
             lock.release()

@@ -19,22 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.common.errors import MachineError, NumericalError, RankFailed, Stopped, UnsavedError
+from pipeline.common.versions import versions
 from pipeline.config import Config
-from pipeline.data.journal import Journal
-from pipeline.errors import MachineError, NumericalError, RankFailed, Stopped, UnsavedError
+from pipeline.data.order.journal import Journal
 from pipeline.train.checkpoint import storage
-from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.checkpoint import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
 from pipeline.train.checkpoint.staging import Staging
-from pipeline.train.ema import Ema
-from pipeline.train.optim import Optimizers
+from pipeline.train.distributed.process_group import background_group, gather, share
+from pipeline.train.optim.ema import Ema
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.processes import background_group, gather, share
-from pipeline.train.plan import RunPlan
-from pipeline.train.run_folder import RunFolder
-from pipeline.train.versions import versions
+from pipeline.train.run.folder import RunFolder
+from pipeline.train.run_plan import RunPlan
 
 _PAUSE = 0.5
 """Seconds before a save that failed is tried again."""

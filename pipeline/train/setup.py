@@ -9,30 +9,30 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.common.console import alarm
+from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import AttentionConfig
-from pipeline.console import alarm
-from pipeline.data.dataset import Dataset
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import MachineError, UserError
-from pipeline.train.affinity import available, bind, far_from_gpu
-from pipeline.train.allocator import keep_freed_memory
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint.fingerprint import compare, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
-from pipeline.train.fingerprint import compare, model_fingerprint
+from pipeline.train.distributed import process_group
+from pipeline.train.distributed.process_group import Processes, share, visible_gpus
+from pipeline.train.distributed.rank import LAUNCHER
+from pipeline.train.host.cpu_affinity import available, bind, far_from_gpu
+from pipeline.train.host.cpu_allocator import keep_freed_memory
+from pipeline.train.host.cpu_matmul import choose_products
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.model.kernels.choice import Need, choose_on
-from pipeline.train.parallel import processes
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, parallelize
-from pipeline.train.parallel.processes import Processes, share, visible_gpus
-from pipeline.train.parallel.rank import LAUNCHER
 from pipeline.train.parallel.runner import Runner, build_runner
-from pipeline.train.products import choose_products
 
 _SMALLEST_WEIGHT = 2
 """Bytes of a weight in a checkpoint at least."""
@@ -71,7 +71,7 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
     else:
         # Not what an earlier run in this process chose for the CPU: here that means TF32.
         torch.set_float32_matmul_precision("highest")
-    processes.join(ranks, device, config.launch.time_limits)
+    process_group.join(ranks, device, config.launch.time_limits)
     return device
 
 

@@ -12,21 +12,21 @@ from torch import Tensor
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import Batch
-from pipeline.train.ema import Ema
-from pipeline.train.host_copy import HostCopy, to_device
-from pipeline.train.loss import Criterion, TokenLosses
-from pipeline.train.model.attention import Context, SequenceCut, Watch
-from pipeline.train.observe import Observed, Observer
-from pipeline.train.optim import Gradients, Optimizers
+from pipeline.data.loading.batch import Batch
+from pipeline.train.model.loss import Criterion, TokenLosses
+from pipeline.train.model.mixers.attention import Context, SequenceCut, Watch
+from pipeline.train.monitor.host_copy import HostCopy, to_device
+from pipeline.train.monitor.layer_stats import Observed, Observer
+from pipeline.train.monitor.spikes import SpikeGuard
+from pipeline.train.monitor.trace_spans import span
+from pipeline.train.optim.ema import Ema
+from pipeline.train.optim.loss_scale import LossScale
+from pipeline.train.optim.optimizers import Gradients, Optimizers
 from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.runner import build_runner
-from pipeline.train.precision import LossScale
-from pipeline.train.spans import span
-from pipeline.train.spikes import SpikeGuard
-from pipeline.train.stop import Wish
+from pipeline.train.run.stop_requests import Wish
 
 _HASH_WORDS = 4
 """A 64-bit hash travels as words of 16 bits, whose sums over ranks fp64 holds exactly."""

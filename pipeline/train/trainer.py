@@ -10,52 +10,52 @@ from typing import Any
 
 import torch
 
+from pipeline.common import storage as store
+from pipeline.common.console import Console, say
+from pipeline.common.errors import NumericalError, Stopped, UserError
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
-from pipeline.console import Console, say
-from pipeline.data import store
-from pipeline.data.batch import StepData
-from pipeline.data.dataset import Dataset
-from pipeline.data.heldout import HeldOut
-from pipeline.data.journal import Segment
-from pipeline.data.loader import Loader, open_loader
-from pipeline.data.prefetch import copied
-from pipeline.data.provenance import JOURNAL_FILE
-from pipeline.data.staging import staged
-from pipeline.errors import NumericalError, Stopped, UserError
-from pipeline.train.announce import nothing_held_out, start_lines, step_lines
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.local_copy import staged
+from pipeline.data.loading.batch import StepData
+from pipeline.data.loading.heldout import HeldOut
+from pipeline.data.loading.loader import Loader, open_loader
+from pipeline.data.loading.prefetch import copied
+from pipeline.data.order.journal import Segment
+from pipeline.data.provenance.run import JOURNAL_FILE
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import due
 from pipeline.train.checkpoint.resume_point import rewind_point
-from pipeline.train.faults import Faults, Rewind
-from pipeline.train.garbage import Garbage
-from pipeline.train.goodput import goodput
-from pipeline.train.heartbeat import host_of
-from pipeline.train.metrics import Metrics, Sink, open_sinks, peak_flops
+from pipeline.train.distributed import process_group
+from pipeline.train.distributed.process_group import Processes, share
+from pipeline.train.distributed.watchdog import Phase, Watchdog
+from pipeline.train.host.gc_schedule import Garbage
 from pipeline.train.model.flops import flops_per_token
-from pipeline.train.optim import Optimizers
-from pipeline.train.parallel import processes
+from pipeline.train.monitor.faults import Faults, Rewind
+from pipeline.train.monitor.goodput import goodput
+from pipeline.train.monitor.metrics import Metrics, Sink, open_sinks, peak_flops
+from pipeline.train.monitor.profiler import Profile
+from pipeline.train.monitor.spikes import kind_of
+from pipeline.train.monitor.straggler import Stragglers, WorkClock
+from pipeline.train.monitor.trace_spans import span
+from pipeline.train.open_run import open_run_everywhere, open_validation
+from pipeline.train.optim.lr_schedule import Schedule
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.compile import settle
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import Processes, share
-from pipeline.train.parallel.rules import check_layout, layout_warnings
-from pipeline.train.parallel.watchdog import Phase, Watchdog
-from pipeline.train.plan import RunPlan
-from pipeline.train.profile import Profile
+from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.resume import resume_lines
-from pipeline.train.rows import numbers, place, speed
-from pipeline.train.run_folder import RunFolder
+from pipeline.train.run.folder import RunFolder
+from pipeline.train.run.heartbeat import host_of
+from pipeline.train.run.stop_requests import Requests, Wish
+from pipeline.train.run.unsaved import Unsaved
+from pipeline.train.run_log import nothing_held_out, start_lines, step_lines
+from pipeline.train.run_plan import RunPlan
 from pipeline.train.saving import Saver
-from pipeline.train.schedule import Schedule
 from pipeline.train.setup import Setup, be_deterministic, join, out_of_memory_means, set_up
-from pipeline.train.spans import span
-from pipeline.train.spikes import kind_of
-from pipeline.train.start import open_run_everywhere, open_validation
 from pipeline.train.step import Stepper, agree
-from pipeline.train.stop import Requests, Wish
-from pipeline.train.straggler import Stragglers, WorkClock
-from pipeline.train.unsaved import Unsaved
+from pipeline.train.step_metrics import numbers, place, speed
 from pipeline.train.validation import HeldOutLoss, validation_losses
 from pipeline.train.warm_start import Origin, warm_start
 
@@ -75,7 +75,7 @@ def train(config: Config, console: Console | None = None) -> int:
         Stopped: a signal or the `stop` file asked for it; a checkpoint was saved.
     """
     started = time.monotonic()
-    ranks = processes.of_environment()
+    ranks = process_group.of_environment()
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     layout = check_layout(config, ranks.world_size)
     if config.train.deterministic:
@@ -103,7 +103,7 @@ def train(config: Config, console: Console | None = None) -> int:
         watchdog.pause()
         datasets = staged(config, plan.datasets, plan.journal, first_step=folder.step)
         # Here too: where all is there already, the other ranks are waited for without a limit.
-        processes.wait_for_all()
+        process_group.wait_for_all()
         watchdog.phase("init")
         setup = set_up(config, plan.tokenizer, device, layout)
         # The stop file is rank 0's to look at. A rank of several does nothing after training, unlike `pipeline run`.
@@ -347,14 +347,14 @@ class Trainer:
                 with self._profile.step(step + 1):
                     self._step(on_device, first, requests, metrics)
                     if step == first:
-                        processes.start_is_over()
+                        process_group.start_is_over()
                     if self._profile.ends_with(step + 1):
                         self._flush(metrics)
                 if self._profile.ends_with(step + 1):
                     self._watchdog.phase("save", step + 1)
                     with self._clock.pause():
                         self._profile.finish()
-                        processes.wait_for_all()  # those that write nothing would be in the next step, with its limit
+                        process_group.wait_for_all()  # or who writes nothing is in the next step, with its limit
                     self._since = time.monotonic()  # writing it was part of no step
                 self._garbage.after(step + 1)
                 self._watchdog.phase(self._phase(step + 1), step + 2)

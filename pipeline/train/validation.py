@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
-from pipeline.data.batch import Batch
-from pipeline.data.heldout import HeldOut, sample
-from pipeline.train.loss import Criterion, TokenLosses
-from pipeline.train.model.attention import Context
+from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.heldout import HeldOut, sample
+from pipeline.train.model.loss import Criterion, TokenLosses
+from pipeline.train.model.mixers.attention import Context
 from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel

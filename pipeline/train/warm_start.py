@@ -13,24 +13,24 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from pipeline.common import storage as store
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.train import InitFromConfig
-from pipeline.data import store
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import UserError
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import storage
-from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, changed
+from pipeline.train.checkpoint.checkpoint import COMMIT, Checkpoint, changed
 from pipeline.train.checkpoint.export import ORIGIN_FILE
+from pipeline.train.checkpoint.fingerprint import differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import shares, source_point
 from pipeline.train.checkpoint.tensors import stored
 from pipeline.train.checkpoint.weight_source import exported_files, tensors_in
-from pipeline.train.fingerprint import differences, model_fingerprint
+from pipeline.train.distributed.process_group import gather, share
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.init import local_range
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.init import local_range
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.processes import gather, share
 
 Shapes = dict[str, tuple[int, ...]]
 """Of tensors by parameter name."""

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from pipeline.console import Console, alarm, echo, say
-from pipeline.errors import UserError
+from pipeline.common.console import Console, alarm, echo, say
+from pipeline.common.errors import UserError
 from slurm.devcluster import machine
 from slurm.devcluster.cluster import DevCluster
 from slurm.devcluster.settings import DEFAULT_PORT

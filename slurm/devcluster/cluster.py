@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.errors import MachineError, UserError
+from pipeline.common.errors import MachineError, UserError
 from slurm.devcluster import machine, processes
 from slurm.devcluster.settings import DEFAULT_PORT, Settings
 

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pipeline.data.file_lock import acquire
-from pipeline.errors import MachineError, UserError
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.file_lock import acquire
 
 PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server")
 _PROGRAMS = (

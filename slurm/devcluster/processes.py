@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import MachineError
+from pipeline.common.errors import MachineError
 
 _POLL = 0.05
 """Seconds between two looks at what is waited for."""

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 DEFAULT_PORT = 17000
 MAX_NODES = 64

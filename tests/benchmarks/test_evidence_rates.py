@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.config.load import load
-from pipeline.train.parallel.processes import part
+from pipeline.train.distributed.process_group import part
 from pipeline.train.planning import shares
 from pipeline.train.planning.devices import DEVICES, find_device
 from pipeline.train.planning.plan import plan

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.errors import UserError
 
 MINIMAL = """\
 run:

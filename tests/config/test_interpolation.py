@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common.errors import UserError
 from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain
 from pipeline.config.load import dump, load, load_run, load_written
-from pipeline.errors import UserError
 from tests import bounded
 from tests.config.runfile import MINIMAL, refused, write
 

@@ -87,10 +87,10 @@ def test_recording() -> None:
 
 
 def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.data.preprocess import preprocess
+    from pipeline.data.preprocess.stage import preprocess
     from pipeline.eval.text import continue_prompt
     from pipeline.train.trainer import train
-    from slurm.local import run
+    from slurm.local.stages import run
 
     # The package is an extra; what is tested is that its keys get there.
     wandb: Any = types.ModuleType("wandb")
@@ -137,15 +137,18 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def _on_paper(config: Config) -> None:
     """What jobs of a run would be, up to the files that they read: this needs no scheduler."""
-    from slurm import permissions, transport
-    from slurm.plan import plan
-    from slurm.profile import site_of
-    from slurm.submit import write_submission
+    from slurm.submit import permissions, submitit_backend
+    from slurm.submit.job_plan import plan
+    from slurm.submit.site_profile import site_of
+    from slurm.submit.submit import write_submission
 
     site = site_of(config)
     permissions.honour(config)
     for job in plan(config, site, ["preprocess", "train", "eval"], "slurm"):
-        assert "sbatch" in transport.script(config.run.dir, job, site, (config.run.dir, "0"), config, "slurm").lower()
+        assert (
+            "sbatch"
+            in submitit_backend.script(config.run.dir, job, site, (config.run.dir, "0"), config, "slurm").lower()
+        )
         write_submission(config.run.dir, config, site, job, "slurm", None)
 
 

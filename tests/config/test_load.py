@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common.errors import UserError
 from pipeline.config.document import parse, render
 from pipeline.config.load import dump, find, load, load_run, packaged_configs
-from pipeline.errors import UserError
 from tests.config.runfile import MINIMAL, refused, write
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import dump, load
 from pipeline.config.reference import json_schema, markdown, page
 from pipeline.config.schema import keys
 from pipeline.config.starter import write as write_starter
-from pipeline.errors import UserError
 from tests.config.runfile import write
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
-from pipeline.data.preprocess import preprocess
+from pipeline.data.preprocess.stage import preprocess
 from tests.data.runs import both, make_config, write_both
 
 

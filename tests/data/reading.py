@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.data.files import File, find_files
-from pipeline.data.records import Damage
-from pipeline.data.sources import Document, Piece, Reader, Unit, UnitReader, cut
+from pipeline.data.sources.globs import File, find_files
+from pipeline.data.sources.reader import Document, Piece, Reader, Unit, UnitReader, cut
+from pipeline.data.sources.records import Damage
 
 LINES = Reader("jsonl", "text", "id", ("url",))
 

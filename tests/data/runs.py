@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from pipeline.config import Config
-from pipeline.data.splits import split_hash
+from pipeline.data.preprocess.splits import split_hash
 
 WORDS = ["tokens", "flow", "through", "shards", "while", "workers", "rename", "ünï", "漢字", "🙂", "42", "don't"]
 

@@ -22,10 +22,10 @@ from unittest import mock
 
 import pytest
 
-from pipeline.cli import main
+from pipeline.cli.main import main
 from pipeline.config.load import load
-from pipeline.train.parallel.processes import part
-from slurm.local import run
+from pipeline.train.distributed.process_group import part
+from slurm.local.stages import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -148,7 +148,7 @@ def _check_exit(folder: Path, words: list[str], wanted: int, label: str, capfd: 
     if words[:2] == ["pipeline", "plan"]:
         part()
     if words[0] == "pipeline":
-        # In this process: a new one would spend its time on imports. tests/test_cli.py starts real ones.
+        # In this process: a new one would spend its time on imports. tests/cli/test_main.py starts real ones.
         with contextlib.chdir(folder), mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as left:
             main()
         code = left.value.code

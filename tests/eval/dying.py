@@ -10,7 +10,7 @@ from typing import Any
 
 def die(*_: Any, **__: Any) -> Any:
     """In place of the loss: rank 1 is killed, and the others wait for it."""
-    from pipeline.train.parallel.processes import barrier
+    from pipeline.train.distributed.process_group import barrier
 
     if os.environ["RANK"] == "1":
         print("the last words", flush=True)
@@ -25,9 +25,9 @@ if __name__ == "__main__":
 
         pipeline.eval.perplexity.heldout_loss = die
     else:
-        import slurm.launch
+        import slurm.local.launcher
 
-        slurm.launch.RANK_COMMAND = (sys.executable, "-m", "tests.eval.dying")
-    from pipeline.cli import main
+        slurm.local.launcher.RANK_COMMAND = (sys.executable, "-m", "tests.eval.dying")
+    from pipeline.cli.main import main
 
     main()

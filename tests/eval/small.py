@@ -13,12 +13,12 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.data.preprocess import preprocess
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.engine import Engine, open_engine
 from pipeline.eval.scoring import Prompt, continue_greedily
 from pipeline.eval.wikitext import read_pages
+from pipeline.train.distributed.rank import of_environment
 from pipeline.train.huggingface.convert import to_hf
-from pipeline.train.parallel.rank import of_environment
 from pipeline.train.setup import ALONE
 from pipeline.train.trainer import train
 from tests import tiny

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.config.tokenizer import TokenizerConfig, TokenizerTrainConfig
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.detokenize import Detokenizer, StopStrings
 
 

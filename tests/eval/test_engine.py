@@ -14,22 +14,22 @@ from typing import Any
 import orjson
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.slurm import SiteConfig
-from pipeline.data.preprocess import preprocess
-from pipeline.errors import UserError
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.engine import open_engine
 from pipeline.eval.perplexity import evaluate, read_report
-from pipeline.train.parallel.processes import of_environment
-from pipeline.train.parallel.rules import check_evaluation_layout, evaluation_parallel
+from pipeline.train.distributed.process_group import of_environment
+from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
 from pipeline.train.setup import ALONE
 from pipeline.train.trainer import train
-from slurm import local
-from slurm.plan import eval_job
-from slurm.sweep_send import planned_training, refuse_larger_evaluation
+from slurm.local import stages as local
+from slurm.submit.job_plan import eval_job
+from slurm.sweep.send import planned_training, refuse_larger_evaluation
 from tests import tiny
-from tests.parallel.ranks import Ranks, kept_ranks
+from tests.train.distributed.ranks import Ranks, kept_ranks
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model.document_attention": True, "model.heads": 4, "model.layers": 4},

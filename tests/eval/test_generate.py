@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
-from pipeline.errors import UserError
 from pipeline.eval import generate as module
 from pipeline.eval.generate import Batch, Continuation, encode_prompt, generate, stream
 from pipeline.eval.sampling import Sampling, probabilities
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from tests.train.hf_mapping import randomize, twin
+from tests.train.huggingface.hf_mapping import randomize, twin
 from tests.train.models import FAMILIES, VOCAB
 
 PROMPT = "\u4e05\u4e11"  # ids 5 and 17 of `Letters`

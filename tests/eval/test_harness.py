@@ -20,10 +20,10 @@ import torch
 import yaml
 from rich.console import Console
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
 from pipeline.config.load import load
-from pipeline.errors import UserError
 from pipeline.eval import harness as harness_module
 from pipeline.eval.benchmarks import benchmarks_are_made
 from pipeline.eval.engine import Engine
@@ -33,7 +33,7 @@ from pipeline.eval.scoring import Request, Scored
 from pipeline.eval.tasks import run_tasks, tasks_are_made
 from tests import tiny
 from tests.eval import small
-from tests.parallel.ranks import Ranks
+from tests.train.distributed.ranks import Ranks
 
 NAMES = ["local_wikitext", "local_lambada", "local_generate", "local_choice"]
 PAIRS = [

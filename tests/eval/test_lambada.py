@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
+from pipeline.common.errors import UserError
 from pipeline.config.eval import EvalConfig, TaskConfig
-from pipeline.errors import UserError
 from pipeline.eval.engine import Engine
 from pipeline.eval.lambada import encode_pair, last_word, read_passages
 from pipeline.eval.tasks import run_tasks

@@ -13,21 +13,21 @@ import torch
 import zstandard
 from rich.console import Console
 
+from pipeline.common import storage
+from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.data import store
-from pipeline.data.dataset import Dataset
-from pipeline.data.heldout import HeldOut, sample
-from pipeline.data.preprocess import open_datasets, preprocess
-from pipeline.errors import MachineError, UserError
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.loading.heldout import HeldOut, sample
+from pipeline.data.preprocess.stage import open_datasets, preprocess
 from pipeline.eval.perplexity import evaluate, heldout_splits, read_report
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.eval.reports import read_evaluations
 from pipeline.train.model.decoder import Context
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.folder import read_metrics
 from pipeline.train.setup import load_for_inference
 from pipeline.train.trainer import train
-from slurm import local
+from slurm.local import stages as local
 from tests import tiny
 
 
@@ -212,10 +212,10 @@ def test_windows_show_each_token_once_as_a_target_that_counts(config: Config, st
 def test_a_report_from_before_there_was_a_choice_of_windows_is_one_of_all(config: Config) -> None:
     report = evaluate(config)
     path = config.run.dir / "eval" / "step-00000003.json"
-    value = store.get_json(path)
+    value = storage.get_json(path)
     for key in ("samples", "stride", "documents"):
         del value["made_with"][key]
-    store.put_json(path, value)
+    storage.put_json(path, value)
     assert read_report(config, 3) == replace(report, made_with=value["made_with"])
     assert read_report(changed(config, stride=32), 3) is not None, "windows that begin every 32 do not overlap"
     for values in ({"samples": 5}, {"stride": 5}, {"documents": True}):
@@ -346,7 +346,7 @@ def test_a_folder_that_cannot_be_written_to_is_evaluated_all_the_same(
     def refuse(path: Path) -> None:
         raise MachineError("a colleague's")
 
-    monkeypatch.setattr("pipeline.train.run_folder.make_writable", refuse)
+    monkeypatch.setattr("pipeline.train.run.folder.make_writable", refuse)
     before = sorted(config.run.dir.rglob("*"))
     out = io.StringIO()
     report = local.evaluate(config, console=Console(file=out, width=200))

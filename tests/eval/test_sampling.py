@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.eval.sampling import Sampling, draw, penalize, probabilities
 
 VOCAB = 50

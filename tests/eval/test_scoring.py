@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import MachineError, UserError
+from pipeline.common.errors import MachineError, UserError
 from pipeline.eval import scoring
 from pipeline.eval.engine import Engine
 from pipeline.eval.generate import generate
@@ -18,7 +18,7 @@ from pipeline.eval.sampling import Sampling
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
 from pipeline.train.model.decoder import Context
 from tests.eval import small
-from tests.parallel.ranks import RankFailed, Ranks
+from tests.train.distributed.ranks import RankFailed, Ranks
 
 
 @pytest.fixture(scope="module")

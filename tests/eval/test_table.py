@@ -13,12 +13,12 @@ import orjson
 import pytest
 from rich.console import Console
 
+from pipeline.common import storage
 from pipeline.config.load import load
-from pipeline.data import store
-from pipeline.data.preprocess import preprocess
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.perplexity import evaluate
 from pipeline.eval.table import show_table, write_table
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.folder import read_metrics
 from pipeline.train.trainer import train
 from tests import tiny
 
@@ -34,7 +34,7 @@ def report(step: int, loss: float | None = 2.0, weights: str = "model", **made_w
 def put(run: Path, value: dict[str, Any]) -> None:
     (run / "eval").mkdir(parents=True, exist_ok=True)
     of = "-ema" if value["made_with"]["weights"] == "ema" else ""
-    store.put_json(run / "eval" / f"step-{value['step']:08d}{of}.json", value)
+    storage.put_json(run / "eval" / f"step-{value['step']:08d}{of}.json", value)
 
 
 def rows_of_csv(run: Path) -> list[dict[str, str]]:
@@ -53,10 +53,10 @@ def as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any
 ADD = """
 import sys
 from pathlib import Path
-from pipeline.data import store
+from pipeline.common import storage
 from pipeline.eval.table import write_table
 for name in sys.argv[2:]:
-    store.put(Path(sys.argv[1], "eval", name), Path(sys.argv[1], name).read_bytes())
+    storage.put(Path(sys.argv[1], "eval", name), Path(sys.argv[1], name).read_bytes())
     write_table(Path(sys.argv[1]))
 """
 
@@ -98,7 +98,7 @@ def test_evaluations_that_end_at_once_lose_no_row(tmp_path: Path) -> None:
     names = []
     for step in range(10, 130, 10):
         names.append(f"step-{step:08d}.json")
-        store.put_json(run / names[-1], report(step))
+        storage.put_json(run / names[-1], report(step))
     commands = [[sys.executable, "-c", ADD, str(run), *names[part::4]] for part in range(4)]
     processes = [subprocess.Popen(command) for command in commands]
     assert [process.wait(timeout=60) for process in processes] == [0] * 4
@@ -118,8 +118,10 @@ def test_a_report_that_comes_while_the_table_is_written(tmp_path: Path, monkeypa
         file.write_bytes(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.eval.table.store.put", late)
-        patch.setattr("tests.eval.test_table.store.put_json", lambda file, value: file.write_bytes(orjson.dumps(value)))
+        patch.setattr("pipeline.eval.table.storage.put", late)
+        patch.setattr(
+            "tests.eval.test_table.storage.put_json", lambda file, value: file.write_bytes(orjson.dumps(value))
+        )
         write_table(run)
     assert written == ["table.csv"] * 2
     assert [int(row["step"]) for row in rows_of_csv(run)] == [10, 20]

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pipeline.cli import app
+from pipeline.cli.main import app
+from pipeline.common.console import visible
+from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.console import visible
-from pipeline.errors import UserError
 from pipeline.eval.inference import load_decoder, unwrapped
 from pipeline.eval.text import continue_prompt, continue_prompts, read_prompts
 from pipeline.train.model.decoder import Context

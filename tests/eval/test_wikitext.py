@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.errors import UserError
 from pipeline.eval.benchmarks import benchmark_path
 from pipeline.eval.engine import Engine
 from pipeline.eval.tasks import run_tasks, tasks_are_made

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.data import store
-from pipeline.errors import EXIT_STOPPED, UserError
-from pipeline.train.heartbeat import beat_file
+from pipeline.common import storage
+from pipeline.common.errors import EXIT_STOPPED, UserError
+from pipeline.train.run.heartbeat import beat_file
 from slurm import jobs, scheduler
 from slurm.control import _Cancelling, cancel, hold, release
 from slurm.devcluster import DevCluster
+from slurm.job.launch_log import LaunchEnd, begin, end, launches
 from slurm.jobs import Job, Stage
-from slurm.launches import LaunchEnd, begin, end, launches
-from slurm.live import Found
 from slurm.scheduler import SchedulerError
+from slurm.status.live import Found
 
 WAIT = 90.0
 STOPS = "while [ ! -e stop ]; do sleep .1; done; echo saved > saved"
@@ -111,7 +111,7 @@ def test_a_scheduler_that_does_not_answer(run: Path, squeue: Callable[[str], Non
 def test_a_training_that_ends_before_it_is_cancelled(run: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     cancelling = _Cancelling(run, console, ("train",), now=True)
-    store.put_json(run / "exit.json", {"code": 0, "reason": "done"})
+    storage.put_json(run / "exit.json", {"code": 0, "reason": "done"})
     os.utime(run / "exit.json", (time.time() + 1,) * 2)
     cancelling._say_finished(Found([], [], False, None))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def test_one_that_was_started_by_hand(run: Path) -> None:
     code = """
 import json, sys, time
 from pathlib import Path
-from pipeline.train.lock import Lock
+from pipeline.train.run.lock import Lock
 run = Path(sys.argv[1])
 lock = Lock.take(run)
 print(flush=True)

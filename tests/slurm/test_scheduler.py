@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurm import allocation, scheduler
-from slurm.allocation import Allocation
+from slurm import scheduler
+from slurm.job import allocation
+from slurm.job.allocation import Allocation
 
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 """SLURM 22.05, whose controller was killed."""

@@ -16,12 +16,12 @@ import yaml
 
 import slurm
 from pipeline.config.load import load
-from pipeline.train.attempts import attempts
-from pipeline.train.heartbeat import read_beats
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.attempts import attempts
+from pipeline.train.run.folder import read_metrics
+from pipeline.train.run.heartbeat import read_beats
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.launches import Launch, launches
+from slurm.job.launch_log import Launch, launches
 from slurm.scheduler import Accounted
 from tests import tiny
 

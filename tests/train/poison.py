@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.data.batch import StepData
-from pipeline.data.loader import Loader
+from pipeline.data.loading.batch import StepData
+from pipeline.data.loading.loader import Loader
 
 INF = float("inf")
 

@@ -16,16 +16,16 @@ import orjson
 import pytest
 from rich.console import Console
 
+from pipeline.common.errors import MachineError, UserError
 from pipeline.config.load import load
-from pipeline.data.journal import Journal
-from pipeline.data.opening import open_datasets
-from pipeline.data.preprocess import preprocess
-from pipeline.data.provenance import ask
-from pipeline.data.where import where
-from pipeline.errors import MachineError, UserError
+from pipeline.data.datasets.open import open_datasets
+from pipeline.data.order.journal import Journal
+from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.run import ask
+from pipeline.data.provenance.step_to_documents import where
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.fork import fork
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.train.runs import column, exact, start, train, weights_hash
 
@@ -306,7 +306,7 @@ def replace(source, target, **options):
     return rename(source, target, **options)
 os.replace = replace
 sys.argv = {tiny.command("fork", parent, root / "run.yaml", f"run.dir={root / 'again'}", *settings, "--step", 6)[2:]!r}
-from pipeline.cli import main
+from pipeline.cli.main import main
 main()
 """
     done = subprocess.run([tiny.command()[0], "-c", script], capture_output=True, timeout=120, check=False)

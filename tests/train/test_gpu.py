@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pipeline.train import trainer
-from pipeline.train.host_copy import HostCopy
-from pipeline.train.run_folder import read_metrics
-from tests.train.averages import averages_differ
+from pipeline.train.monitor.host_copy import HostCopy
+from pipeline.train.run.folder import read_metrics
+from tests.train.optim.averages import averages_differ
 from tests.train.runs import column, exact, train, weights_hash
 
 pytestmark = pytest.mark.gpu

@@ -15,16 +15,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import OptimizerConfig
-from pipeline.data.preprocess import preprocess
-from pipeline.errors import UserError
+from pipeline.data.preprocess.stage import preprocess
+from pipeline.train.layout_check import check, world_size
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder, Part
 from pipeline.train.model.flops import layer_parameters, num_parameters
-from pipeline.train.parallel.check import check, world_size
 from pipeline.train.parallel.footprint import end_parameters, footprint
 from pipeline.train.parallel.layout import Layout
 from tests import tiny

@@ -12,11 +12,12 @@ import orjson
 import pytest
 
 from pipeline.config.load import load
-from pipeline.data.journal import Journal
-from pipeline.data.preprocess import preprocess, run_tokenizer
+from pipeline.data.order.journal import Journal
+from pipeline.data.preprocess import run_tokenizer
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.train.runs import column, exact, start, train, weights_hash
 

@@ -12,13 +12,13 @@ from typing import Any
 import orjson
 import pytest
 
+from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.schema import keys
 from pipeline.train import resume
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.resume import WINNERS, config_differences, table, winner
-from pipeline.train.versions import versions
 from tests import tiny
 from tests.train.runs import column, exact, start, train
 
@@ -246,7 +246,7 @@ def test_an_installed_package_below_another_checkout_has_no_revision(tmp_path: P
     package = tmp_path / "venv" / "lib" / "pipeline"
     shutil.copytree(Path(resume.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    script = "from pipeline.train.versions import versions; import json; print(json.dumps(versions()))"
+    script = "from pipeline.common.versions import versions; import json; print(json.dumps(versions()))"
     done = subprocess.run(
         [tiny.command()[0], "-c", script], capture_output=True, text=True, cwd=package.parent, check=False, timeout=120
     )

@@ -15,12 +15,13 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.serialization import get_crc32_options
 
-from pipeline.errors import NumericalError
-from pipeline.train import faults, saving
+from pipeline.common.errors import NumericalError
+from pipeline.train import saving
 from pipeline.train.checkpoint import storage
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.staging import Staging
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.monitor import faults
+from pipeline.train.run.folder import read_metrics
 from tests.train.runs import exact, start, train, weights_hash
 
 Write = Callable[..., Any]

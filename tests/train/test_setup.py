@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.errors import UserError
 from pipeline.train import setup
-from pipeline.train.parallel.processes import Processes
+from pipeline.train.distributed.process_group import Processes
 from pipeline.train.setup import choose_device, cores_of, join
 from tests import tiny
 

@@ -10,15 +10,15 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.config.train import PrecisionConfig, TrainConfig
-from pipeline.data.batch import Batch
-from pipeline.train.loss import token_loss
+from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.optim import Optimizers
+from pipeline.train.model.loss import token_loss
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import Processes, join
 from pipeline.train.step import Stepper
 
 CPU = torch.device("cpu")

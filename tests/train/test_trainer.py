@@ -16,11 +16,11 @@ import orjson
 import pytest
 import torch
 
+from pipeline.common.errors import Stopped
 from pipeline.config.load import load
-from pipeline.errors import Stopped
 from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.folder import read_metrics
 from pipeline.train.setup import be_deterministic
 from tests import tiny
 from tests.train.runs import exact, start, train, weights_hash
@@ -131,7 +131,7 @@ def replace(source, final):
         os.kill(os.getpid(), signal.SIGKILL)
 os.replace = replace
 sys.argv = ["pipeline", "train", {str(root / "run.yaml")!r}, "run.dir={run}", "train.checkpoint.keep=1"]
-from pipeline.cli import main
+from pipeline.cli.main import main
 main()
 """
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=120)

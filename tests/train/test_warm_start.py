@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.load import load
-from pipeline.data.preprocess import preprocess
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.train import trainer
 from pipeline.train.checkpoint import export
 from pipeline.train.checkpoint.manager import Checkpoints
 from tests import tiny
-from tests.parallel.ranks import run as run_ranks
+from tests.train.distributed.ranks import run as run_ranks
 from tests.train.runs import column, exact, start, train, weights_hash
 
 COMMON = ("train.precision.compute=fp32", "train.validation.every_steps=1")

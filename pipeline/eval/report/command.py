@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.console import say
-from pipeline.data import store
-from pipeline.errors import UserError
+from pipeline.common import storage
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
 from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.drawing import png
 from pipeline.eval.report.facts import headline
@@ -50,9 +50,9 @@ def report(runs: Sequence[Path], console: Console, *, out: Path | None = None, p
     contents = {file: page(found)}
     if picture:
         contents[file.with_suffix(".png")] = sheet(found)
-    with store.writing(f"--out {file}"):
+    with storage.writing(f"--out {file}"):
         for path, content in contents.items():
-            store.put(path, content)
+            storage.put(path, content)
             say(console, f"report: {path}")
     for facts in found:
         why = f": {facts.state.why}" if facts.state.why else ""

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.data.provenance import JOURNAL_FILE, read_journal
-from pipeline.data.tokenizer_stage import run_tokenizer
+from pipeline.common.redaction import is_secret_key, masked
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
+from pipeline.data.provenance.run import JOURNAL_FILE, read_journal
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Table
 from pipeline.eval.report.words import NONE, count, figure, moment, seconds, share, si
-from pipeline.redaction import is_secret_key, masked
-from pipeline.train.describe import describe_run
-from pipeline.train.goodput import number
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
+from pipeline.train.monitor.goodput import number
+from pipeline.train.monitor.phase_log import describe_run
 
 _MOST_ATTEMPTS = 60
 _LONGEST = 400

@@ -17,23 +17,23 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
+from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, load_run, no_run_folder, written_values
-from pipeline.data import store
-from pipeline.data.accounting import run_length
-from pipeline.data.accounts import Account, accounts
-from pipeline.data.journal import Journal
-from pipeline.data.provenance import JOURNAL_FILE, read_journal
-from pipeline.data.sampler import Sampler
-from pipeline.errors import UserError
+from pipeline.data.order.consumption import Account, accounts
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.run_length import run_length
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.provenance.run import JOURNAL_FILE, read_journal
 from pipeline.eval.report.scores import Score, read_made_with, read_scores
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
 from pipeline.eval.reports import Evaluation, read_evaluations
-from pipeline.train.attempts import Attempt, attempts, ledger_path, metrics_path
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.goodput import Goodput, goodput, is_step, number
-from pipeline.train.heartbeat import Beat, read_beats
+from pipeline.train.monitor.goodput import Goodput, goodput, is_step, number
+from pipeline.train.run.attempts import Attempt, attempts, ledger_path, metrics_path
+from pipeline.train.run.heartbeat import Beat, read_beats
 
 EXIT_FILE = "exit.json"
 _TRACES = (RUN_FILE, "metrics.jsonl", "ledger.jsonl", EXIT_FILE, "checkpoints")
@@ -235,7 +235,7 @@ def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> li
     """The attempts that the ledger has, without those whose figures make no sense."""
     path = ledger_path(folder)
     unread = _Unread()
-    lines = store.json_lines(path, unread)
+    lines = storage.json_lines(path, unread)
     begun: list[Any] = read(path.name, lambda: [x.get("attempt") for x in lines if x.get("event") == "attempt"], [])
     problems += unread.told(path)
     tries: list[Attempt] = read(path.name, lambda: attempts(folder), [])
@@ -289,7 +289,7 @@ def _metrics(
 
     def both() -> tuple[Columns, Goodput | None]:
         columns = Columns(tries)
-        rows = columns.taking(store.json_lines(path, unread))
+        rows = columns.taking(storage.json_lines(path, unread))
         spent = goodput(folder, tries, rows)
         for _ in rows:  # without an attempt that is known nobody has taken them
             pass
@@ -298,7 +298,7 @@ def _metrics(
 
     def alone() -> tuple[Columns, Goodput | None]:
         columns, unread.lines = Columns(tries), 0
-        for _ in columns.taking(store.json_lines(path, unread)):
+        for _ in columns.taking(storage.json_lines(path, unread)):
             pass
         columns.finish()
         return columns, None
@@ -316,7 +316,7 @@ def _metrics(
 
 
 def _object(path: Path) -> dict[str, Any]:
-    value = orjson.loads(store.read_bytes(path))
+    value = orjson.loads(storage.read_bytes(path))
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.data import store
+from pipeline.common import storage
 from pipeline.eval.reports import evaluations_folder, report_files
 
 _COUNTS = ("nats", "passages", "documents", "words", "bytes", "targets", "tokens", "samples", "sample_len")
@@ -43,7 +43,7 @@ def read_scores(run: Path) -> tuple[list[Score], list[Path]]:
     for kind in ("tasks", "harness"):
         for path in sorted(evaluations_folder(run).glob(f"{kind}-step-*.json")):
             try:
-                value = orjson.loads(store.read_bytes(path))
+                value = orjson.loads(storage.read_bytes(path))
                 step = int(value["step"])
                 found += _of_tasks(step, value) if kind == "tasks" else _of_harness(step, value)
             except FileNotFoundError:
@@ -60,7 +60,7 @@ def read_made_with(run: Path) -> dict[tuple[int, str], dict[str, Any]]:
     found = {}
     for path in report_files(run):
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            value = orjson.loads(store.read_bytes(path))
+            value = orjson.loads(storage.read_bytes(path))
             made_with = value["made_with"]
             found[value["step"], made_with["weights"]] = dict(made_with)
     return found

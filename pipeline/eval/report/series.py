@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.train.attempts import Attempt
-from pipeline.train.goodput import is_step, number
+from pipeline.train.monitor.goodput import is_step, number
+from pipeline.train.run.attempts import Attempt
 
 Floats = npt.NDArray[np.float64]
 

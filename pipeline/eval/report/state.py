@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import EXIT_OK, EXIT_REFUSED, EXIT_STOPPED
+from pipeline.common.errors import EXIT_OK, EXIT_REFUSED, EXIT_STOPPED
+from pipeline.common.format import duration
 from pipeline.eval.report.words import moment
-from pipeline.train.attempts import Attempt
-from pipeline.train.heartbeat import ENDED, HUNG, Beat
-from pipeline.train.lock import is_held
-from pipeline.words import duration
+from pipeline.train.run.attempts import Attempt
+from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
+from pipeline.train.run.lock import is_held
 
 Kind = Literal["good", "busy", "paused", "bad"]
 _ENDS: dict[str, tuple[str, Kind]] = {

@@ -6,8 +6,8 @@ import math
 import time
 import unicodedata
 
-from pipeline.redaction import masked
-from pipeline.words import duration
+from pipeline.common.format import duration
+from pipeline.common.redaction import masked
 
 NONE = "–"
 """Where there is no figure."""

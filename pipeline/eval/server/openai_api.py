@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.detokenize import Detokenizer
 from pipeline.eval.generate import Token
 from pipeline.eval.sampling import Sampling

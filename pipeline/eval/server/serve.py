@@ -16,15 +16,15 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.common.signals import stop_signals
 from pipeline.config import Config
-from pipeline.console import say
-from pipeline.errors import UserError
 from pipeline.eval.server.app import create_app, max_open
 from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.connection import limited
 from pipeline.eval.server.watch import Watch, load_served
 from pipeline.eval.server.worker import Worker
-from pipeline.signals import stop_signals
 
 KEY_VARIABLE = "PIPELINE_API_KEY"
 _LEAST_KEY = 16

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.generate import Batch, Piece, Token
 from pipeline.eval.sampling import Sampling
 from pipeline.eval.server.refusal import Refusal

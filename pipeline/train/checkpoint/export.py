@@ -17,15 +17,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from pipeline.common import storage
+from pipeline.common.console import progress
+from pipeline.common.errors import UserError
 from pipeline.config.load import RUN_FILE, dump_values
-from pipeline.console import progress
-from pipeline.data import store
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import UserError
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups, read, stored
 from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
-from pipeline.train.fingerprint import differences
 
 ORIGIN_FILE = "export.json"
 
@@ -107,7 +107,7 @@ def longest_windows(config: Mapping[str, Any]) -> int:
 
 def free_folder(to: Path) -> None:
     """A `UserError` where a folder that is to be made has something in it."""
-    with store.writing(f"--to {to}"):
+    with storage.writing(f"--to {to}"):
         taken = to.is_file() or (to.is_dir() and any(to.iterdir()))
     if taken:
         raise UserError(f"{to} is there already; name a folder that is new or empty")
@@ -121,12 +121,12 @@ def _write(
     tensors = _same_model(checkpoints, states, weights)
     total = sum(each.bytes for each in tensors.values())
     shards = plan_shards(tensors, max_shard)
-    with store.writing(f"--to {to}"), made_folder(Path(os.path.abspath(to))) as tmp:
+    with storage.writing(f"--to {to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, f"{kind} (bytes)", total) as advance:
             files = write_shards(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
         Tokenizer.open(newest.path).save(tmp)
-        store.put(tmp / RUN_FILE, dump_values(states[-1]["config"]).encode())
-        store.put_json(
+        storage.put(tmp / RUN_FILE, dump_values(states[-1]["config"]).encode())
+        storage.put_json(
             tmp / ORIGIN_FILE,
             {
                 "kind": kind,
@@ -154,14 +154,14 @@ def _write(
 def made_folder(to: Path) -> Iterator[Path]:
     """A folder to write in, which becomes `to` when all is written."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    for old in to.parent.glob(f".{to.name}.*{store.TEMPORARY_SUFFIX}"):
-        if store.is_stale(old):
+    for old in to.parent.glob(f".{to.name}.*{storage.TEMPORARY_SUFFIX}"):
+        if storage.is_stale(old):
             shutil.rmtree(old, ignore_errors=True)
-    tmp = store.temporary(to)
+    tmp = storage.temporary(to)
     tmp.mkdir()
     try:
         yield tmp
-        store.commit(tmp, to)
+        storage.commit(tmp, to)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise

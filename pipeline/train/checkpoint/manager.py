@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import storage
+from pipeline.common.errors import MachineError, UserError
 from pipeline.config.train import CheckpointConfig
-from pipeline.data import store
-from pipeline.errors import MachineError, UserError
-from pipeline.train.checkpoint.committed import (
+from pipeline.train.checkpoint.checkpoint import (
     COMMIT,
     STATE,
     UNREADABLE,
@@ -245,7 +245,7 @@ class Checkpoints:
         if followed is None:
             self.followed_file.unlink(missing_ok=True)
         elif self._followed() != {"step": followed}:
-            store.put_json(self.followed_file, {"step": followed})
+            storage.put_json(self.followed_file, {"step": followed})
 
     def saved_last(self) -> tuple[int, list[str]]:
         """The step that `latest` names, 0 if that cannot be read; and why it cannot be resumed from, if it cannot."""
@@ -255,7 +255,7 @@ class Checkpoints:
             there = (self.folder / name).is_dir()
             return int(number), [] if there else [f"{path} names {name}, but {self.folder / name} is not there"]
         if name:
-            return 0, [f"{path} is damaged: it says {store.shown(name)!r}, which is not the name of a checkpoint"]
+            return 0, [f"{path} is damaged: it says {storage.shown(name)!r}, which is not the name of a checkpoint"]
         return 0, [f"{path} is empty" if path.exists() else f"{path} is missing"]
 
     @property
@@ -276,7 +276,7 @@ class Checkpoints:
             attempt: number of the attempt, part of the name.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        tmp = self.folder / f"step-{step:08d}.{attempt}{store.TEMPORARY_SUFFIX}"
+        tmp = self.folder / f"step-{step:08d}.{attempt}{storage.TEMPORARY_SUFFIX}"
         if tmp.exists():  # of this attempt's own, where a save failed and its files could not be removed
             shutil.rmtree(tmp)
         tmp.mkdir()
@@ -302,13 +302,13 @@ class Checkpoints:
         else:
             parent = self.latest()
             origin = Parent(parent.path.name, parent.step, _fingerprint(parent)).to_json() if parent else None
-            store.put_json(tmp / STATE, {**state, "step": step, "parent": origin})
+            storage.put_json(tmp / STATE, {**state, "step": step, "parent": origin})
             everything = {**files, STATE: record_of(tmp / STATE)}
-            store.put_json(tmp / COMMIT, {"step": step, "time": time.time(), "files": everything})
+            storage.put_json(tmp / COMMIT, {"step": step, "time": time.time(), "files": everything})
             before()
             if final.path.exists():
                 os.replace(final.path, self._place_in_abandoned(final))
-            store.commit(tmp, final.path)
+            storage.commit(tmp, final.path)
         # It is committed, and found as a child of what `latest` names, where a full disk has no room for that one line.
         with suppress(OSError):
             self._point_to(final)
@@ -349,7 +349,7 @@ class Checkpoints:
         gone, failed = [], dict[str, list[str]]()
         for checkpoint in checkpoints:
             # Under a name that no reader takes for a checkpoint, so that a kill in between leaves no half of one.
-            dying = checkpoint.path.with_name(f"{checkpoint.path.name}.pruned{store.TEMPORARY_SUFFIX}")
+            dying = checkpoint.path.with_name(f"{checkpoint.path.name}.pruned{storage.TEMPORARY_SUFFIX}")
             shutil.rmtree(dying, ignore_errors=True)
             try:
                 os.replace(checkpoint.path, dying)
@@ -378,7 +378,7 @@ class Checkpoints:
 
     def unfinished(self) -> list[Path]:
         """What is being written or removed, or was when an attempt was killed."""
-        return sorted(self.folder.glob(f"*{store.TEMPORARY_SUFFIX}"))
+        return sorted(self.folder.glob(f"*{storage.TEMPORARY_SUFFIX}"))
 
     def abandoned(self) -> list[Checkpoint]:
         """What a run has gone back from, by step."""
@@ -395,7 +395,7 @@ class Checkpoints:
 
     def _read(self, name: str) -> str:
         try:
-            return store.read_bytes(self.folder / name).decode(errors="replace").strip()
+            return storage.read_bytes(self.folder / name).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 
@@ -404,7 +404,7 @@ class Checkpoints:
 
     def _followed(self) -> Any:
         try:
-            return store.get_json(self.followed_file)
+            return storage.get_json(self.followed_file)
         except (FileNotFoundError, UserError):
             return None
 
@@ -452,7 +452,7 @@ class Checkpoints:
         return bool(checkpoint.state().get("attempt") == attempt)
 
     def _point_to(self, checkpoint: Checkpoint) -> None:
-        store.put(self.folder / _LATEST, f"{checkpoint.path.name}\n".encode())
+        storage.put(self.folder / _LATEST, f"{checkpoint.path.name}\n".encode())
 
     def _go_back_to(self, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
         """Move `latest` to a checkpoint, and all later ones away.
@@ -461,7 +461,7 @@ class Checkpoints:
         """
         later = [each for each in self.all() if each.step > checkpoint.step]
         if later:
-            store.put(self.folder / _GOING_BACK, f"{checkpoint.path.name}\n".encode())
+            storage.put(self.folder / _GOING_BACK, f"{checkpoint.path.name}\n".encode())
         if self._read(_LATEST) != checkpoint.path.name:
             self._point_to(checkpoint)
         for each in reversed(later):
@@ -469,7 +469,7 @@ class Checkpoints:
             report(f"going on from step {checkpoint.step}; {each.path.name} moves to {target}")
             os.replace(each.path, target)
         if later:
-            store.sync(self.folder)
+            storage.sync(self.folder)
             (self.folder / _GOING_BACK).unlink(missing_ok=True)
 
     def _place_in_abandoned(self, checkpoint: Checkpoint) -> Path:

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pipeline.data import store
-from pipeline.errors import UserError
-from pipeline.train.checkpoint.committed import Checkpoint
-from pipeline.train.parallel.compat_files import Place, PythonUnpickler
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.train.checkpoint.checkpoint import Checkpoint
+from pipeline.train.parallel.torch_compat.checkpoint_files import Place, PythonUnpickler
 
 METADATA = ".metadata"
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -101,7 +101,7 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]
             return _Class(name)
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        raise _Forbidden(store.shown(f"{module}.{name}"))
+        raise _Forbidden(storage.shown(f"{module}.{name}"))
 
     def _make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack[-1]
@@ -158,7 +158,7 @@ def read_metadata(checkpoint: Checkpoint) -> Metadata:
     size, digest = files.pop(METADATA)
     if size > min(_LARGEST, sum(size for size, _ in files.values()) + _ALLOWANCE):
         raise UserError(f"{path} is not read: {size:,} bytes are more than the tensors of the checkpoint can need")
-    with store.open_regular(path, links=False) as file:
+    with storage.open_regular(path, links=False) as file:
         data = file.read(size + 1)
     if len(data) != size or xxhash.xxh3_64_hexdigest(data) != digest:
         raise UserError(f"{path} has changed since it was written (xxh3 differs)")
@@ -273,7 +273,7 @@ def _places(
         if type(name) is not str or type(file) is not str:  # what else it is may take for ever to spell out
             raise ValueError("the name of a place is no text")
         if file not in sizes:
-            raise ValueError(f"it looks for {store.shown(name)} in {store.shown(file)}, which COMMIT does not list")
+            raise ValueError(f"it looks for {storage.shown(name)} in {storage.shown(file)}, which COMMIT does not list")
         if not _is_size(begin) or not _is_size(length) or begin + length > sizes[file]:
             raise ValueError(f"it looks for {name} outside of {file}")
         if place.get("transform_descriptors"):

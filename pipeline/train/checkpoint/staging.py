@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipeline.train.checkpoint.storage import State
-from pipeline.train.parallel.compat import with_local
+from pipeline.train.parallel.torch_compat.core import with_local
 
 _ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple."""

@@ -23,17 +23,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.manager import Checkpoint, Files
 from pipeline.train.checkpoint.metadata import read_metadata
-from pipeline.train.ema import Ema
+from pipeline.train.distributed.process_group import cpu_group
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.optim import Optimizers
-from pipeline.train.parallel.compat import plain
-from pipeline.train.parallel.compat_files import CheckpointReader, HashingWriter, first_cause
+from pipeline.train.optim.ema import Ema
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.processes import cpu_group
+from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, HashingWriter, first_cause
+from pipeline.train.parallel.torch_compat.core import plain
 
 Section = Literal["model", "ema"]
 """Where weights are: those that were trained, or their moving average."""

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from pipeline.errors import UserError
-from pipeline.train.checkpoint.committed import Checkpoint
+from pipeline.common.errors import UserError
+from pipeline.train.checkpoint.checkpoint import Checkpoint
 from pipeline.train.checkpoint.metadata import METADATA, read_metadata
-from pipeline.train.parallel.compat_files import CheckpointReader, first_cause
+from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, first_cause
 
 _AT_ONCE_BYTES = 2**28
 """Tensors are read in groups of about this size; one that is larger is read alone."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from pipeline.common.console import progress
+from pipeline.common.errors import UserError
 from pipeline.config.train import CheckpointConfig
-from pipeline.console import progress
-from pipeline.errors import UserError
-from pipeline.train.checkpoint.committed import UNREADABLE, damage_named
+from pipeline.train.checkpoint.checkpoint import UNREADABLE, damage_named
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import is_permanent
 

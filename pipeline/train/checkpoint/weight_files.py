@@ -18,8 +18,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.data import store
-from pipeline.train.checkpoint.committed import Files, record_of
+from pipeline.common import storage
+from pipeline.train.checkpoint.checkpoint import Files, record_of
 from pipeline.train.checkpoint.tensors import Stored
 
 SINGLE = "model.safetensors"
@@ -78,7 +78,7 @@ def write_shards(
     if len(shards) > 1:
         total = sum(each.bytes for tensors in shards.values() for each in tensors.values())
         places = {tensor: name for name, tensors in shards.items() for tensor in tensors}
-        store.put_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        storage.put_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
         files[INDEX] = record_of(folder / INDEX)
     return files
 

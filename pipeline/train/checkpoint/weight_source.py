@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
+from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
-from pipeline.data import store
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import UserError
-from pipeline.train.checkpoint.committed import COMMIT, Files, changed
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.checkpoint import COMMIT, Files, changed
 from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, longest_windows
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
@@ -91,7 +91,7 @@ class _Exported:
     weights: Weights
 
     def __post_init__(self) -> None:
-        about = store.get_json(self.folder / ORIGIN_FILE, "files", "weights", "fingerprints", "positions")
+        about = storage.get_json(self.folder / ORIGIN_FILE, "files", "weights", "fingerprints", "positions")
         if self.weights == "ema" and about["weights"] != "ema":
             raise UserError(f"{self.folder} has the weights that were trained, and not their moving average")
         for name, (_, digest) in exported_files(self.folder, about).items():
@@ -125,7 +125,7 @@ def exported_files(folder: Path, about: Mapping[str, Any]) -> Files:
     file = folder / ORIGIN_FILE
     try:
         listed = about["files"].items()
-        return {store.plain_name(name, file): (int(size), str(digest)) for name, (size, digest) in listed}
+        return {storage.plain_name(name, file): (int(size), str(digest)) for name, (size, digest) in listed}
     except UserError:
         raise
     except (AttributeError, TypeError, ValueError) as error:
@@ -150,7 +150,7 @@ def tensors_of(path: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file; a `UserError` if it is none."""
     found = {}
     try:
-        store.open_regular(path).close()  # which `safe_open` does not look at
+        storage.open_regular(path).close()  # which `safe_open` does not look at
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 piece = tensors.get_slice(name)

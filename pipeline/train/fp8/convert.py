@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from pipeline.common.errors import UserError, install_extra
 from pipeline.config.train import Fp8Config
-from pipeline.errors import UserError, install_extra
 from pipeline.train.fp8.matrices import fp8_matrices, gathers_fp8
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.layout import Layout

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from pipeline.common.errors import UserError
 from pipeline.config.model import MAX_LAYERS, ModelConfig
-from pipeline.errors import UserError
 from pipeline.train.huggingface.families import FAMILIES, Family
 from pipeline.train.model.config import default_ffn_dim
 

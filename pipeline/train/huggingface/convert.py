@@ -12,11 +12,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from pipeline.common import storage
+from pipeline.common.console import progress
+from pipeline.common.errors import UserError
+from pipeline.common.versions import versions
 from pipeline.config.load import dump_values
-from pipeline.console import progress
-from pipeline.data import store
-from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.errors import UserError
+from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, free_folder, made_folder
 from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
@@ -31,7 +32,6 @@ from pipeline.train.huggingface.folder import (
     read_json,
 )
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.versions import versions
 
 MODEL_FILE = "model.yaml"
 """What a run file includes to train on from a converted model."""
@@ -78,16 +78,16 @@ def to_hf(
     }
     total = sum(each.bytes for each in tensors.values())
     shards = plan_shards(tensors, max_shard)
-    with store.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
+    with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, "to-hf (bytes)", total) as advance:
             write_shards(tmp, shards, lambda wanted: _their_tensors(found, plan, wanted), advance)
         ends = {"bos_token_id": found.tokenizer.end_of_document, "eos_token_id": found.tokenizer.end_of_document}
         name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-        store.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
-        store.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
+        storage.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
+        storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
-        store.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
+        storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
     warning = ""
     if family.model_type == "qwen2" and not _splits_like_qwen(found.tokenizer):
         warning = (
@@ -132,12 +132,12 @@ def from_hf(
     tokenizer = _tokenizer_of(found, end_of_document)
     total = sum(each.bytes for each in found.tensors.values())
     shards = plan_shards(found.tensors, max_shard)
-    with store.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
+    with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, "from-hf (bytes)", total) as advance:
             files = write_shards(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
         tokenizer.save(tmp)
-        store.put(tmp / MODEL_FILE, run_file_part(found, tokenizer, Path(os.path.abspath(to))).encode())
-        store.put_json(
+        storage.put(tmp / MODEL_FILE, run_file_part(found, tokenizer, Path(os.path.abspath(to))).encode())
+        storage.put_json(
             tmp / ORIGIN_FILE,
             {
                 "kind": "from-hf",
@@ -222,7 +222,7 @@ def _add_nothing(file: Path) -> None:
     parts = (found.get("processors") or [found]) if found else []
     kept = [part for part in parts if part["type"] == "ByteLevel"]  # which only says where a token lies in the text
     if len(kept) != len(parts):
-        store.put_json(file, {**state, "post_processor": kept[0] if kept else None})
+        storage.put_json(file, {**state, "post_processor": kept[0] if kept else None})
 
 
 def _splits_like_qwen(tokenizer: Tokenizer) -> bool:

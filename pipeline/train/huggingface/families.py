@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 

@@ -11,11 +11,11 @@ import orjson
 from safetensors import safe_open
 from torch import Tensor
 
+from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data import store
-from pipeline.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.errors import UserError
+from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.checkpoint.weight_source import read_tensors, tensors_of
@@ -179,10 +179,10 @@ class HuggingFaceFolder:
         if (self.folder / SINGLE).is_file():  # before an index, which may be of an earlier save, as transformers does
             return [SINGLE]
         if (index := self.folder / INDEX).is_file():
-            named = store.get_json(index, "weight_map")["weight_map"]
+            named = storage.get_json(index, "weight_map")["weight_map"]
             if not isinstance(named, dict):
                 raise UserError(f"{index} is damaged: weight_map is no table of tensors and files; fetch it again")
-            return sorted({store.plain_name(name, index) for name in named.values()})
+            return sorted({storage.plain_name(name, index) for name in named.values()})
         found = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if found:
             return found
@@ -199,7 +199,7 @@ class HuggingFaceFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file; a `UserError` where there is none."""
     try:
-        value = orjson.loads(store.read_bytes(path))
+        value = orjson.loads(storage.read_bytes(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline.train.model.attention import Attention, Context
 from pipeline.train.model.config import LayerSpec
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mlp import Mlp
+from pipeline.train.model.mixers.attention import Attention, Context
+from pipeline.train.model.mlps.dense import Mlp
 from pipeline.train.model.norm import build_norm
-from pipeline.train.recompute import Recompute
+from pipeline.train.model.recompute import Recompute
 
 Attended = tuple[Tensor, Tensor, Sight]
 """Queries and keys of an attention and what is seen, as `Watch` is shown them, without gradients."""

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig, RopeScalingConfig
-from pipeline.errors import UserError
 
 # muP divides attention logits by head_dim instead of its root; the two agree for heads of this size.
 MUP_HEAD_DIM = 64

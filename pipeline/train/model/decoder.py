@@ -11,14 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
-from pipeline.train.loss import TokenLosses
-from pipeline.train.model.attention import Context
+from pipeline.common.errors import UserError
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Documents, Kernel, Prepared, Sight, attention_mask, mask_by_row
+from pipeline.train.model.loss import TokenLosses
+from pipeline.train.model.mixers.attention import Context
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.states import Places, States

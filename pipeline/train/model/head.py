@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.loss import Criterion, TokenLosses, criterion_loss
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.loss import Criterion, TokenLosses, criterion_loss
 
 
 class Head(nn.Module):

@@ -13,12 +13,12 @@ from typing import cast
 
 import torch
 
+from pipeline.common.errors import UserError
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig
 from pipeline.config.train import RecomputeConfig, TrainConfig
-from pipeline.errors import UserError
 from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.compat import prepare_compiler
+from pipeline.train.parallel.torch_compat.core import prepare_compiler
 
 BACKEND = "inductor"
 """Of torch.compile."""

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.parallel import ParallelConfig
-from pipeline.data.batch import Batch
-from pipeline.train.model.attention import Core, SequenceCut
-from pipeline.train.parallel.compat import all_gather, all_to_all, reduce_scatter
+from pipeline.data.loading.batch import Batch
+from pipeline.train.model.mixers.attention import Core, SequenceCut
 from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, reduce_scatter
 
 
 def build_cut(mesh: Mesh, parallel: ParallelConfig) -> SequenceCut | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import lcm, prod
 
+from pipeline.common.errors import UserError
 from pipeline.config.parallel import ParallelConfig
-from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from pipeline.common.errors import UserError
 from pipeline.config.parallel import ZERO_BUBBLE, OverlapConfig, ParallelConfig
 from pipeline.config.train import TrainConfig
-from pipeline.errors import UserError
+from pipeline.train.distributed.process_group import cpu_group
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.compile import compiles
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.processes import cpu_group
 
 Reduction = Literal["each", "last", "after"]
 """When gradients are added up over shards: in the backward pass of each micro-batch, in that of the last one, or after

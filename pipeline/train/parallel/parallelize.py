@@ -18,14 +18,14 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import PrecisionConfig, TrainConfig
 from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
-from pipeline.train.init import init_weights
-from pipeline.train.loss import VocabShard
-from pipeline.train.model.attention import SequenceCut
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import Choice, Need, choose_on
-from pipeline.train.parallel.compat import prepare_async_tp
+from pipeline.train.model.loss import VocabShard
+from pipeline.train.model.mixers.attention import SequenceCut
+from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut
 from pipeline.train.parallel.layout import sequence_multiple
@@ -34,7 +34,7 @@ from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.stages import Stage, split_stages
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import Kind
-from pipeline.train.recompute import Recompute, check_offload
+from pipeline.train.parallel.torch_compat.core import prepare_async_tp
 
 # The logits are a view of the head's product, and nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

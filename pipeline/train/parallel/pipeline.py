@@ -22,12 +22,12 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
-from pipeline.data.batch import Batch
-from pipeline.train.model.attention import Context
+from pipeline.data.loading.batch import Batch
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.compat_stage import MicroBatchStage
+from pipeline.train.model.mixers.attention import Context
 from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.stages import Stage
+from pipeline.train.parallel.torch_compat.pipeline_stage import MicroBatchStage
 
 # On an error torch prints its whole table of actions; the exception says what is wrong.
 logging.getLogger(ScheduleGPipe.__module__).setLevel(logging.CRITICAL)

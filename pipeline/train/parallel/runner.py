@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.config.parallel import ParallelConfig
-from pipeline.data.batch import Batch
-from pipeline.train.model.attention import Context
+from pipeline.data.loading.batch import Batch
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.mixers.attention import Context
+from pipeline.train.monitor.trace_spans import span
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.pipeline import PipelineRunner
-from pipeline.train.spans import span
 
 
 class Runner(Protocol):

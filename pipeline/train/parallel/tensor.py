@@ -38,12 +38,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipeline.train.loss import Criterion
-from pipeline.train.model.attention import Attention
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import AttentionSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.head import Head
+from pipeline.train.model.loss import Criterion
+from pipeline.train.model.mixers.attention import Attention
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:

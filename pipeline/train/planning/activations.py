@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import Config
 from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import Batch
-from pipeline.train.loss import TokenLosses
+from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Kernel, Sight
 from pipeline.train.model.kernels.tiles import Tiles
-from pipeline.train.optim import Optimizers
+from pipeline.train.model.loss import TokenLosses
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh

@@ -9,7 +9,6 @@ from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.train.model.config import DecoderSpec, LayerSpec
 from pipeline.train.model.flops import layer_matrices, layer_parameters
-from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.footprint import (
     AVERAGE_BYTES,
     COMPUTE_BYTES,
@@ -22,6 +21,7 @@ from pipeline.train.parallel.footprint import (
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.stages import split_stages
+from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import Kind
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.timing import step_time

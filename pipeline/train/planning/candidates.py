@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.parallel import compat_stage
-from pipeline.train.parallel.course import step_shapes
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import Kind, tested_kinds
+from pipeline.train.parallel.torch_compat import pipeline_stage
 
 Overrides = dict[str, Any]
 """Key path -> value."""
@@ -150,7 +150,7 @@ def _schedules(config: Config, pp: int) -> list[Overrides]:
     layers, own = config.model.layers, config.parallel.pipeline
     found = [of("1f1b", None)]
     if 2 * pp <= layers:
-        found += [of("zbv", None), of("interleaved_zero_bubble", None)] if compat_stage.SPLITS_BACKWARD else []
+        found += [of("zbv", None), of("interleaved_zero_bubble", None)] if pipeline_stage.SPLITS_BACKWARD else []
         found += [of("interleaved_1f1b", None)]
     found += [of("interleaved_1f1b", stages) for stages in (4, _MOST_VIRTUAL) if stages * pp <= layers]
     given = own.layers_per_stage or [1] * pp * own.stages_per_rank

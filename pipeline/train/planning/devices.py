@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.train.planning.shares import Measured, Shares, measured
 
 

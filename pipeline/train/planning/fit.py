@@ -10,19 +10,19 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.host_memory import host_memory
+from pipeline.common.process_identity import node_name
 from pipeline.config import Config
-from pipeline.data.host_memory import host_memory
-from pipeline.data.machine import node_name
-from pipeline.errors import MachineError, UserError
+from pipeline.train.distributed.process_group import visible_gpus
+from pipeline.train.distributed.rank import LAUNCHER, Processes, is_rank, of_environment
+from pipeline.train.layout_check import vocabulary
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.parallel.check import vocabulary
-from pipeline.train.parallel.course import step_shapes
 from pipeline.train.parallel.footprint import MASTER_BYTES, Footprint, footprint
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.processes import visible_gpus
-from pipeline.train.parallel.rank import LAUNCHER, Processes, is_rank, of_environment
-from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.stages import split_stages
+from pipeline.train.parallel.step_shapes import step_shapes
 
 _FEW = 16
 """Processes that are started for a try also where there are fewer cores."""

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.errors import UserError
+from pipeline.train.layout_check import vocabulary
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
-from pipeline.train.parallel.check import vocabulary
-from pipeline.train.parallel.course import StepShape, step_counts, step_shapes
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules import check_layout, layout_warnings
+from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.parallel.step_shapes import StepShape, step_counts, step_shapes
 from pipeline.train.planning.activations import DeviceType
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.memory import RankMemory, memory

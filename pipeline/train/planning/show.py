@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.data.progress import counted, size
-from pipeline.train.parallel.course import StepShape
+from pipeline.common.format import duration
+from pipeline.data.work.progress import counted, size
+from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import Kind
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.memory import RankMemory
 from pipeline.train.planning.plan import RESERVE, PhasePlan, Plan
 from pipeline.train.planning.suggest import as_arguments
 from pipeline.train.planning.timing import basis
-from pipeline.words import duration
 
 Suggestions = Sequence[tuple[Mapping[str, Any], Plan]]
 """Keys to change, and the plan of the run with them."""

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.data.progress import counted
-from pipeline.errors import UserError
-from pipeline.train.parallel.course import StepShape, step_shapes
+from pipeline.data.work.progress import counted
 from pipeline.train.parallel.layout import Layout, resolve
-from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.stages import split_stages
+from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, least_seconds, micro_batch
 from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden
 from pipeline.train.planning.devices import Device

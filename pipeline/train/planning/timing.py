@@ -15,12 +15,12 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec, LayerSpec
 from pipeline.train.model.flops import attention_flops, head_flops, layer_flops, layer_parameters, orthogonal_flops
-from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.schedules import play
 from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.shares import UPDATE_BYTES
 from pipeline.train.planning.traffic import AXES, Axis, Transfer, is_recomputed, stage_traffic

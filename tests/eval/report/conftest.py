@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pipeline.common.errors import EXIT_NUMERICAL
 from pipeline.config.load import load
-from pipeline.data.preprocess import preprocess
-from pipeline.errors import EXIT_NUMERICAL
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.perplexity import evaluate
 from pipeline.eval.report.command import report
 from tests import tiny

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
+from pipeline.common.redaction import masked
 from pipeline.eval.report import drawing
 from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.command import report, sheet
@@ -25,7 +26,6 @@ from pipeline.eval.report.gather import RunFacts, gather, gather_all
 from pipeline.eval.report.model import LineChart
 from pipeline.eval.report.outcomes import others
 from pipeline.eval.report.page import page
-from pipeline.redaction import masked
 from tests.config.runfile import MINIMAL
 from tests.eval.report.reading import read
 

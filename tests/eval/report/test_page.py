@@ -10,7 +10,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from pipeline.data.store import JsonLines
+from pipeline.common.storage import JsonLines
 from pipeline.eval.report.command import report
 from tests.browser import Chromium, browser  # noqa: F401
 from tests.eval.report.reading import Report

@@ -18,14 +18,14 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from pipeline.common import storage
+from pipeline.common.errors import EXIT_REFUSED, Stopped, UserError
 from pipeline.config.load import load
-from pipeline.data import store
-from pipeline.data.paper import make_plan
-from pipeline.errors import EXIT_REFUSED, Stopped, UserError
+from pipeline.data.plan.build import make_plan
 from pipeline.eval.report.command import report
 from pipeline.eval.report.gather import gather
 from pipeline.train.fork import fork
-from pipeline.train.goodput import goodput
+from pipeline.train.monitor.goodput import goodput
 from tests import tiny
 from tests.eval.report.reading import Report, number, read, steps_that_count
 from tests.train.runs import start, train
@@ -105,8 +105,8 @@ def test_evaluations_over_steps(root: Path, tmp_path: Path) -> None:
     }
     lambada = {"made_with": {"weights": "model"}, "results": {"accuracy": 0.5, "perplexity": 7.25, "passages": 40}}
     run = shutil.copytree(root / "done", tmp_path / "done")
-    store.put_json(run / "eval/harness-step-00000024.json", harness)
-    store.put_json(run / "eval/tasks-step-00000021.json", {"step": 21, "tasks": {"lambada": lambada}})
+    storage.put_json(run / "eval/harness-step-00000024.json", harness)
+    storage.put_json(run / "eval/tasks-step-00000021.json", {"step": 21, "tasks": {"lambada": lambada}})
     (run / "eval/tasks-step-00000022.json").write_text("{")
     found = read(run, out=tmp_path / "r.html")
     rows = {(row[0], row[1]): row[2:] for row in found.tables["Held-out loss"][1:]}
@@ -232,13 +232,13 @@ def test_no_sign_of_life(root: Path, tmp_path: Path) -> None:
     """A run of another machine, which cannot be asked, and whose files have not changed for an hour."""
     run = shutil.copytree(root / "done", tmp_path / "run")
     (run / "exit.json").unlink()
-    lines = [line for line in store.read_json_lines(run / "ledger.jsonl") if line["event"] == "attempt"]
+    lines = [line for line in storage.read_json_lines(run / "ledger.jsonl") if line["event"] == "attempt"]
     (run / "ledger.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     (run / "lock").write_bytes(orjson.dumps({"host": "elsewhere", "pid": 1, "started": 1}))
     long = Report(_report(run, tmp_path / "a.html", now=time.time() + 7200))
     assert long.states == ["no sign of life"] and "2 h" in long.text
     # Just after its last step: the run was made at the start of all tests, which may be minutes ago.
-    newest = max(row["time"] for row in store.read_json_lines(run / "metrics.jsonl"))
+    newest = max(row["time"] for row in storage.read_json_lines(run / "metrics.jsonl"))
     assert Report(_report(run, tmp_path / "b.html", now=newest + 5)).states == ["going on"]
 
 
@@ -296,7 +296,7 @@ def test_before_the_first_step(root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_bytes((root / "done/config.yaml").read_bytes())
-    store.put_json(run / "exit.json", {"attempt": 1, "code": EXIT_REFUSED, "reason": "lr is wrong", "step": 0})
+    storage.put_json(run / "exit.json", {"attempt": 1, "code": EXIT_REFUSED, "reason": "lr is wrong", "step": 0})
     found = read(run, out=tmp_path / "r.html")
     assert found.states == ["refused"] and "lr is wrong" in found.text
     assert found.tiles["step"] == "0" and found.tiles["training loss"] == "–"

@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from pipeline.eval.report.series import EVERY_STEP, Columns, curve
-from pipeline.train.attempts import Attempt
-from pipeline.train.run_folder import read_metrics
+from pipeline.train.run.attempts import Attempt
+from pipeline.train.run.folder import read_metrics
 
 
 def attempt(number: int, first_step: int) -> Attempt:

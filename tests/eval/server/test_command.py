@@ -17,8 +17,8 @@ import httpx2
 import pytest
 from rich.console import Console
 
+from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.errors import UserError
 from pipeline.eval.server.serve import opened, read_key, serve
 from tests import tiny
 from tests.eval.server.running import running

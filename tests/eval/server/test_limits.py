@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.server import asking, connection, serve, worker
 from pipeline.eval.server.bodies import Completion, Generate
 from pipeline.eval.server.watch import load_served

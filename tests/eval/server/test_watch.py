@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.errors import UserError
 from pipeline.eval.generate import generate
 from pipeline.eval.sampling import Sampling
 from pipeline.eval.server import watch

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import main
-from pipeline.train.parallel.processes import part
+from pipeline.cli.main import main
+from pipeline.train.distributed.process_group import part
 from tests.config.runfile import write
 
 

@@ -12,14 +12,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.config import Config
 from pipeline.config.run import TimeLimitsConfig
-from pipeline.data.batch import Batch
+from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.optim import Optimizers
-from pipeline.train.parallel.course import StepShape, step_shapes
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.processes import Processes, join
+from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.step import Stepper
 
 BASE: dict[str, Any] = {

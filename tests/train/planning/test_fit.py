@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.common.console import Console
+from pipeline.common.errors import EXIT_REFUSED, MachineError, UserError
+from pipeline.common.host_memory import HostMemory
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.console import Console
-from pipeline.data.host_memory import HostMemory
-from pipeline.errors import EXIT_REFUSED, MachineError, UserError
-from pipeline.train.parallel.rules import check_layout
+from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.planning import fit
-from slurm import local
+from slurm.local import stages as local
 from tests import tiny
 
 HUGE = ("model={layers: 400, dim: 65536, heads: 512}", "launch.device=cpu")

@@ -13,13 +13,14 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
-from pipeline.train.parallel.course import StepShape
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.memory import RankMemory, memory
 from tests import tiny
-from tests.parallel import layouts, ranks
+from tests.train.distributed import ranks
+from tests.train.parallel import layouts
 from tests.train.planning.steps import CASES, case_config, measured_peak, of_case
 
 TOLERANCE = 0.1

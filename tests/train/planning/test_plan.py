@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.data.accounting import run_length
-from pipeline.data.paper import Assumed, planned_journal
-from pipeline.data.sampler import Sampler
-from pipeline.errors import UserError
+from pipeline.data.order.run_length import run_length
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.plan.build import Assumed, planned_journal
 from pipeline.train.model.flops import flops_per_token
-from pipeline.train.parallel.course import step_counts
+from pipeline.train.parallel.step_shapes import step_counts
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import RESERVE, plan, planned_spec
 from pipeline.train.planning.show import plan_lines
 from pipeline.train.planning.timing import StepSeconds
-from slurm.estimate import device_of, processes_of
+from slurm.forecast.command import device_of, processes_of
 from tests.config.runfile import write
 
 H100 = DEVICES["h100"]

@@ -17,9 +17,9 @@ from pipeline.train.planning.bounds import least_seconds, micro_batch
 from pipeline.train.planning.devices import DEVICES, Device, calibrated, device_of_driver, find_device
 from pipeline.train.planning.plan import mean_mfu, plan
 from pipeline.train.planning.timing import assumptions, rank_parameters, step_time
-from slurm import forecast as forecasting
-from slurm.forecast import forecast
-from tests.slurm.test_paper import job
+from slurm.forecast import course as forecasting
+from slurm.forecast.course import forecast
+from tests.slurm.forecast.test_course import job
 from tests.train.planning.test_timing import LAYOUTS, LLAMA_8B, Case, train
 
 ENTRY: dict[str, Any] = {

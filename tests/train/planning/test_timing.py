@@ -14,15 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.loss import Criterion
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, layer_parameters, num_parameters
-from pipeline.train.parallel.course import StepShape, step_shapes
+from pipeline.train.model.loss import Criterion
+from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.footprint import end_parameters
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.stages import split_stages
+from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.devices import DEVICES, Device
 from pipeline.train.planning.plan import planned_spec
 from pipeline.train.planning.timing import (
@@ -33,7 +34,6 @@ from pipeline.train.planning.timing import (
     transfer_seconds,
 )
 from pipeline.train.planning.traffic import Transfer
-from pipeline.train.recompute import Recompute
 from tests.config.runfile import write
 
 LLAMA_8B = "model={layers: 32, dim: 4096, heads: 32, kv_heads: 8, ffn_dim: 14336, vocab_size: 128256}"

@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
+from pipeline.common.errors import UserError, install_extra
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import AttentionConfig, TrainConfig
-from pipeline.errors import UserError, install_extra
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen, flash_function, followed
 from pipeline.train.model.kernels.sdpa import Sdpa

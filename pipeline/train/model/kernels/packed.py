@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.train.host_copy import to_device
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.parallel.compat import vary_length
+from pipeline.train.monitor.host_copy import to_device
+from pipeline.train.parallel.torch_compat.core import vary_length
 
 
 @dataclass(frozen=True)

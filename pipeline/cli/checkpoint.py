@@ -1,0 +1,181 @@
+"""The `pipeline checkpoint` commands. As in `main`: no logic; everything heavy is imported inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, Step, shard_bytes
+from pipeline.common.console import Console, echo
+from pipeline.common.errors import EXIT_OTHER, UserError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+    from pipeline.train.checkpoint.manager import Checkpoints
+
+checkpoint_app = typer.Typer(
+    no_args_is_help=True, help="Checkpoints of a run: look at, check, thin out, average, take the weights out."
+)
+
+Weights = Annotated[
+    Literal["model", "ema"], typer.Option(help="The weights that were trained, or their moving average.")
+]
+To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder that is made.")]
+MaxShard = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Tensors in a file at most, like 5GB; by default one file.", show_default=False),
+]
+
+
+@checkpoint_app.command("list")
+def checkpoint_list(run: RunOrFolder, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Show a run's checkpoints: step, time, size, parent, attempt, layout, and whether their files are all there."""
+    config, checkpoints = _open(run, overrides)
+    from pipeline.train.checkpoint import tools
+
+    rows = tools.rows(checkpoints, config.train.checkpoint)
+    _show(tools.list_lines(rows), tools.as_json(rows) if as_json else None)
+
+
+@checkpoint_app.command("show")
+def checkpoint_show(
+    run: RunOrFolder,
+    overrides: Overrides = None,
+    step: Step = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also the tensors of the optimizer and of the moving average.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a checkpoint: where it comes from, what it was made with, its tensors."""
+    _, checkpoints = _open(run, overrides)
+    from pipeline.train.checkpoint import tools
+
+    found = tools.details(checkpoints, step)
+    _show(tools.details_lines(found, all_tensors=every), tools.details_json(found) if as_json else None)
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(
+    run: RunOrFolder,
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="Only the checkpoint of this step.", min=0)] = None,
+) -> None:
+    """Read a run's checkpoints and compare all hashes; exit code 1, and the damaged files named, if any differs.
+
+    Hashes beside the files protect against damage, not against people: who changes a file can change its hash.
+    """
+    _, checkpoints = _open(run, overrides)
+    from pipeline.common.console import alarm, say
+    from pipeline.train.checkpoint import tools
+
+    console = Console()
+    found = tools.verify(checkpoints, step, console, lambda line: say(console, line))
+    for problems in found.values():
+        for problem in problems:
+            alarm("bad:", problem)
+    if any(found.values()):
+        raise typer.Exit(EXIT_OTHER)
+    say(console, "The hashes lie beside the files: they find damage, and do not show who wrote a checkpoint.")
+
+
+@checkpoint_app.command("prune")
+def checkpoint_prune(
+    run: RunOrFolder,
+    overrides: Overrides = None,
+    keep: Annotated[
+        int | None, typer.Option(help="Keep the newest so many; by default train.checkpoint.keep.", min=1)
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Remove these instead.", show_default=False)
+    ] = None,
+    abandoned: Annotated[bool, typer.Option("--abandoned", help="Also those that the run has gone back from.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
+) -> None:
+    """Remove checkpoints that the policy does not keep, or chosen ones; never the last one that can be trusted."""
+    config, checkpoints = _open(run, overrides)
+    from pipeline.train.checkpoint import tools
+
+    tools.prune(
+        checkpoints,
+        config.train.checkpoint,
+        print,
+        keep=keep,
+        steps=None if steps is None else _steps(steps),
+        abandoned=abandoned,
+        dry_run=dry_run,
+    )
+
+
+@checkpoint_app.command("export")
+def checkpoint_export(
+    run: RunOrFolder,
+    to: To,
+    overrides: Overrides = None,
+    step: Step = None,
+    weights: Weights = "model",
+    max_shard: MaxShard = None,
+) -> None:
+    """Write a checkpoint's weights as safetensors, whole, with the tokenizer and the resolved config."""
+    _, checkpoints = _open(run, overrides)
+    from pipeline.train.checkpoint.export import export
+
+    echo(export(checkpoints, to, step=step, weights=weights, max_shard=shard_bytes(max_shard), console=Console()))
+
+
+@checkpoint_app.command("average")
+def checkpoint_average(
+    run: RunOrFolder,
+    to: To,
+    overrides: Overrides = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Steps of the checkpoints.", show_default=False)
+    ] = None,
+    last: Annotated[int | None, typer.Option(help="The newest so many checkpoints.", min=2)] = None,
+    weights: Weights = "model",
+    max_shard: MaxShard = None,
+) -> None:
+    """Write the mean of several checkpoints' weights as safetensors, like `export`."""
+    _, checkpoints = _open(run, overrides)
+    from pipeline.train.checkpoint.export import average
+
+    said = average(
+        checkpoints,
+        to,
+        steps=None if steps is None else _steps(steps),
+        last=last,
+        weights=weights,
+        max_shard=shard_bytes(max_shard),
+        console=Console(),
+    )
+    echo(said)
+
+
+def _open(run: Path, overrides: list[str] | None) -> tuple[Config, Checkpoints]:
+    """The config of a run, and its checkpoints."""
+    from pipeline.config.load import load_run
+
+    config = load_run(run, overrides or ())
+    from pipeline.train.checkpoint.manager import Checkpoints
+
+    return config, Checkpoints.of_run(config.run.dir)
+
+
+def _show(lines: Iterable[str], value: Any) -> None:
+    """A value as JSON if there is one, else the lines."""
+    if value is None:
+        for line in lines:
+            echo(line)
+    else:
+        echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _steps(text: str) -> list[int]:
+    steps = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in steps):
+        raise UserError(f"--steps takes numbers with commas between them, like 1000,2000, not {text!r}")
+    return [int(part) for part in steps]

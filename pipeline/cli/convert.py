@@ -1,0 +1,85 @@
+"""The `pipeline convert` commands. As in `main`: no logic; everything heavy is imported inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pipeline.cli.arguments import shard_bytes
+from pipeline.cli.checkpoint import Weights
+from pipeline.common.console import Console, echo
+
+convert_app = typer.Typer(
+    no_args_is_help=True, help="Models to Hugging Face's format and from it. Nothing is downloaded or run."
+)
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder that is made.")]
+MaxShard = Annotated[str, typer.Option(metavar="SIZE", help="Tensors in a file at most.")]
+
+
+@convert_app.command("to-hf")
+def to_hf(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_CKPT", help="A run folder, a checkpoint in it, or what `pipeline checkpoint export` wrote."
+        ),
+    ],
+    out: Out,
+    step: Annotated[
+        int | None, typer.Option(help="Of a run folder: which checkpoint; by default the latest.", min=0)
+    ] = None,
+    weights: Weights = "model",
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Of the weights; by default as stored (fp32).")
+    ] = None,
+    max_shard: MaxShard = "5GB",
+) -> None:
+    """Write a model for transformers, vLLM and lm-eval: safetensors, config.json and the tokenizer's files."""
+    from pipeline.common.console import say
+    from pipeline.train.huggingface import convert
+
+    console = Console()
+    done = convert.to_hf(
+        source, out, step=step, weights=weights, dtype=dtype, max_shard=shard_bytes(max_shard), console=console
+    )
+    say(console, done)
+
+
+@convert_app.command("from-hf")
+def from_hf(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a downloaded model, with safetensors.")],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder that is made.", show_default=False)] = None,
+    end_of_document: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="What closes a document; by default the model's end of text.")
+    ] = None,
+    max_shard: MaxShard = "5GB",
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="A key of config.json that changes nothing; repeatable.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the part of a run file.")
+    ] = False,
+) -> None:
+    """Convert GPT-2, Llama 2/3, Mistral, Qwen2 or Qwen3 weights, to train on from them (`train.init_from.path`)."""
+    from pipeline.common.console import say
+    from pipeline.common.errors import UserError
+    from pipeline.train.huggingface import convert
+
+    if dry_run:
+        echo(convert.describe(folder, end_of_document=end_of_document, ignore=ignore or ()), end="")
+        return
+    if out is None:
+        raise UserError("name the folder that is to be made, after the model's; or use --dry-run")
+    console = Console()
+    done = convert.from_hf(
+        folder,
+        out,
+        end_of_document=end_of_document,
+        max_shard=shard_bytes(max_shard),
+        ignore=ignore or (),
+        console=console,
+    )
+    say(console, done)

@@ -1,0 +1,73 @@
+"""Hashes and keys. Everything that must be the same on every machine and in every run goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+from pipeline.common import storage
+
+CHUNK_BYTES = 2**24
+"""Files are hashed and checked in pieces of this size."""
+
+_64 = 2**64 - 1
+
+
+def key(*parts: str | int) -> int:
+    """A 64-bit key from a seed and what it is for, like `key(seed, "documents", unit_identity)`."""
+    return xxhash.xxh3_64_intdigest(orjson.dumps(parts))
+
+
+def value_hash(value: Any) -> str:
+    """xxh3-128 of a JSON value, independent of the order of keys."""
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
+
+
+def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *, links: bool = True) -> int:
+    """xxh3-64 of a regular file's bytes.
+
+    Args:
+        path: of the file.
+        advance: told how many bytes have been read, piece by piece.
+        links: as for `store.open_regular`.
+    """
+    digest = xxhash.xxh3_64()
+    with storage.open_regular(path, links=links) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.intdigest()
+
+
+def mix(rows: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    """Keyed numbers of 64 bits: the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of row + key.
+
+    A bijection of 64 bits for every key, so different rows never tie, and no library's random generator is in it.
+    """
+    z = rows + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def mix_one(row: int, key: int) -> int:
+    """`mix` of one row, without arrays."""
+    z = (row + key) & _64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
+    return z ^ (z >> 31)
+
+
+def keyed_order(count: int, key: int) -> npt.NDArray[np.int64]:
+    """A permutation of [0, count) that depends on `key` alone: the numbers sorted by `mix`.
+
+    Returns:
+        int64 of shape (count,): what stands at each place.
+    """
+    return np.argsort(mix(np.arange(count, dtype=np.uint64), key)).astype(np.int64, copy=False)

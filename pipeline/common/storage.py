@@ -1,0 +1,402 @@
+"""The only way to disk: write under a temporary name in the same folder, flush, rename.
+
+A reader sees the old file or the new one, never a part of one. Whatever is left under a temporary name after a crash
+is nobody's: `pipeline` commands pass it over, and remove it when they can tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from pipeline.common import process_identity
+from pipeline.common.errors import MachineError, UserError
+
+TEMPORARY_SUFFIX = ".tmp"
+FOREIGN_S = 7 * 86_400.0
+"""A temporary file of another machine or container that nobody has written for so long is nobody's."""
+_SHOWN_NAME = 200
+_SHARED = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""To open a file that stays in its place; a pipe with its name is no reason to wait."""
+_TEMPORARY = re.compile(r"\..+\.(?P<space>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
+
+
+def temporary(final: Path) -> Path:
+    """A name beside `final` that no other process uses: a pid, where that pid is known, and a nonce are part of it."""
+    space = process_identity.pid_space()
+    return final.with_name(f".{final.name}.{space}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+
+
+def sync(path: Path) -> None:
+    """Flush a file's data, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(tmp: Path, final: Path) -> None:
+    """Make `tmp` (a file, or a folder with everything in it) durable and visible as `final`.
+
+    A file replaces an older one. A folder needs `final` to be absent.
+    """
+    if tmp.is_dir():
+        for folder, _, files in os.walk(tmp, topdown=False):
+            for name in files:
+                sync(Path(folder, name))
+            sync(Path(folder))
+    else:
+        sync(tmp)
+    os.replace(tmp, final)
+    sync(final.parent)
+
+
+def put(final: Path, data: bytes) -> None:
+    """Write a small file atomically. On an error (a full disk, say) the temporary file is removed."""
+    tmp = temporary(final)
+    try:
+        tmp.write_bytes(data)
+        commit(tmp, final)
+    except BaseException as error:
+        tmp.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(final)  # a failed write does not say where
+        raise
+
+
+def put_json(final: Path, value: Any) -> None:
+    """`put` for JSON, indented and with sorted keys so that equal content is equal bytes."""
+    put(final, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON as `put_json` writes it."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
+
+
+def open_regular(path: Path, *, links: bool = True) -> BinaryIO:
+    """Open a file for reading that may come from a stranger: reading a device may never end, a pipe may never begin.
+
+    Args:
+        path: of the file.
+        links: whether a symbolic link to a regular file will do. A link could point to a private file.
+
+    Raises:
+        UserError: it is something else than a regular file.
+        OSError: it cannot be opened.
+    """
+    return os.fdopen(regular_descriptor(path, links=links), "rb")
+
+
+def regular_descriptor(path: Path, *, links: bool = True) -> int:
+    """`open_regular` as a number, which the caller closes."""
+    # A pipe without a writer would hold an open without O_NONBLOCK. Regular files do not know that flag.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            raise UserError(
+                f"{path} is a symbolic link, and a regular file is wanted; `cp -rL` copies what links point to"
+            ) from None
+        if error.errno == errno.ENXIO:  # a socket
+            raise _not_regular(path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise _not_regular(path)
+
+
+def _not_regular(path: Path) -> UserError:
+    return UserError(f"{path} is not a regular file but a device, a pipe or a socket, which is not read; remove it")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file that may come from a stranger; raises as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def shown(text: str) -> str:
+    """A text of a stranger for a message, cut if it is long."""
+    return text if len(text) <= _SHOWN_NAME else f"{text[:_SHOWN_NAME]}..."
+
+
+def plain_name(name: object, where: Path) -> str:
+    """A file's name out of a list that may come from a stranger: it must name a file beside the list.
+
+    Args:
+        name: as the list has it.
+        where: the list is.
+
+    Raises:
+        UserError: it could lead to another folder, or is not printable.
+    """
+    if isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}:
+        return name
+    raise UserError(
+        f"{where} names {shown(ascii(name))}, which is not a plain file name: no folder, no '..', no control "
+        "characters; this program never writes such a name, so do not trust where the files come from"
+    )
+
+
+def get_json(path: Path, *keys: str) -> Any:
+    """Read a JSON file; with `keys`, an object that has at least them.
+
+    Raises:
+        UserError: it is something else; the message names the file.
+    """
+    data = read_bytes(path)
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged, it is not readable JSON: {error}") from None
+    if keys and not (isinstance(value, dict) and value.keys() >= set(keys)):
+        raise UserError(f"{path} is damaged: it is no object with the keys {', '.join(keys)}")
+    return value
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """What is written inside is one thing to the user, whatever file of it fails.
+
+    Args:
+        what: key or option, and the path as it was given.
+
+    Raises:
+        MachineError: it cannot be written. A disk or network that fails is left to the caller.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE):  # which may have been met where something was read
+            raise
+        reason = error.strerror or str(error)
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            reason = "a part of the path is a file"
+        todo = "name another folder"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            todo = "free some space, or name a folder on another disk"
+        raise MachineError(f"{what} cannot be written ({reason}); {todo}") from error
+
+
+def is_stale(tmp: Path) -> bool:
+    """Whether nobody writes a file with a name by `temporary` any more.
+
+    The process that made it is looked up. That of another machine or container cannot be: there the age decides.
+    """
+    name = _TEMPORARY.fullmatch(tmp.name)
+    if name is None:
+        return False
+    try:
+        if name["space"] != process_identity.pid_space():
+            return time.time() - tmp.stat().st_mtime > FOREIGN_S
+        pid = int(name["pid"])
+        found = process_identity.process(pid)
+        if found is not None and found[0] in "ZX":  # dead, and its parent has not asked how yet
+            return True
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass  # it lives, under another user; or the file is gone
+    return False
+
+
+def remove_if_stale(tmp: Path) -> None:
+    """Remove a file with a name by `temporary` that nobody writes any more."""
+    if is_stale(tmp):
+        with contextlib.suppress(OSError):  # on a disk that cannot be written it stays
+            tmp.unlink()
+
+
+def keep_room(descriptor: int, size: int = 65536) -> None:
+    """Take room on disk behind the end of an open file, for what is still to be written; where that cannot be, nothing.
+
+    Args:
+        descriptor: of the file, whose length stays as it is.
+        size: bytes.
+    """
+    keep_size = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
+    with contextlib.suppress(OSError, AttributeError):
+        end = os.fstat(descriptor).st_size
+        ctypes.CDLL(None).fallocate(descriptor, keep_size, ctypes.c_int64(end), ctypes.c_int64(size))
+
+
+def cannot_write(folder: Path) -> str | None:
+    """Why a folder cannot take another file, as the system says it; None if it can."""
+    probe = temporary(folder / "probe")
+    try:
+        probe.write_bytes(bytes(4096))
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None
+
+
+class Reserved:
+    """A small file of fixed size that takes its room when it is made, and can be written when the disk is full.
+
+    What is written replaces what was there, in place: a reader may find a part of it, and looks again later. On file
+    systems that write every block anew (ZFS, Btrfs) a full disk may refuse it all the same.
+
+    Args:
+        path: of the file. One of the right size that is there already is used as it is.
+        size: bytes; what is written is padded with spaces, which JSON allows.
+    """
+
+    def __init__(self, path: Path, size: int = 8192) -> None:
+        self.path = path
+        self._size = size
+        with contextlib.suppress(OSError):  # a write tries again, and says why it cannot be
+            self._make()
+
+    def _make(self) -> None:
+        if not self.path.is_file() or self.path.stat().st_size != self._size:
+            try:
+                self.path.write_bytes(b" " * self._size)
+            except OSError:
+                self.path.unlink(missing_ok=True)
+                raise
+
+    def write(self, data: bytes) -> None:
+        """Replace the content.
+
+        Raises:
+            OSError: it cannot be written, or is longer than the file.
+        """
+        if len(data) > self._size:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.path))
+        self._make()
+        with self.path.open("r+b", buffering=0) as file:
+            file.write(data.ljust(self._size))
+            os.fsync(file.fileno())
+
+    def become(self, final: Path, data: bytes) -> None:
+        """Write it, and give it the name of another file, which it replaces."""
+        self.write(data)
+        os.replace(self.path, final)
+
+    def remove(self) -> None:
+        """It is not needed any more."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+class JsonLines:
+    """Appends a JSON object a line.
+
+    A line that a crash cut short is closed first, so that the next one stands alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab+", buffering=0)
+        self._torn = False
+        """A full disk has cut the last line short; it must not spoil the next one."""
+        if self._file.seek(0, os.SEEK_END) > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row; a kill leaves whole lines, but for the last."""
+        line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        if self._torn:
+            line = b"\n" + line
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+                self._torn = bool(line)
+        except OSError as error:
+            error.filename = str(self._path)  # a failed write does not say where
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file to which other processes of this machine may add theirs at the same time.
+
+    The line comes after a newline, too, so that one before it that a full disk has cut short does not spoil it.
+    """
+    descriptor = os.open(path, _SHARED | os.O_APPEND, 0o666)
+    try:
+        os.write(descriptor, b"\n" + line + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def write_at(path: Path, offset: int, data: bytes) -> None:
+    """Write a part of a file in place, which other processes of this machine may do with theirs.
+
+    Neither flushed to disk nor in one piece: whoever reads it looks again where it is none.
+    """
+    descriptor = os.open(path, _SHARED, 0o666)
+    try:
+        os.pwrite(descriptor, data, offset)
+    finally:
+        os.close(descriptor)
+
+
+def cut(path: Path, size: int) -> None:
+    """Take away what a file has beyond a size in bytes."""
+    with path.open("rb+") as file:
+        if file.seek(0, os.SEEK_END) > size:
+            file.truncate(size)
+
+
+def log_to(path: Path) -> None:
+    """Let a file take all that this process prints from now on; on an error it stays as it is."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, _SHARED | os.O_APPEND, 0o666)
+        for stream in (1, 2):
+            os.dup2(descriptor, stream)
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; what a crash cut short, or is no object, is passed over."""
+    return list(json_lines(path))
+
+
+def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
+    """The same one at a time, for a file of millions.
+
+    Args:
+        path: of the file; without one there are no objects.
+        unread: called for each whole line that is passed over; one without its end may be being written.
+    """
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            row = None
+            with contextlib.suppress(orjson.JSONDecodeError):
+                row = orjson.loads(line)
+            if isinstance(row, dict):
+                yield row
+            elif line.strip() and line.endswith(b"\n"):
+                unread()

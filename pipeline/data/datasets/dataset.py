@@ -1,0 +1,279 @@
+"""A dataset of any number of parts, read as one row of tokens and documents."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+from bisect import bisect_right
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.common.errors import MachineError, UserError
+from pipeline.data.datasets.indexed import (
+    IndexedPart,
+    PreadPart,
+    part_files,
+    part_prefix,
+    read_metadata,
+    read_provenance,
+)
+from pipeline.data.datasets.manifest import (
+    PARTS_FILE,
+    REPAIR,
+    REPAIR_ADOPTED,
+    REPAIR_DAMAGED,
+    Manifest,
+    read_manifest,
+    read_parts,
+)
+
+if TYPE_CHECKING:
+    from pipeline.data.order.windows import TokenSource
+
+ReadBy = Literal["mmap", "pread"]
+
+# An open part holds two file descriptors; half of what the process may have is left to others.
+OPEN_AT_ONCE = max(8, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+"""Parts that are open at most, over all datasets of the process."""
+
+
+@lru_cache(maxsize=OPEN_AT_ONCE)
+def _open_part(dataset: Dataset, index: int) -> IndexedPart:
+    """Parts open in this process, over all datasets."""
+    prefix = dataset.prefix(index)
+    try:
+        part = IndexedPart(prefix) if dataset.read_by == "mmap" else PreadPart(prefix)
+    except MachineError:
+        raise
+    except UserError as error:
+        files = part_files(prefix)
+        repair = REPAIR_DAMAGED if all(path.exists() for path in files) else REPAIR
+        if any(path.is_symlink() for path in files):
+            repair = REPAIR_ADOPTED
+        raise UserError(f"{error}; {repair}") from None
+    tokens, documents = dataset.size_of_part(index)
+    if (part.tokens, part.documents, part.dtype) != (tokens, documents, dataset.dtype):
+        raise UserError(
+            f"{part.idx_path} has {part.tokens} tokens in {part.documents} documents ({part.dtype}), but "
+            f"{PARTS_FILE} says {tokens} in {documents} ({dataset.dtype}); {REPAIR_DAMAGED}"
+        )
+    return part
+
+
+class Dataset:
+    """Reader of a dataset folder. Opening costs the same for one part and for 100,000; parts are opened when touched.
+
+    Tokens and documents are numbered over all parts. Safe to use from several threads.
+
+    Args:
+        folder: The dataset.
+        manifest: Of the folder.
+        parts: Of the folder, by `read_parts`.
+        read: `mmap`, or `pread` for file systems on which mapping is slow or fails.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, parts: npt.NDArray[Any], read: ReadBy = "mmap") -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.read_by = read
+        self.tokens = manifest.tokens
+        self.documents = manifest.documents
+        self.text_bytes = manifest.text_bytes
+        self.dtype = np.dtype(manifest.dtype)
+        self.fingerprint = manifest.fingerprint
+        self._names = parts[["unit", "link"]].copy()
+        self._has_metadata = bool(parts["meta"].any())
+        # Shape (parts + 1,): where each part begins.
+        self._token_starts = np.concatenate([[0], np.cumsum(parts["tokens"], dtype=np.int64)])
+        self._document_starts = np.concatenate([[0], np.cumsum(parts["documents"], dtype=np.int64)])
+        if (self._token_starts[-1], self._document_starts[-1]) != (self.tokens, self.documents):
+            raise UserError(f"{folder}: {PARTS_FILE} and manifest.json have different totals; {REPAIR}")
+        # The same arrays; Python looks single numbers up in them several times faster than NumPy.
+        self._token_view = self._token_starts.data
+        self._document_view = self._document_starts.data
+
+    @classmethod
+    def open(cls, folder: Path, read: ReadBy = "mmap") -> Dataset:
+        """Open a dataset folder.
+
+        Raises:
+            UserError: not a finished dataset, or damaged; the message names the file.
+        """
+        manifest = read_manifest(folder)
+        return cls(folder, manifest, read_parts(folder, manifest), read)
+
+    def prefix(self, index: int) -> Path:
+        """Prefix of the files of a part."""
+        unit, link = self._names[index]
+        return part_prefix(self.folder, int(unit), int(link))
+
+    def size_of_part(self, index: int) -> tuple[int, int]:
+        """Tokens and documents of a part."""
+        starts, documents = self._token_view, self._document_view
+        return starts[index + 1] - starts[index], documents[index + 1] - documents[index]
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids from token `start` on into `out`, which is as long as wanted.
+
+        Args:
+            start: First token.
+            out: [count], of a dtype that has room for the ids.
+
+        Raises:
+            IndexError: outside of [0, tokens).
+        """
+        end = start + len(out)
+        if start < 0 or end > self.tokens:
+            raise self._outside(start, len(out))
+        starts = self._token_view
+        while start < end:
+            # Empty parts begin where the next one does; the last of them has the token.
+            index = bisect_right(starts, start) - 1
+            cut = min(end, starts[index + 1])
+            _open_part(self, index).fill(start - starts[index], out[: cut - start])
+            start, out = cut, out[cut - start :]
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """A copy of the token ids [start, start + count), in the dtype of the dataset.
+
+        Raises:
+            IndexError: outside of [0, tokens).
+        """
+        if count < 0:
+            raise self._outside(start, count)
+        result = np.empty(count, self.dtype)
+        self.fill(start, result)
+        return result
+
+    def document_at(self, token: int) -> int:
+        """The document that a token belongs to."""
+        if not 0 <= token < self.tokens:
+            raise self._outside(token, 1)
+        index = self._index_of_token(token)
+        return self._document_view[index] + self._part(index).document_at(token - self._token_view[index])
+
+    def document_start(self, document: int) -> int:
+        """The token at which a document begins; for `documents`, the number of tokens."""
+        if not 0 <= document <= self.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.documents}] of {self.folder}")
+        if document == self.documents:
+            return self.tokens
+        index = self._index_of_document(document)
+        return self._token_view[index] + self._part(index).document_start(document - self._document_view[index])
+
+    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens in [start, start + count) at which documents begin, ascending."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise self._outside(start, count)
+        return self.starts_within(np.array([start]), np.array([count]))[1]
+
+    def starts_within(
+        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`document_starts` of many ranges at once, which all lie within the dataset.
+
+        Args:
+            starts: First token of each range.
+            counts: Tokens of each range.
+
+        Returns:
+            Two arrays, an element for each document that begins in a range: the number of the range, and the token,
+            ascending for each range.
+        """
+        row = np.flatnonzero(counts)
+        begin, end = starts[row], (starts + counts)[row]
+        rows, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        while row.size:
+            part = np.searchsorted(self._token_starts, begin, side="right") - 1
+            # What goes on in the next part is looked up there in the next round.
+            cut = np.minimum(end, self._token_starts[part + 1])
+            by_part = np.argsort(part, kind="stable")
+            row, begin, end, cut, part = row[by_part], begin[by_part], end[by_part], cut[by_part], part[by_part]
+            edges = [0, *(np.flatnonzero(part[1:] != part[:-1]) + 1).tolist(), len(part)]
+            for low, high in itertools.pairwise(edges):
+                index = int(part[low])
+                base, first = self._token_view[index], begin[low:high]
+                which, found = self._part(index).starts_within(first - base, cut[low:high] - first)
+                rows.append(row[low + which])
+                tokens.append(found + base)
+            goes_on = cut < end
+            row, begin, end = row[goes_on], cut[goes_on], end[goes_on]
+        return np.concatenate(rows), np.concatenate(tokens)
+
+    def provenance(self, document: int) -> tuple[int, int, int, int]:
+        """Where a document came from: (unit, row in the unit, flags, xxh3-64 of its id)."""
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
+        index = self._index_of_document(document)
+        try:
+            return read_provenance(self.prefix(index), document - int(self._document_starts[index]))
+        except UserError as error:
+            raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
+
+    def metadata(self, document: int) -> dict[str, Any]:
+        """What was kept of a document beside its text (`metadata` of the source); empty if nothing was."""
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
+        if not self._has_metadata:
+            return {}
+        index = self._index_of_document(document)
+        first, end = (int(start) for start in self._document_starts[index : index + 2])
+        try:
+            return read_metadata(self.prefix(index), document - first, end - first)
+        except UserError as error:
+            raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
+
+    def _outside(self, start: int, count: int) -> IndexError:
+        return IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.folder}")
+
+    def _index_of_token(self, token: int) -> int:
+        # Empty parts begin where the next one does; the last of them has the token.
+        return bisect_right(self._token_view, token) - 1
+
+    def _index_of_document(self, document: int) -> int:
+        return bisect_right(self._document_view, document) - 1
+
+    def _part(self, index: int) -> IndexedPart:
+        return _open_part(self, index)
+
+
+class Slice:
+    """Some documents of a dataset, one after the other, as a text of their own. Documents keep the dataset's numbers.
+
+    Args:
+        dataset: All documents.
+        first: First document of the slice.
+        end: The one behind its last.
+    """
+
+    def __init__(self, dataset: TokenSource, first: int, end: int) -> None:
+        assert 0 <= first <= end
+        self._dataset = dataset
+        self.folder = dataset.folder
+        self.dtype = dataset.dtype
+        self.documents = dataset.documents
+        self._base = dataset.document_start(first)
+        self.tokens = dataset.document_start(end) - self._base
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids from token `start` of the slice on into `out`."""
+        self._dataset.fill(self._base + start, out)
+
+    def document_at(self, token: int) -> int:
+        """The document that a token of the slice belongs to."""
+        return self._dataset.document_at(self._base + token)
+
+    def document_start(self, document: int) -> int:
+        """The token of the slice at which a document begins; those outside begin at its ends and have no tokens."""
+        return min(max(self._dataset.document_start(document) - self._base, 0), self.tokens)
+
+    def starts_within(
+        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`Dataset.starts_within` with tokens counted from the start of the slice."""
+        rows, tokens = self._dataset.starts_within(starts + self._base, counts)
+        return rows, tokens - self._base

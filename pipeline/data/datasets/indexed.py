@@ -1,0 +1,498 @@
+"""The `.bin/.idx` format: token ids of many documents in two files.
+
+The layout is the one of Megatron-LM, NeMo and GPT-NeoX (`megatron/core/datasets/indexed_dataset.py`), so their files
+open here and ours open there; `docs/data-format.md` has every byte. No memmap leaves this file: readers get copies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import CHUNK_BYTES
+from pipeline.common.retry import retried
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, sequences S, document bounds D = documents + 1: 34 bytes."""
+VERSION = 1
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""dtype code -> NumPy dtype. 6 and 7 exist in the format but are no token ids."""
+CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+PROVENANCE = np.dtype([("unit", "<u4"), ("flags", "<u4"), ("row", "<u8"), ("id_hash", "<u8")])
+"""One record of a `.prov` file: where a document came from. 24 bytes."""
+SPLIT = 1
+"""Flag of a document that was too long to encode at once: its sequences were encoded one by one."""
+PARTS_A_FOLDER = 1000
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that writers choose: u16 below 65,500 ids, i32 otherwise (the rule of Megatron-LM)."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def part_files(prefix: Path) -> tuple[Path, Path, Path]:
+    """The three files that every part has: `.bin`, `.idx`, `.prov`."""
+    tokens, index, provenance = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prov"))
+    return tokens, index, provenance
+
+
+def metadata_file(prefix: Path) -> Path:
+    """The file of a part that keeps metadata: `.meta`."""
+    return prefix.with_name(prefix.name + ".meta")
+
+
+def part_name(unit: int, link: int = 0) -> str:
+    """Name of what a link of a unit gave, without a suffix."""
+    return f"{unit:08d}-{link:05d}" if link else f"{unit:08d}"
+
+
+def numbered(folder: Path, unit: int, link: int = 0) -> Path:
+    """Path of what a link of a unit gave below `folder`, a thousand units a sub-folder, without a suffix."""
+    return folder / f"{unit // PARTS_A_FOLDER:05d}" / part_name(unit, link)
+
+
+def part_prefix(dataset: Path, unit: int, link: int = 0) -> Path:
+    """Prefix of a part of a dataset folder."""
+    return numbered(dataset / "parts", unit, link)
+
+
+class HashedFile:
+    """A file that is written under a temporary name, with the hash and size of what was written.
+
+    As a context manager it removes the temporary file unless `commit` was called.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.size = 0
+        self._digest = xxhash.xxh3_64()
+        self._tmp = storage.temporary(final)
+        self._file: BinaryIO = self._tmp.open("wb", buffering=2**20)
+
+    @property
+    def hash(self) -> int:
+        """xxh3-64 of the bytes so far."""
+        return self._digest.intdigest()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._file.write(data)
+        self._digest.update(data)
+        self.size += len(data)
+
+    def commit(self) -> None:
+        """Flush to disk and give the file its final name."""
+        try:
+            self._file.close()
+        except OSError as error:
+            error.filename = str(self.final)  # a failed write does not say where
+            raise
+        storage.commit(self._tmp, self.final)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError:  # a full disk fails again on close; the first error is the one to see
+            if error is None:
+                raise
+        finally:
+            self._tmp.unlink(missing_ok=True)
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx. Memory: 4 bytes a sequence, and some more for documents of several.
+
+    Use as a context manager: leaving it without an exception commits both files, an exception leaves neither.
+    """
+
+    def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            raise ValueError(f"{prefix}: dtype {self.dtype} is not one of {sorted(map(str, CODES))}")
+        bin_path, idx_path, _ = part_files(prefix)
+        self.bin = HashedFile(bin_path)
+        self.idx = HashedFile(idx_path)
+        self._lengths = array("i")
+        self.documents = 0
+        """Documents so far."""
+        self._longer: dict[int, int] = {}
+        # By document, how many sequences more than one it has.
+
+    def add_document(self, ids: npt.NDArray[Any], lengths: Sequence[int] = ()) -> None:
+        """Append one document.
+
+        Args:
+            ids: token ids, shape (length,), of any integer dtype.
+            lengths: of its sequences, if there are several; their sum is the length.
+
+        Raises:
+            ValueError: an id does not fit into the dtype of the file.
+        """
+        if ids.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            if len(ids) and not (limits.min <= int(ids.min()) and int(ids.max()) <= limits.max):
+                raise ValueError(f"{self.bin.final}: token ids {ids.min()}..{ids.max()} do not fit into {self.dtype}")
+            ids = ids.astype(self.dtype)
+        self.add_documents(
+            np.ascontiguousarray(ids).tobytes(), lengths or [len(ids)], {0: len(lengths)} if lengths else {}
+        )
+
+    def add_documents(
+        self,
+        tokens: bytes | memoryview,
+        lengths: Sequence[int] | npt.NDArray[Any],
+        longer: Mapping[int, int] | None = None,
+    ) -> None:
+        """Append documents whose ids are in the dtype of the file already, back to back.
+
+        Args:
+            tokens: bytes of the ids of all of them.
+            lengths: of their sequences, in tokens; usually one a document.
+            longer: by place among these documents, the number of sequences where it is not one.
+        """
+        self.bin.write(tokens)
+        self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
+        sequences = 0
+        for place, count in (longer or {}).items():
+            self._longer[self.documents + place] = count - 1
+            sequences += count - 1
+        self.documents += len(lengths) - sequences
+
+    def _write_index(self) -> None:
+        sequences = len(self._lengths)
+        self.idx.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, self.documents + 1))
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if sequences else np.zeros(0, np.int32)
+        step = CHUNK_BYTES // 8
+        self.idx.write(lengths.astype("<i4", copy=False).tobytes())
+        offset = 0
+        for first in range(0, sequences, step):
+            ends = offset + np.cumsum(lengths[first : first + step], dtype="<i8") * self.dtype.itemsize
+            self.idx.write(np.concatenate([[np.int64(offset)], ends[:-1]]).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        longer = np.array(sorted(self._longer), dtype=np.int64)
+        more = np.cumsum([0, *(self._longer[document] for document in longer.tolist())], dtype=np.int64)
+        for first in range(0, self.documents + 1, step):
+            bounds = np.arange(first, min(first + step, self.documents + 1), dtype="<i8")
+            self.idx.write((bounds + more[np.searchsorted(longer, bounds)]).astype("<i8").tobytes())
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.bin, self.idx:
+            if error is None:
+                self._write_index()
+                self.bin.commit()
+                self.idx.commit()
+
+
+class _Mapped:
+    """A read-only mmap of a file; empty files, which cannot be mapped, are empty arrays."""
+
+    def __init__(self, path: Path) -> None:
+        file = storage.regular_descriptor(path)  # a third of the time of `path.open`
+        try:
+            self.size = os.fstat(file).st_size
+            self._bytes: mmap.mmap | bytes = b""
+            if self.size:
+                self._bytes = mmap.mmap(file, self.size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
+
+    def array(self, dtype: str | np.dtype[Any], count: int, offset: int = 0) -> npt.NDArray[Any]:
+        """A view of the file."""
+        return np.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset) if count else np.zeros(0, dtype)
+
+
+class _Loaded(_Mapped):
+    """A file that was read as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._bytes = storage.read_bytes(path)
+        self.size = len(self._bytes)
+
+
+class _Descriptor:
+    """A file that stays open as long as somebody holds this, like another thread in the middle of a read."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = storage.regular_descriptor(path)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+class IndexedPart:
+    """Reader of PREFIX.bin and PREFIX.idx, by mmap.
+
+    A document is one or more sequences, one after the other; tokens are counted from the start of the part. If reading
+    fails while the file is open, the operating system kills the process: that is how mmap reports it.
+
+    Raises:
+        UserError: a file is missing, cut, or not of this format; the message names it.
+        MachineError: the file system fails again and again.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.bin_path, self.idx_path, _ = part_files(prefix)
+        try:
+            idx = retried(self._open_index, self.idx_path, "opening it")
+            size = retried(self._open_tokens, self.bin_path, "opening it")
+        except FileNotFoundError as error:
+            path = Path(error.filename)
+            missing = f"{path.readlink()}, which {path} links to," if path.is_symlink() else f"{path}"
+            raise UserError(f"{missing} is missing; a part needs both its .bin and its .idx") from None
+        if idx.size < HEADER.size:
+            raise UserError(f"{self.idx_path}: {idx.size} bytes are too few for an .idx file; it is cut")
+        magic, version, code, sequences, bounds = HEADER.unpack(idx.array("<u1", HEADER.size).tobytes())
+        if magic != MAGIC:
+            raise UserError(f"{self.idx_path} is not an .idx file: it begins with {magic!r} instead of {MAGIC!r}")
+        if version != VERSION:
+            raise UserError(f"{self.idx_path}: version {version} of the format; this program reads {VERSION}")
+        dtype = np.dtype(DTYPES.get(code, "V"))
+        if dtype.kind not in "iu":
+            raise UserError(f"{self.idx_path}: dtype code {code} is no integer type (1 to 5 and 8 are)")
+        expected = HEADER.size + 12 * sequences + 8 * bounds
+        # With an i8 a sequence more, the file was written for several modalities.
+        if bounds < 1 or idx.size != expected:
+            raise UserError(f"{self.idx_path}: {idx.size} bytes, but its header needs {expected}; it is cut or damaged")
+        self.dtype: np.dtype[Any] = dtype
+        self.sequences: int = sequences
+        self.documents: int = bounds - 1
+        self.lengths = idx.array("<i4", sequences, HEADER.size)
+        self.pointers = idx.array("<i8", sequences, HEADER.size + 4 * sequences)
+        self.bounds = idx.array("<i8", bounds, HEADER.size + 12 * sequences)
+        end = int(self.pointers[-1]) + int(self.lengths[-1]) * dtype.itemsize if sequences else 0
+        if size != end:
+            raise UserError(f"{self.bin_path}: {size} bytes, but {self.idx_path.name} describes {end}")
+        if self.bounds[0] != 0 or self.bounds[-1] != sequences:
+            raise UserError(
+                f"{self.idx_path}: document bounds run from {self.bounds[0]} to {self.bounds[-1]}, "
+                f"but should from 0 to {sequences}"
+            )
+        self.tokens: int = end // dtype.itemsize
+        self._connect()
+
+    def _open_index(self) -> _Mapped:
+        return _Mapped(self.idx_path)
+
+    def _open_tokens(self) -> int:
+        """Open the .bin file and return its size."""
+        self._data = _Mapped(self.bin_path)
+        return self._data.size
+
+    def _connect(self) -> None:
+        """Make ready for `fill`; dtype and tokens are known now."""
+        self._tokens = self._data.array(self.dtype, self.tokens)
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
+        end = start + len(out)
+        if start < 0 or end > self.tokens:
+            raise self._outside(start, len(out))
+        out[:] = self._tokens[start:end]
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """A copy of `count` token ids from token `start` on, in the dtype of the file."""
+        if count < 0:
+            raise self._outside(start, count)
+        result = np.empty(count, self.dtype)
+        self.fill(start, result)
+        return result
+
+    def document_start(self, document: int) -> int:
+        """Token at which a document begins; for `documents`, the number of tokens."""
+        if not 0 <= document <= self.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.documents}] of {self.idx_path}")
+        sequence = int(self.bounds[document])
+        return self.tokens if sequence == self.sequences else int(self.pointers[sequence]) // self.dtype.itemsize
+
+    def document_at(self, token: int) -> int:
+        """The document that a token belongs to."""
+        if not 0 <= token < self.tokens:
+            raise self._outside(token, 1)
+        return int(self._first_after(np.array([token]))[0]) - 1
+
+    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens in [start, start + count) at which documents begin, int64, ascending.
+
+        A document without tokens (another program may have written one) begins where the next one does.
+        """
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise self._outside(start, count)
+        return self.starts_within(np.array([start]), np.array([count]))[1]
+
+    def starts_within(
+        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`document_starts` of many ranges at once, which all lie within the part.
+
+        Args:
+            starts: first token of each range.
+            counts: tokens of each range.
+
+        Returns:
+            Two arrays, an element for each document that begins in a range: the number of the range, ascending, and
+            the token, ascending within a range.
+        """
+        edges = self._first_after(np.concatenate([starts, starts + counts]) - 1)
+        first = edges[: len(starts)]
+        found = edges[len(starts) :] - first
+        row = np.repeat(np.arange(len(found)), found)
+        document = np.arange(row.size) + (first - (np.cumsum(found) - found))[row]
+        tokens: npt.NDArray[np.int64] = self.pointers[self.bounds[document]] // self.dtype.itemsize
+        return row, tokens.astype(np.int64, copy=False)
+
+    def _first_after(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """For each token the first document that begins after it; `documents` if there is none."""
+        sequence = _bisect_right(self.pointers, tokens * self.dtype.itemsize)
+        # Where each document is one sequence, so is the number of the document; else it is looked up in the bounds.
+        document = np.minimum(sequence, self.documents)
+        before = self.bounds[np.maximum(document - 1, 0)]
+        other = (self.bounds[document] < sequence) | ((before >= sequence) & (document > 0))
+        if other.any():
+            document[other] = _bisect_right(self.bounds, sequence[other] - 1)
+        return document
+
+    def _outside(self, start: int, count: int) -> IndexError:
+        return IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
+
+
+class PreadPart(IndexedPart):
+    """An `IndexedPart` that is not mapped: the index is held in memory while the part is open, tokens are read.
+
+    A read that fails is tried again, with the file opened anew.
+    """
+
+    def _open_index(self) -> _Mapped:
+        return _Loaded(self.idx_path)
+
+    def _open_tokens(self) -> int:
+        self._file = _Descriptor(self.bin_path)
+        return os.fstat(self._file.number).st_size
+
+    def _connect(self) -> None:
+        """Nothing to do."""
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Read token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them.
+
+        Raises:
+            UserError: the file ends early; somebody has cut it since it was opened.
+            MachineError: reading fails again and again.
+        """
+        if start < 0 or start + len(out) > self.tokens:
+            raise self._outside(start, len(out))
+        same = out.dtype == self.dtype and out.flags.c_contiguous
+        ids = out if same else np.empty(len(out), self.dtype)
+        offset = start * self.dtype.itemsize
+        retried(
+            lambda: self._read(offset, ids), self.bin_path, f"reading {ids.nbytes} bytes at {offset}", self._open_tokens
+        )
+        if not same:
+            out[:] = ids
+
+    def _read(self, offset: int, ids: npt.NDArray[Any]) -> None:
+        file, data = self._file, ids.data.cast("B")
+        while data:
+            count = os.preadv(file.number, [data], offset)
+            if not count:
+                raise UserError(f"{self.bin_path} ends at byte {offset}; it was longer when it was opened")
+            offset, data = offset + count, data[count:]
+
+
+_FEW = 64
+
+
+def _bisect_right(ascending: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many elements of an ascending array are at most each value.
+
+    np.searchsorted would copy the array, which is not aligned. A few values are looked up one by one, which takes a
+    microsecond each, and many together, which takes tens of them once.
+    """
+    size = len(ascending)
+    if len(values) <= _FEW:
+        view = ascending.view(np.uint8).data.cast("q")
+        return np.array([bisect_right(view, value) for value in values.tolist()], np.int64)
+    result = np.zeros(len(values), np.int64)
+    bit = 1 << size.bit_length() >> 1
+    while bit:
+        # Steps beyond the end are taken only where all elements are at most the value.
+        after = result + bit
+        result += (ascending[np.minimum(after, size) - 1] <= values) * bit
+        bit >>= 1
+    return np.minimum(result, size)
+
+
+def read_provenance(prefix: Path, document: int) -> tuple[int, int, int, int]:
+    """(unit, row in the unit, flags, xxh3-64 of the id) of a document of a part, from its `.prov` file."""
+    path = part_files(prefix)[2]
+    try:
+        with storage.open_regular(path) as file:
+            file.seek(document * PROVENANCE.itemsize)
+            data = file.read(PROVENANCE.itemsize)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    if len(data) < PROVENANCE.itemsize:
+        raise UserError(f"{path} is cut: it has no record of document {document}")
+    record = np.frombuffer(data, PROVENANCE)[0]
+    return int(record["unit"]), int(record["row"]), int(record["flags"]), int(record["id_hash"])
+
+
+class MetadataWriter:
+    """Writes PREFIX.meta: u64[documents + 1] offsets from the end of this table, then a JSON object a document.
+
+    Use `file` as a context manager; its `commit` gives the file its name.
+    """
+
+    def __init__(self, prefix: Path, lengths: npt.NDArray[Any]) -> None:
+        table = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<u8").tobytes()
+        self.file = HashedFile(metadata_file(prefix))
+        try:
+            self.file.write(table)
+        except BaseException as error:
+            self.file.__exit__(type(error), error, None)
+            raise
+
+    def write(self, objects: bytes) -> None:
+        """Append the objects of the next documents, back to back."""
+        self.file.write(objects)
+
+
+def read_metadata(prefix: Path, document: int, documents: int) -> dict[str, Any]:
+    """What was kept of a document beside its text, from the part's `.meta` file."""
+    path = metadata_file(prefix)
+    try:
+        with storage.open_regular(path) as file:
+            file.seek(8 * document)
+            start, end = np.frombuffer(file.read(16), "<u8").tolist()
+            file.seek(8 * (documents + 1) + start)
+            value: dict[str, Any] = orjson.loads(file.read(end - start))
+            return value
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except ValueError:
+        raise UserError(f"{path} is cut or damaged: it has no object of document {document}") from None

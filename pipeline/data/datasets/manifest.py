@@ -1,0 +1,406 @@
+"""What a dataset is: `manifest.json` beside `parts.bin`, one fixed-size record a part; and the check of all of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
+from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, metadata_file, part_files, part_prefix
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.receipts import MANIFEST_FILE, RECEIPT_KEYS, TRAIN, receipt_path
+
+PLAN_FILE = "plan.json"
+PARTS_FILE = "parts.bin"
+PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
+FORMAT_VERSION = 2
+REPAIR = (
+    "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes again what is missing or cut"
+)
+"""What to do about a file that is missing or has another size than it should."""
+REPAIR_DAMAGED = f"remove what is damaged, if it is there, and {REPAIR}"
+"""What to do about any file of a dataset. The stage looks at sizes, so it passes over damage that keeps them."""
+REPAIR_ADOPTED = "bring back the file that was adopted, or remove the dataset and adopt again (`pipeline data adopt`)"
+"""What to do about a part whose files were made elsewhere."""
+PART = np.dtype(
+    [
+        ("tokens", "<u8"),
+        ("documents", "<u8"),
+        ("unit", "<u4"),
+        ("link", "<u4"),
+        *((name, "<u8") for name in ("bin", "idx", "prov", "meta")),
+    ]
+)
+"""One record of `parts.bin`: counts, the part's name, and the xxh3-64 of each of its files (`meta` is 0 if there is
+none). 56 bytes."""
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a later minor version may add keys
+
+
+class TokenizerInfo(_Entry):
+    """The tokenizer of a dataset. Its file lies beside the manifest."""
+
+    fingerprint: str
+    vocab_size: int
+    end_of_document: int
+    end_of_document_token: str
+    special_tokens: dict[str, int]
+
+
+class Manifest(_Entry):
+    """Totals and identity of a dataset.
+
+    Attributes:
+        text_bytes: UTF-8 bytes of the documents' texts.
+        dtype: of the token ids, `uint16` or `int32`; an adopted dataset may have another integer type.
+        inner_ends: end-of-document tokens inside of documents. Only an adopted dataset may have any.
+        settings: of the run file that decided the content, by key, as in the plan.
+        config_hash: of everything that decided the content: settings, tokenizer, names and sizes of the files.
+        code_version: of the stage that wrote it.
+        parts: number of parts.
+        parts_hash: xxh3-128 of `parts.bin`.
+    """
+
+    format_version: int
+    source: str
+    split: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "int64"]
+    inner_ends: int = 0
+    tokenizer: TokenizerInfo
+    settings: dict[str, Any] = {}
+    config_hash: str
+    code_version: str
+    parts: int
+    parts_hash: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the content: equal for equal documents, tokens and order, wherever and whenever it was made."""
+        return value_hash([self.documents, self.tokens, self.dtype, self.tokenizer.fingerprint, self.parts_hash])
+
+
+def write_dataset(
+    folder: Path, parts: npt.NDArray[Any], tokenizer: Tokenizer, manifest: dict[str, Any]
+) -> tuple[Manifest, bool]:
+    """Write tokenizer, `parts.bin` and, last, the manifest of a dataset whose parts are there already.
+
+    Args:
+        folder: the dataset.
+        parts: `PART` records in the order of the parts.
+        tokenizer: of the token ids.
+        manifest: source, split, text_bytes, settings, config_hash, code_version; and, where they are not the usual
+            ones, dtype and inner_ends.
+
+    Returns:
+        The manifest, and whether anything was written; a dataset that has all of it already is left alone.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = parts.astype(PART).tobytes()
+    info = TokenizerInfo(
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        end_of_document_token=tokenizer.end_of_document_token,
+        special_tokens=tokenizer.special_tokens,
+    )
+    result = Manifest(
+        format_version=FORMAT_VERSION,
+        documents=int(parts["documents"].sum()),
+        tokens=int(parts["tokens"].sum()),
+        tokenizer=info,
+        parts=len(parts),
+        parts_hash=xxhash.xxh3_128_hexdigest(data),
+        **({"dtype": tokenizer.dtype.name} | manifest),
+    )
+    if _is_written(folder, result, data, tokenizer):
+        return result, False
+    tokenizer.save(folder)
+    storage.put(folder / PARTS_FILE, data)
+    storage.put_json(folder / MANIFEST_FILE, result.model_dump())
+    return result, True
+
+
+def _is_written(folder: Path, manifest: Manifest, parts: bytes, tokenizer: Tokenizer) -> bool:
+    try:
+        same = read_manifest(folder) == manifest and storage.read_bytes(folder / PARTS_FILE) == parts
+        return same and tokenizer.is_saved_in(folder)
+    except (UserError, OSError, ValueError):
+        return False
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `manifest.json`.
+
+    Raises:
+        UserError: there is none, or it is of another version, or damaged.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        value = storage.get_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{folder} is no finished dataset: it has no {MANIFEST_FILE}; run `pipeline preprocess`"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{error}; {REPAIR}") from None
+    version = value.get("format_version") if isinstance(value, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path}: format_version {version!r}; this program reads {FORMAT_VERSION}")
+    try:
+        return Manifest.model_validate(value)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{path} is damaged: {problems}; {REPAIR}") from None
+
+
+def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
+    """Read `parts.bin`: `PART` records, shape (parts,).
+
+    Raises:
+        UserError: missing, or not the one that the manifest was written with.
+    """
+    path = folder / PARTS_FILE
+    try:
+        data = storage.read_bytes(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {REPAIR}") from None
+    if len(data) != manifest.parts * PART.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
+        raise UserError(f"{path} is not the file that {MANIFEST_FILE} was written with: cut or damaged; {REPAIR}")
+    return np.frombuffer(data, PART)
+
+
+def datasets_below(folder: Path) -> list[Path]:
+    """A dataset itself, or the finished datasets of a source's folder or of a data folder, sorted, training first.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = _datasets(folder)
+    if not found:
+        raise UserError(
+            f"{folder} has no dataset: a dataset is a folder with a {MANIFEST_FILE}, like DATA_DIR/SOURCE/train, which "
+            "`pipeline preprocess` writes when it ends"
+        )
+    return found
+
+
+def _datasets(folder: Path) -> list[Path]:
+    for pattern in (MANIFEST_FILE, f"*/{MANIFEST_FILE}", f"*/*/{MANIFEST_FILE}"):
+        if found := [path.parent for path in folder.glob(pattern)]:
+            return sorted(found, key=lambda path: (path.parent, path.name != TRAIN, path.name))
+    return []
+
+
+@dataclass
+class Verification:
+    """What `verify` looked at, and what it found.
+
+    Attributes:
+        problems: each naming the file; empty if everything is as it was written.
+        adopted: folders among the datasets whose files were made by other programs.
+    """
+
+    datasets: int = 0
+    parts: int = 0
+    plans: int = 0
+    receipts: int = 0
+    problems: list[str] = field(default_factory=list)
+    adopted: list[Path] = field(default_factory=list)
+
+    @property
+    def repairs(self) -> list[str]:
+        """What to do about the problems."""
+        foreign = [any(problem.startswith(str(folder)) for folder in self.adopted) for problem in self.problems]
+        advice = {REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign}
+        return list(advice)
+
+    def __str__(self) -> str:
+        counts = {"dataset": self.datasets, "part": self.parts, "plan": self.plans, "receipt": self.receipts}
+        return ", ".join(f"{n:,} {name}{'' if n == 1 else 's'}" for name, n in counts.items() if n)
+
+
+def verify(folder: Path) -> Verification:
+    """Check the datasets in a folder, all hashes and bounds, and the plans and receipts beside them.
+
+    Of plans and receipts, which nobody needs to read a dataset, it is checked that they are there and can be read.
+    Memory does not depend on the size of the datasets.
+
+    Raises:
+        UserError: there is no dataset in the folder.
+    """
+    result = Verification()
+    plans = sorted([*folder.glob(PLAN_FILE), *folder.glob(f"*/{PLAN_FILE}")])
+    unfinished = {plan: _unfinished(plan) for plan in plans}
+    for plan, splits in unfinished.items():
+        for split in splits:
+            result.problems.append(f"{plan.parent / split} is not finished: it has no {MANIFEST_FILE}")
+    for dataset in datasets_below(folder) if not any(unfinished.values()) else _datasets(folder):
+        result.datasets += 1
+        result.problems.extend(_verify_dataset(dataset, result))
+    for plan, splits in unfinished.items():
+        result.plans += 1
+        result.problems.extend(_verify_records(plan, result, finished=not splits))
+    return result
+
+
+def _unfinished(plan: Path) -> list[str]:
+    """The splits of a plan that have no manifest."""
+    try:
+        splits = [storage.plain_name(name, plan) for name in storage.get_json(plan, *PLAN_KEYS)["splits"]]
+    except UserError:  # reported with the records
+        splits = []
+    return [split for split in splits if not (plan.parent / split / MANIFEST_FILE).is_file()]
+
+
+def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterator[str]:
+    """The problems of a plan and its receipts."""
+    try:
+        found = storage.get_json(plan, *PLAN_KEYS)
+        units = len(found["units"])
+        for name in found["splits"]:
+            storage.plain_name(name, plan)
+    except UserError as error:
+        yield str(error)
+        return
+    for unit in range(units):
+        for link in itertools.count():
+            path = receipt_path(plan.parent, unit, link)
+            try:
+                receipt = storage.get_json(path, *RECEIPT_KEYS)
+                for name in receipt["splits"]:
+                    storage.plain_name(name, path)
+            except UserError as error:
+                yield str(error)
+                break
+            except FileNotFoundError:
+                if finished:
+                    yield f"{path} is missing"
+                break
+            result.receipts += 1
+            if receipt["last"]:
+                break
+
+
+def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
+    """The problems of one dataset."""
+    try:
+        manifest = read_manifest(folder)
+        parts = read_parts(folder, manifest)
+    except UserError as error:
+        yield str(error).removesuffix(f"; {REPAIR}")
+        return
+    if "adopted" in manifest.settings:
+        result.adopted.append(folder)
+    for total in ("documents", "tokens"):
+        if int(parts[total].sum()) != getattr(manifest, total):
+            said = getattr(manifest, total)
+            yield f"{folder / MANIFEST_FILE}: {said} {total}, but the parts have {parts[total].sum()}"
+    try:
+        if Tokenizer.open(folder).fingerprint != manifest.tokenizer.fingerprint:
+            yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"
+    except Exception as error:  # whatever the library cannot read
+        yield f"{folder / 'tokenizer.json'}: {error}"
+    inner_ends: Counter[Path] = Counter()
+    for index in range(manifest.parts):
+        result.parts += 1
+        prefix = part_prefix(folder, int(parts[index]["unit"]), int(parts[index]["link"]))
+        yield from _verify_part(prefix, parts[index], manifest, inner_ends)
+    if manifest.inner_ends and inner_ends.total() != manifest.inner_ends:
+        found = inner_ends.total()
+        yield f"{folder}: {found} end-of-document tokens inside of documents, but {manifest.inner_ends} were adopted"
+
+
+def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
+    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True))
+    if int(record["meta"]):
+        files["meta"] = metadata_file(prefix)
+    for name, path in files.items():
+        try:
+            if file_hash(path) != int(record[name]):
+                yield f"{path}: its bytes are not those that were written (xxh3 differs)"
+        except UserError as error:
+            yield str(error)
+            return
+        except OSError as error:
+            yield f"{path}: {error.strerror}"
+            return
+    try:
+        part = IndexedPart(prefix)
+    except UserError as error:
+        yield str(error)
+        return
+    for name in ("tokens", "documents"):
+        if getattr(part, name) != int(record[name]):
+            yield f"{part.idx_path}: {getattr(part, name)} {name}, but {PARTS_FILE} says {record[name]}"
+    if part.dtype.name != manifest.dtype:
+        yield f"{part.idx_path}: dtype {part.dtype.name}, but {MANIFEST_FILE} says {manifest.dtype}"
+    provenance = part_files(prefix)[2]
+    if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
+        yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
+    if not _index_is_sound(part):
+        yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
+        return
+    yield from _verify_tokens(part, manifest, inner_ends)
+
+
+def _index_is_sound(part: IndexedPart) -> bool:
+    """Lengths are positive, offsets are their running sum, and document bounds do not decrease."""
+    step = CHUNK_BYTES // 8
+    offset = 0
+    for first in range(0, part.sequences, step):
+        lengths = part.lengths[first : first + step].astype(np.int64)
+        ends = offset + np.cumsum(lengths) * part.dtype.itemsize
+        starts = ends - lengths * part.dtype.itemsize
+        if (lengths <= 0).any() or not np.array_equal(starts, part.pointers[first : first + step]):
+            return False
+        offset = int(ends[-1])
+    return all((np.diff(part.bounds[first : first + step + 1]) >= 0).all() for first in range(0, part.documents, step))
+
+
+def _verify_tokens(part: IndexedPart, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
+    """All ids are in the vocabulary, and the end-of-document token is the last of every document and nowhere else.
+
+    Where the manifest allows some inside of documents, these are counted.
+    """
+    tokenizer = manifest.tokenizer
+    step = CHUNK_BYTES // 8
+    for start in range(0, part.tokens, step):
+        ids = part.read(start, min(step, part.tokens - start))
+        if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
+            found = f"{ids.min()}..{ids.max()}"
+            yield f"{part.bin_path}: ids {found} are outside of the vocabulary of {tokenizer.vocab_size}"
+            return
+        is_end = ids == tokenizer.end_of_document
+        ends = document_ends(part, start, len(ids)) - start
+        inner = int(is_end.sum()) - int(is_end[ends].sum())
+        if not is_end[ends].all() or (inner and not manifest.inner_ends):
+            yield f"{part.bin_path}: end-of-document tokens are not at the ends of the documents"
+            return
+        inner_ends[part.bin_path] += inner
+
+
+def document_ends(part: IndexedPart, start: int, count: int) -> npt.NDArray[np.int64]:
+    """Tokens in [start, start + count) that are the last of a document, ascending."""
+    begins = part.document_starts(start, count)
+    # A document begins behind each end, so the ends are one before the begins that follow.
+    ends = np.unique(begins[begins > start]) - 1
+    last = start + count
+    if count and (last == part.tokens or part.document_start(part.document_at(last)) == last):
+        ends = np.append(ends, last - 1)
+    return ends

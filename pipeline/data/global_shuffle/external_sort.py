@@ -1,0 +1,217 @@
+"""`shuffle: global`: the second pass, an external sort of all documents of a split by one keyed number.
+
+The links of the first pass lie in `SPLIT/unshuffled/parts`, each of them a run: its documents are sorted by
+z = mix(row, key of the unit). The range of z is cut into equal buckets. A bucket takes its documents from every run,
+where they are neighbours, and becomes one part of the dataset, so the parts in their order are sorted by
+(z, unit, row). That order depends on the runs alone, never on workers or restarts. This is how distribution sorts work
+(Knuth, The Art of Computer Programming 3, 5.4.9); memory is bounded by the bucket.
+
+Every bucket has a receipt, `receipts/shuffle/SPLIT/00000/NAME.json`, and is passed over when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.data.datasets.indexed import metadata_file, part_files, part_prefix
+from pipeline.data.datasets.manifest import PART
+from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, bucket_receipt, make_shuffle, runs_file
+
+__all__ = ["Run", "Shuffle", "ShuffleJob", "make_shuffle"]
+
+BUCKET_BYTES = 96 * 2**20
+"""What a bucket holds on average. A worker needs a good two times as much, and 60 MB for the program."""
+DOCUMENT_BYTES = 96
+"""What a document takes in memory beside its tokens and metadata: it counts into the bucket."""
+RECEIPT_KEYS = ("bucket", "buckets", "config_hash", "runs", "documents", "tokens", "files")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A link of the first pass: documents of a unit, sorted by z.
+
+    Attributes:
+        unit: number of the unit.
+        link: number of the link.
+        key: of the unit's documents; z = mix(row, key).
+        documents: number of documents.
+        tokens: number of tokens.
+        sizes: bytes of its files by their names in the receipt (bin, idx, prov, meta).
+        hashes: xxh3-64 of its files as the receipt has them.
+    """
+
+    unit: int
+    link: int
+    key: int
+    documents: int
+    tokens: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, receipt: Mapping[str, Any], split: str, key: int) -> Run:
+        """From the receipt of a link.
+
+        Args:
+            receipt: of the link.
+            split: which split of it.
+            key: of the unit's documents.
+        """
+        what = receipt["splits"][split]
+        files = what["files"]
+        return cls(
+            receipt["unit"],
+            receipt["link"],
+            key,
+            what["documents"],
+            what["tokens"],
+            {name: file["size"] for name, file in files.items()},
+            {name: file["xxh3"] for name, file in files.items()},
+        )
+
+
+class Shuffle:
+    """The second pass over one split of a source.
+
+    Args:
+        folder: of the source.
+        split: name of the split; its runs are in `folder/split/unshuffled`.
+        runs: all links of all units, in any order.
+        dtype: of the token ids.
+        config_hash: of the plan.
+        bucket_bytes: size of a bucket; the order does not depend on it, the cut into parts does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        runs: Iterable[Run],
+        dtype: npt.DTypeLike,
+        config_hash: str,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.split = split
+        # Equal z of different units (never of one) are in the order of the units: a stable sort keeps this order.
+        self.runs = sorted(runs, key=lambda run: (run.unit, run.link))
+        self.dtype = np.dtype(dtype)
+        self.config_hash = config_hash
+        self.documents = sum(run.documents for run in self.runs)
+        self.tokens = sum(run.tokens for run in self.runs)
+        self.has_metadata = any("meta" in run.sizes for run in self.runs)
+        size = self.tokens * self.dtype.itemsize + self.documents * DOCUMENT_BYTES
+        size += sum(run.sizes.get("meta", 0) for run in self.runs)
+        self.buckets = max(1, -(-size // bucket_bytes))
+
+    @property
+    def dataset(self) -> Path:
+        """Folder of the dataset that it fills."""
+        return self.folder / self.split
+
+    @cached_property
+    def runs_hash(self) -> str:
+        """Hash of all that the runs are."""
+        return value_hash([_run_values(run) for run in self.runs])
+
+    def jobs(self) -> list[ShuffleJob]:
+        """The buckets that are not complete.
+
+        Raises:
+            UserError: a run is missing or has another size than when it was written.
+        """
+        missing = [bucket for bucket in range(self.buckets) if self._receipt(bucket) is None]
+        if not missing:
+            return []
+        self._check_runs()
+        path = runs_file(self.folder, self.split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.put_json(path, self._table())
+        size = self.tokens * self.dtype.itemsize // self.buckets
+        return [ShuffleJob(self.folder, self.split, bucket, self.buckets, size) for bucket in missing]
+
+    def finished(self) -> bool:
+        """Whether all buckets are complete: then nobody needs the runs any more."""
+        return all(self._receipt(bucket) is not None for bucket in range(self.buckets))
+
+    def table(self) -> npt.NDArray[Any]:
+        """`PART` records of the dataset in its order, when all buckets are complete.
+
+        Raises:
+            UserError: one is not, or together they are not what the runs are.
+        """
+        table = np.zeros(self.buckets, PART)
+        for bucket in range(self.buckets):
+            receipt = self._receipt(bucket)
+            if receipt is None:
+                raise UserError(f"{part_prefix(self.dataset, bucket)} is not complete; run the same command again")
+            table[bucket]["unit"] = bucket
+            table[bucket]["documents"], table[bucket]["tokens"] = receipt["documents"], receipt["tokens"]
+            for name, file in receipt["files"].items():
+                table[bucket][name] = int(file["xxh3"], 16)
+        found = int(table["documents"].sum()), int(table["tokens"].sum())
+        if found != (self.documents, self.tokens):
+            raise UserError(
+                f"{self.dataset}: the global shuffle gave {found[0]} documents with {found[1]} tokens out of "
+                f"{self.documents} with {self.tokens}; remove {self.folder} and run the same command again"
+            )
+        return table
+
+    def remove_unshuffled(self) -> None:
+        """Remove the runs of a finished shuffle, if they are there."""
+        if not self.finished():
+            raise UserError(f"{self.dataset}: the global shuffle is not finished; its first pass is kept")
+        shutil.rmtree(self.dataset / UNSHUFFLED, ignore_errors=True)
+
+    def _table(self) -> dict[str, Any]:
+        return {
+            "runs_hash": self.runs_hash,
+            "config_hash": self.config_hash,
+            "dtype": self.dtype.str,
+            "metadata": self.has_metadata,
+            "runs": [_run_values(run)[:5] for run in self.runs],
+        }
+
+    def _receipt(self, bucket: int) -> Any:
+        """The receipt of a bucket if it is of these runs and its files are there."""
+        try:
+            receipt = storage.get_json(bucket_receipt(self.folder, self.split, bucket), *RECEIPT_KEYS)
+            wanted = (bucket, self.buckets, self.config_hash, self.runs_hash)
+            if tuple(receipt[name] for name in ("bucket", "buckets", "config_hash", "runs")) != wanted:
+                return None
+            files = files_of(part_prefix(self.dataset, bucket))
+            same = all(os.stat(files[name]).st_size == file["size"] for name, file in receipt["files"].items())
+            return receipt if same else None
+        except (FileNotFoundError, UserError):
+            return None
+
+    def _check_runs(self) -> None:
+        for run in self.runs:
+            files = files_of(part_prefix(self.dataset / UNSHUFFLED, run.unit, run.link))
+            for name, size in run.sizes.items():
+                if not files[name].exists() or files[name].stat().st_size != size:
+                    raise UserError(
+                        f"{files[name]} is missing or cut; run `pipeline preprocess RUN.yaml` again: it makes the "
+                        "first pass again where it has to"
+                    )
+
+
+def _run_values(run: Run) -> list[Any]:
+    return [run.unit, run.link, run.key, run.documents, run.tokens, dict(run.hashes)]
+
+
+def files_of(prefix: Path) -> dict[str, Path]:
+    """The files of a part by their names in receipts, `.meta` among them."""
+    return dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}

@@ -1,0 +1,118 @@
+"""A held-out split, read front to back or document by document: each token counts as a target exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.loading.batch import Batch
+
+
+class HeldOut:
+    """Windows over a split: over the whole of it as one text, or over each document as a text of its own.
+
+    The windows of a text begin every `stride` targets. The first one has its first L targets, and all count. Of each
+    further one the last `stride` count, which no other window has scored; the targets before them are context. The last
+    window may be shorter.
+
+    The input before the first target of a text is the end-of-document token.
+
+    Args:
+        dataset: The split.
+        sequence_length: L, targets of a window.
+        stride: From 1 to L; by default L, windows that do not overlap.
+        documents: Whether each document is a text.
+    """
+
+    def __init__(
+        self, dataset: Dataset, sequence_length: int, *, stride: int | None = None, documents: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self._length = sequence_length
+        self._stride = stride or sequence_length
+        assert 1 <= self._stride <= sequence_length
+        self._end_of_document = dataset.manifest.tokenizer.end_of_document
+        texts = np.zeros(min(1, dataset.tokens), np.int64)
+        if documents:
+            # An empty document begins where the next one does, and is no text.
+            texts = np.unique(dataset.document_starts(0, dataset.tokens))
+        # [texts + 1] each: the target with which a text begins, and its first window.
+        self._texts = np.append(texts, dataset.tokens)
+        further = np.maximum(np.diff(self._texts) - self._length, 0)
+        self._windows = np.concatenate([[0], np.cumsum(1 + -(-further // self._stride))])
+
+    def __len__(self) -> int:
+        return int(self._windows[-1])
+
+    def spread(self, count: int) -> list[int]:
+        """At most `count` windows at equal distances: the same ones whenever the split is the same."""
+        return [i * len(self) // count for i in range(count)] if count < len(self) else list(range(len(self)))
+
+    def targets(self, windows: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Which tokens of the dataset are targets of each window, [len(windows), 3]: first, first that counts, end."""
+        window = np.asarray(windows, np.int64)
+        text = np.searchsorted(self._windows, window, side="right") - 1
+        number = window - self._windows[text]
+        first = self._texts[text] + number * self._stride
+        counts = np.where(number > 0, first + self._length - self._stride, first)
+        return np.stack([first, counts, np.minimum(first + self._length, self._texts[text + 1])], axis=1)
+
+    def longest_first(self, windows: Sequence[int]) -> Sequence[int]:
+        """The windows in an order in which those of one length are neighbours; unchanged for a single text."""
+        if len(self._texts) <= 2:
+            return windows
+        places = self.targets(windows)
+        order = np.argsort(places[:, 0] - places[:, 2], kind="stable")
+        return [windows[index] for index in order]
+
+    def length_of(self, windows: Sequence[int], multiple: int) -> int:
+        """Targets of the longest of some windows, rounded up to a multiple, at most L."""
+        places = self.targets(windows)
+        return min(self._length, -(-int((places[:, 2] - places[:, 0]).max()) // multiple) * multiple)
+
+    def batch(self, windows: Sequence[int], length: int | None = None) -> Batch:
+        """The windows as one batch [len(windows), length], padded at their ends; what does not count has weight 0.
+
+        Args:
+            windows: Which.
+            length: Room for the longest of them; by default L.
+        """
+        length = length or self._length
+        places = self.targets(windows)
+        numbers = np.asarray(windows, np.int64)
+        is_first = self._windows[np.searchsorted(self._windows, numbers, side="right") - 1] == numbers
+        tokens = np.zeros((len(windows), length + 1), dtype=np.int64)
+        weight = np.zeros((len(windows), length), dtype=np.float32)
+        starts = []
+        for row, (first, counts, end) in enumerate(places.tolist()):
+            start = first - 1
+            skip = int(is_first[row])  # the end-of-document token that stands before the text
+            if skip:
+                tokens[row, 0] = self._end_of_document
+            tokens[row, skip : end - start] = self.dataset.read(start + skip, end - start - skip)
+            weight[row, counts - first : end - first] = 1
+            begins = self.dataset.document_starts(start + skip, end - start - skip) - start
+            starts.append(row * length + np.union1d(0, begins[begins < length]))
+        return Batch(
+            tokens=torch.from_numpy(tokens[:, :-1]),
+            targets=torch.from_numpy(tokens[:, 1:]),
+            weight=torch.from_numpy(weight),
+            starts=torch.from_numpy(np.concatenate(starts).astype(np.int32)),
+            sources=torch.zeros(len(windows), dtype=torch.int64),
+            extras={},
+        )
+
+
+def sample(splits: Mapping[str, HeldOut], count: int | None) -> dict[str, Sequence[int]]:
+    """Windows by source: about `count` in all, or all of them. The same ones whenever the splits are the same.
+
+    Each source has its share, and at least one window.
+    """
+    everything = sum(len(split) for split in splits.values())
+    if count is None or count >= everything:
+        return {name: range(len(split)) for name, split in splits.items()}
+    return {name: split.spread(max(1, count * len(split) // everything)) for name, split in splits.items()}

@@ -1,0 +1,309 @@
+"""Steps of training samples for a data-parallel rank.
+
+A step is the same set of samples, under the same global indices, for any number of ranks and any micro-batch size;
+`lookup.Share` says which of them a rank has. Where they lie is looked up for many steps at once, which leaves copying
+tokens, hashing them and comparing them with the vocabulary to each step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Generator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.validate import check_tokenizers
+from pipeline.data.loading.batch import Batch, StepData
+from pipeline.data.loading.objectives import FloatArray, Objective, make_objective, sample_key
+from pipeline.data.loading.prefetch import read_ahead
+from pipeline.data.loading.skip_masks import Masks
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.locate import Located, Lookup, Share
+from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.order.sampler import End, Sampler
+from pipeline.data.order.windows import Instances, bounds_of, windows_of
+from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
+from pipeline.data.preprocess.source_plan import check_settings
+
+_MAX_POSITIONS = 2**31 - 1
+"""Of a micro-batch: `Batch.starts` is int32."""
+
+
+class Loader:
+    """Steps of a run for one data-parallel rank, each a pure function of the journal, the data and the step.
+
+    Args:
+        journal: The run's plan.
+        instances: For each segment by source.
+        objective: What becomes of an instance.
+        dp_rank: This rank, in [0, dp_size).
+        dp_size: Ranks that share each step.
+        micro_batch_size: Samples of one micro-batch on one rank, for each segment.
+        vocab_size: Token ids must be below; None to take them as they are.
+        prefetch: Steps that `iterate` reads ahead.
+        device: Where batches will go. For a GPU, `iterate` gives them in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        instances: Sequence[Mapping[str, Instances]],
+        objective: Objective,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        micro_batch_size: Sequence[int],
+        vocab_size: int | None = None,
+        prefetch: int = 2,
+        device: torch.device | None = None,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
+        assert len(micro_batch_size) == len(instances) == len(journal.segments)
+        self.journal = journal
+        self.names = journal.names
+        self._instances = instances
+        self._objective = objective
+        self._vocab_size = vocab_size
+        self._prefetch = prefetch
+        self._pin = device is not None and device.type == "cuda"
+        self._shares = [
+            Share(segment.batch_size, micro, dp_rank, dp_size)
+            for segment, micro in zip(journal.segments, micro_batch_size, strict=True)
+        ]
+        self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])
+        self._lookup = Lookup(journal, self._sampler, instances, self._shares, everything=objective.masks)
+        self._masks = Masks(journal, instances, objective)
+        # By segment and index in `names`; a source that the segment does not have is None.
+        self._by_index = [[by_name.get(name) for name in self.names] for by_name in instances]
+        # A dtype that has room for the ids of all its sources, so that a batch is checked and widened at once.
+        self._dtypes = [np.result_type(*(i.dtype for i in by_name.values())) for by_name in instances]
+        self._ones = lru_cache(maxsize=8)(torch.ones)
+
+    def micro_batch_size(self, step: int) -> int:
+        """Samples of one micro-batch of a step on one rank."""
+        return self._shares[self.journal.segment_number(step)].micro_batch_size
+
+    def batches(self, step: int) -> StepData:
+        """The step's data; any step, in any order."""
+        return self._read(step, None)
+
+    def iterate(self, first: int, last: int) -> Generator[StepData, None, None]:
+        """Steps [first, last) in order; one thread reads ahead, see `read_ahead`."""
+
+        def read(step: int) -> StepData:
+            data = self._read(step, last)
+            return data.pin() if self._pin else data
+
+        return read_ahead(read, first, last, self._prefetch)
+
+    def end(self) -> End | None:
+        """The first step that cannot be made; None if the order goes on for ever."""
+        return self._sampler.end()
+
+    def tokens(self, step: int) -> int:
+        """Targets drawn by all steps before `step`, masked ones included."""
+        return self.journal.tokens(step)
+
+    def tokens_by_source(self, step: int) -> dict[str, int]:
+        """`tokens` by source, in closed form."""
+        return self._sampler.targets(step)
+
+    def epochs_by_source(self, step: int) -> dict[str, float]:
+        """`tokens_by_source` over each source's tokens: those of the slices that it has been read from so far."""
+        tokens: dict[str, dict[Any, int]] = {name: {} for name in self.names}
+        for segment, _ in self.journal.drawn(step):
+            for name, state in segment.sources.items():
+                tokens[name][state.documents] = state.tokens
+        drawn = self._sampler.targets(step)
+        return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
+
+    def describe(self, step: int) -> list[dict[str, Any]]:
+        """The step's samples as JSON: global index, source, lap, position, and the pieces of documents in it."""
+        draws = self._sampler.step(step)
+        instances = self._instances[self.journal.segment_number(step)]
+        return [
+            {
+                "sample": index,
+                "source": self.names[source],
+                "lap": lap,
+                "position": position,
+                "spans": [span._asdict() for span in instances[self.names[source]].at(lap, position)],
+            }
+            for index, source, lap, position in zip(
+                self.journal.samples(step), *(array.tolist() for array in draws), strict=True
+            )
+        ]
+
+    def _read(self, step: int, last: int | None) -> StepData:
+        """The step's data. Steps from `last` on will not be asked for."""
+        number = self.journal.segment_number(step)
+        length = self.journal.segments[number].sequence_length
+        skipped = self.journal.is_skipped(step)
+        if skipped:
+            self._lookup.pass_over(step)
+            drawn = np.bincount(self._sampler.step(step).source, minlength=len(self.names)).tolist()
+            micro_batches: list[Batch] = []
+            valid_targets = data_hash = 0
+        else:
+            located = self._lookup.step(step, last)
+            drawn = located.drawn
+            weights = self._masks.of(step, located)
+            micro_batches, data_hash = [], 0
+            for part in range(len(located.micro_batches)):
+                batch, hashes = self._batch(step, number, located, part, weights)
+                micro_batches.append(batch)
+                data_hash += hashes
+            valid_targets = self._shares[number].batch_size * length
+            for weight in weights or ():
+                valid_targets -= 0 if weight is None else length - int(np.count_nonzero(weight))
+        return StepData(
+            step,
+            micro_batches,
+            valid_targets,
+            {name: count * length for name, count in zip(self.names, drawn, strict=True)},
+            self._sampler.order_hash(step),
+            data_hash % 2**64,
+            skipped,
+        )
+
+    def _batch(
+        self, step: int, number: int, located: Located, part: int, weights: list[FloatArray | None] | None
+    ) -> tuple[Batch, int]:
+        """A micro-batch, and the sum of its samples' hashes."""
+        rows, size = located.micro_batches[part], self._shares[number].micro_batch_size
+        length, first = self.journal.segments[number].sequence_length, self.journal.samples(step).start
+        count = len(rows)
+        sources = located.sources[rows.start : rows.stop]
+        starts = located.starts[part]
+        raw = np.empty((size, length + 1), self._dtypes[number])
+        by_index = self._by_index[number]
+        for source, place, out in zip(sources.tolist(), located.places[rows.start : rows.stop], raw, strict=False):
+            by_index[source].fill(place, out)
+        if count < size:
+            raw[count:] = 0
+            sources = np.concatenate([sources, np.full(size - count, -1)])
+            starts = np.concatenate([starts, np.arange(count, size, dtype=np.int32) * length])
+        if self._vocab_size is not None and _has_unknown(raw, self._vocab_size):
+            raise self._outside_of_vocabulary(step, located, rows, raw)
+        # Before its tokens each row has the index of the sample, which is hashed with them.
+        ids = np.empty((size, length + 2), np.int64)
+        ids[:count, 0] = located.samples[rows.start : rows.stop] + first
+        ids[:, 1:] = raw
+        data_hash = sum(map(xxhash.xxh3_64_intdigest, ids[:count]))
+        if self._objective.rearranges:
+            for row, out in zip(rows, ids, strict=False):
+                bounds = bounds_of(located.begins_of(row), length + 1)
+                self._objective.rearrange(out[1:], bounds, sample_key(self.journal.seed, int(out[0])))
+        return (
+            Batch(
+                tokens=torch.from_numpy(ids[:, 1:-1]),
+                targets=torch.from_numpy(ids[:, 2:]),
+                weight=self._weight(rows, size, length, weights),
+                starts=torch.from_numpy(starts),
+                sources=torch.from_numpy(sources),
+                extras={},
+            ),
+            data_hash,
+        )
+
+    def _weight(self, rows: range, size: int, length: int, weights: list[FloatArray | None] | None) -> torch.Tensor:
+        """[size, length]: of the rows, and 0 for padding."""
+        if weights is None and len(rows) == size:
+            return self._ones(size, length)
+        result = torch.zeros(size, length)
+        result[: len(rows)] = 1
+        for place, row in enumerate(rows):
+            if weights is not None and weights[row] is not None:
+                result[place] = torch.from_numpy(weights[row])
+        return result
+
+    def _outside_of_vocabulary(self, step: int, located: Located, rows: range, raw: npt.NDArray[Any]) -> UserError:
+        """What is wrong with a batch that has an id that the model does not know."""
+        row, column = (int(i) for i in np.argwhere((raw < 0) | (raw >= self._vocab_size))[0])
+        sample = int(located.samples[rows[row]])
+        draws = self._sampler.step(step)
+        name = self.names[int(draws.source[sample])]
+        instances = self._instances[self.journal.segment_number(step)][name]
+        spans = instances.at(int(draws.lap[sample]), int(draws.position[sample]))
+        ends = list(accumulate(span.length for span in spans))
+        document = spans[bisect_right(ends, column)].document
+        return UserError(
+            f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
+            f"model's vocabulary ends before {self._vocab_size}: the dataset is damaged or was made with another "
+            "tokenizer; look at it with `pipeline data verify`, and make it again"
+        )
+
+
+def _has_unknown(ids: npt.NDArray[Any], vocab_size: int) -> bool:
+    """Whether an id lies outside of the vocabulary; as unsigned numbers, negative ones are above all others."""
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))
+    return int(unsigned.max()) >= min(vocab_size, np.iinfo(ids.dtype).max + 1)
+
+
+def check_run_file(config: Config, datasets: Mapping[str, Dataset]) -> None:
+    """Check that datasets belong together, and are what the run file asks for by now.
+
+    Raises:
+        UserError: they are not; or the tokenizer lacks what the objective needs.
+    """
+    check_tokenizers(datasets)
+    check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
+    check_tokenizer_settings(config)
+    make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
+
+
+def open_loader(
+    config: Config,
+    datasets: Mapping[str, Dataset],
+    *,
+    journal: Journal | None = None,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    device: torch.device | None = None,
+) -> Loader:
+    """The loader of a run.
+
+    Args:
+        config: The run file.
+        datasets: The training split of each of its sources.
+        journal: The run's plan; by default that of a run that starts now.
+        dp_rank: This rank, in [0, dp_size).
+        dp_size: Ranks that share each step.
+        device: Where the batches will go.
+
+    Raises:
+        UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, the
+            tokenizer lacks what the objective needs, the run file has other settings than the datasets were made
+            with, or a micro-batch is too large.
+    """
+    check_run_file(config, datasets)
+    journal = journal or Journal.plan(config, datasets)
+    tokenizer = next(iter(datasets.values())).manifest.tokenizer
+    sizes = [micro_batch_size(config, journal, number, dp_size) for number in range(len(journal.segments))]
+    for size, segment in zip(sizes, journal.segments, strict=True):
+        if size * segment.sequence_length > _MAX_POSITIONS:
+            raise UserError(
+                f"a micro-batch of {size:,} windows of {segment.sequence_length:,} tokens has more than "
+                f"{_MAX_POSITIONS:,} positions: lower train.micro_batch_size, or that of the phase; the result is the "
+                "same"
+            )
+    return Loader(
+        journal,
+        windows_of(journal, datasets),
+        make_objective(config, tokenizer),
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        micro_batch_size=sizes,
+        vocab_size=tokenizer.vocab_size,
+        prefetch=config.data.loader.prefetch,
+        device=device,
+    )

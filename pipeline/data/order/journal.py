@@ -1,0 +1,467 @@
+"""The run's plan as it is written down: which samples each step is made of, and where each source stands.
+
+Steps, samples and tokens are three counters that only the journal relates. Step s, counted from 0, is made of the
+samples [first_sample + (s - first_step) * batch_size, + batch_size) of its segment. The last segment has no end: a
+journal does not know how long the run is. What decided the steps that a run has made is frozen (`Journal.going_on`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Mapping
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.config import Config
+from pipeline.data.order.blend import UNIT, Order
+
+Interval = tuple[int, int]
+"""[first, end)"""
+What = str | tuple[str | None, tuple[Interval, ...]]
+"""What is skipped: "steps", "samples", or documents of a source."""
+
+
+class Sized(Protocol):
+    """What a plan needs to know of a dataset."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        ...
+
+    @property
+    def documents(self) -> int:
+        """Documents in all."""
+        ...
+
+    def document_start(self, document: int) -> int:
+        """Offset of a document's first token; of the document after the last one, the number of tokens."""
+        ...
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceState(_Record):
+    """A source in a segment."""
+
+    tokens: int = Field(ge=1)
+    """Tokens of one lap's circular text: of the slice, if there is one."""
+    documents: tuple[int, int] | None = None
+    """The slice: documents [first, end) of the dataset; None for all of them."""
+    weight: int = Field(ge=1, le=UNIT)
+    """Share of the blend in units of 2**-32."""
+    offset: int = Field(ge=0)
+    """v: how far from due its first sample of the segment is."""
+    lap: int = Field(ge=0)
+    """Lap of its first sample of the segment."""
+    cursor: int = Field(ge=0)
+    """Position in that lap of its first sample of the segment."""
+    cap: int | None = Field(default=None, ge=0)
+    """Samples that it can give in this segment; None for no limit."""
+    stops: bool = False
+    """Whether the run ends when more than `cap` samples would be needed; else the other sources take its place."""
+
+    def exhausted(self, samples: int) -> bool:
+        """Whether it has dropped out of the blend after so many samples of the segment."""
+        return not self.stops and samples == self.cap
+
+
+class Segment(_Record):
+    """A stretch of the run with one batch size, one sequence length and one blend."""
+
+    first_step: int = Field(ge=0)
+    """First step, counted from 0."""
+    first_sample: int = Field(ge=0)
+    """Global index of its first sample."""
+    batch_size: int = Field(ge=1)
+    """Samples of a step, over all ranks and micro-batches."""
+    sequence_length: int = Field(ge=1)
+    """Targets of a sample."""
+    sources: dict[str, SourceState] = Field(min_length=1)
+    """By name."""
+
+    @model_validator(mode="after")
+    def _weights(self) -> Segment:
+        total = sum(source.weight for source in self.sources.values())
+        if total != UNIT:
+            raise ValueError(f"weights must sum to {UNIT}, got {total}")
+        return self
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """Windows in a lap of each source."""
+        return {name: source.tokens // self.sequence_length for name, source in self.sources.items()}
+
+    def order(self) -> Order:
+        """Whose turn it is at each position of the segment."""
+        sources = self.sources.values()
+        return Order(
+            list(self.sources),
+            [source.weight for source in sources],
+            [source.offset for source in sources],
+            [None if source.stops else source.cap for source in sources],
+        )
+
+
+class Skip(_Record):
+    """Something that is not trained on: steps, samples, a source, or documents of it. Half-open ranges, from 0."""
+
+    steps: tuple[int, int] | None = None
+    """Steps [first, end), numbered from 0."""
+    samples: tuple[int, int] | None = None
+    """Global indices [first, end)."""
+    source: str | None = None
+    """Name of a source."""
+    documents: tuple[tuple[int, int], ...] = ()
+    """Ranges [first, end) of documents of the source's dataset; none for all of them."""
+    first_step: int = Field(ge=0)
+    """Holds from this step on."""
+    end_step: int | None = None
+    """Holds up to this step, not included; None for ever."""
+    fault: bool = False
+    """Whether the run decided it, going back from a fault in its last step: the run file need not name it."""
+    given: bool = Field(default=False, exclude=True)
+    """Whether the run file says `from_step`; not written down, since it matters only where a run goes on."""
+
+    @property
+    def what(self) -> Hashable:
+        """What is skipped, whenever that is."""
+        return self.steps, self.samples, self.source, self.documents
+
+    def holds(self, step: int) -> bool:
+        """Whether it is in force in this step."""
+        return self.first_step <= step and (self.end_step is None or step < self.end_step)
+
+
+class Stretch(NamedTuple):
+    """Steps of the past that one rule decided, however many segments it was written in."""
+
+    first_step: int
+    batch_size: int
+    sequence_length: int
+    sources: dict[str, SourceState]
+    """As at the first step; `cap` is what an exhausted source gave, and None for all others."""
+    drawn: dict[str, int]
+    """Samples by source."""
+
+
+class Seen(NamedTuple):
+    """All that decided the steps before some step: equal for two journals that agree on those steps."""
+
+    seed: int
+    stretches: list[Stretch]
+    skips: dict[What, list[Interval]]
+    """Which steps, which samples, and which documents in which steps."""
+
+
+class Journal(_Record):
+    """Everything that decides the order of the data, but for the tokens themselves.
+
+    Look-ups are cached in the object, so change a journal by making another one, not by `model_copy`.
+    """
+
+    order_version: Literal[1] = 1
+    """Version of the mathematics in `docs/sampler.md`."""
+    seed: int = Field(ge=0)
+    """Seed of offsets, permutations and phases."""
+    segments: list[Segment] = Field(min_length=1)
+    """In the order of the run, without gaps."""
+    skips: tuple[Skip, ...] = ()
+    """What is not trained on. It moves no sample."""
+    fork_step: int = Field(default=0, ge=0)
+    """Steps taken over from the run that this one was forked from: the run file plans those after them."""
+
+    @model_validator(mode="after")
+    def _contiguous(self) -> Journal:
+        if self.segments[0].first_step or self.segments[0].first_sample:
+            raise ValueError("the first segment must start at step 0 and sample 0")
+        for one, two in zip(self.segments, self.segments[1:], strict=False):
+            steps = two.first_step - one.first_step
+            if steps < 1 or two.first_sample != one.first_sample + steps * one.batch_size:
+                raise ValueError(f"the segment at step {two.first_step} does not start where the one before it ends")
+        return self
+
+    @classmethod
+    def plan(cls, config: Config, datasets: Mapping[str, Sized], saved: Journal | None = None) -> Journal:
+        """The journal of a run that starts now, with the past that `saved` has of another run: `phases.plan_journal`.
+
+        Args:
+            config: The run file.
+            datasets: The training split of every source by name.
+            saved: What the run has had so far. Only what it was forked from counts, see `going_on` for the rest.
+        """
+        from pipeline.data.order.phases import plan_journal  # it makes journals, so it cannot be imported above
+
+        return plan_journal(config, datasets, saved)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types; equal journals give equal JSON with sorted keys."""
+        value = self.model_dump(mode="json")
+        # What most runs do not have is not there, as in those that were written before there was such a thing.
+        if not self.fork_step:
+            del value["fork_step"]
+        for skip in value["skips"]:
+            if not skip["fault"]:
+                del skip["fault"]
+        return value
+
+    @classmethod
+    def from_json(cls, value: Any) -> Journal:
+        """The inverse of `to_json`.
+
+        Raises:
+            UserError: `value` is no journal that this version of the code understands.
+        """
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in error.errors()[:5])
+            raise UserError(
+                f"the journal of the run is damaged, or of another version of this program: {problems}"
+            ) from None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the whole journal, 32 hexadecimal digits."""
+        return value_hash(self.to_json())
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All sources of all segments, sorted."""
+        return sorted({name for segment in self.segments for name in segment.sources})
+
+    # Counters
+
+    @cached_property
+    def _first_steps(self) -> list[int]:
+        return [segment.first_step for segment in self.segments]
+
+    @cached_property
+    def _first_samples(self) -> list[int]:
+        return [segment.first_sample for segment in self.segments]
+
+    @cached_property
+    def _first_tokens(self) -> list[int]:
+        """Targets drawn before each segment."""
+        samples = self._first_samples
+        drawn = [(b - a) * s.sequence_length for a, b, s in zip(samples, samples[1:], self.segments, strict=False)]
+        return list(accumulate(drawn, initial=0))
+
+    def segment_number(self, step: int) -> int:
+        """Index in `segments` of the one that `step` is in."""
+        assert step >= 0
+        return bisect_right(self._first_steps, step) - 1
+
+    def samples(self, step: int) -> range:
+        """Global indices of the samples of `step`."""
+        segment = self.segments[self.segment_number(step)]
+        first = segment.first_sample + (step - segment.first_step) * segment.batch_size
+        return range(first, first + segment.batch_size)
+
+    def tokens(self, step: int) -> int:
+        """Targets drawn by all steps before `step`, masked and skipped ones included."""
+        number = self.segment_number(step)
+        segment = self.segments[number]
+        samples = (step - segment.first_step) * segment.batch_size
+        return self._first_tokens[number] + samples * segment.sequence_length
+
+    def step_of(self, sample: int) -> int:
+        """The step that a global sample index belongs to."""
+        assert sample >= 0
+        segment = self.segments[bisect_right(self._first_samples, sample) - 1]
+        return segment.first_step + (sample - segment.first_sample) // segment.batch_size
+
+    def step_at(self, tokens: int) -> int:
+        """The first step boundary at or after so many targets: the smallest step s with tokens(s) >= tokens."""
+        if tokens <= 0:
+            return 0
+        number = bisect_left(self._first_tokens, tokens) - 1
+        segment = self.segments[number]
+        missing = tokens - self._first_tokens[number]
+        return segment.first_step - (-missing // (segment.batch_size * segment.sequence_length))
+
+    def drawn(self, step: int) -> list[tuple[Segment, int]]:
+        """The segments that begin before `step`, each with its number of samples before `step`."""
+        ends = [*self._first_steps[1:], step]
+        return [
+            (segment, (min(end, step) - segment.first_step) * segment.batch_size)
+            for segment, end in zip(self.segments, ends, strict=True)
+            if segment.first_step < step
+        ]
+
+    # Skips
+
+    @cached_property
+    def _skipped_steps(self) -> list[Skip]:
+        return [skip for skip in self.skips if skip.steps is not None]
+
+    @cached_property
+    def _masking(self) -> list[Skip]:
+        return [skip for skip in self.skips if skip.steps is None]
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether the whole step is passed over."""
+        return self.why_skipped(step) is not None
+
+    def why_skipped(self, step: int) -> Skip | None:
+        """What passes the whole step over; what the run file says comes first. None for a step that is made."""
+        found = [skip for skip in self._skipped_steps if skip.holds(step) and _contains(skip.steps, step)]
+        return min(found, key=lambda skip: skip.fault, default=None)
+
+    def masks(self, step: int) -> list[Skip]:
+        """The skips of samples, documents and sources that hold in this step."""
+        if not self._masking:
+            return []
+        samples = self.samples(step)
+        return [
+            skip
+            for skip in self._masking
+            if skip.holds(step)
+            and (skip.samples is None or (skip.samples[0] < samples.stop and samples.start < skip.samples[1]))
+        ]
+
+    # Going on
+
+    def seen(self, step: int) -> Seen:
+        """All that decided the steps before `step`.
+
+        The end of the last segment is not part of it, nor is a limit that no source had reached, nor the way in which
+        equal steps are written down.
+        """
+        stretches: list[Stretch] = []
+        for segment, samples in self.drawn(step):
+            order = segment.order()
+            reached = samples if order.capacity is None else min(samples, order.capacity)
+            counts = dict(zip(order.names, order.counts(reached), strict=True))
+            first, sources, drawn = segment.first_step, segment.sources, counts
+            if stretches and _goes_on(stretches[-1], segment):
+                before = stretches.pop()
+                first, sources = before.first_step, before.sources
+                drawn = {name: before.drawn[name] + count for name, count in counts.items()}
+            caps = {name: drawn[name] if s.exhausted(counts[name]) else None for name, s in segment.sources.items()}
+            sources = {
+                name: source.model_copy(update={"cap": caps[name], "stops": False}) for name, source in sources.items()
+            }
+            stretches.append(Stretch(first, segment.batch_size, segment.sequence_length, sources, drawn))
+        return Seen(self.seed, stretches, self._skipped_before(step))
+
+    def _skipped_before(self, step: int) -> dict[What, list[Interval]]:
+        found: dict[What, list[Interval]] = {}
+        for skip in self.skips:
+            first, end = skip.first_step, step if skip.end_step is None else min(skip.end_step, step)
+            if first >= end:
+                continue
+            what: What = (skip.source, skip.documents)
+            if skip.steps is not None:
+                what, first, end = "steps", max(first, skip.steps[0]), min(end, skip.steps[1])
+            elif skip.samples is not None:
+                first, end = self.samples(first).start, self.samples(end).start
+                what, first, end = "samples", max(first, skip.samples[0]), min(end, skip.samples[1])
+            if first < end:
+                found.setdefault(what, []).append((first, end))
+        return {what: _union(intervals) for what, intervals in found.items()}
+
+    def passing_over(self, steps: Interval, step: int) -> Journal:
+        """This plan with further steps that are passed over, up to one that went wrong. It lasts whatever is resumed.
+
+        Args:
+            steps: [first, end), from 0; the last one is the one that went wrong.
+            step: Steps that are done, from when on it holds.
+        """
+        return self._with_skips((*self.skips, Skip(steps=steps, first_step=step, fault=True)))
+
+    def with_faults(self, other: Journal, step: int) -> Journal:
+        """This plan of a run that has made `step` steps, with what another one passes over because of faults.
+
+        Args:
+            other: One of the same run, which may have been written after this one.
+            step: Steps that are done and so do not change.
+        """
+        mine = {(skip.steps, skip.first_step) for skip in self.skips if skip.fault}
+        more = [
+            skip.model_copy(update={"first_step": max(skip.first_step, step)})
+            for skip in other.skips
+            if skip.fault and (skip.steps, skip.first_step) not in mine
+        ]
+        return self._with_skips((*self.skips, *more)) if more else self
+
+    def forked(self, step: int) -> Journal:
+        """This plan as the past of a new run, which plans what follows the first `step` steps itself."""
+        return Journal(seed=self.seed, segments=self.segments, skips=self.skips, fork_step=step)
+
+    def _with_skips(self, skips: tuple[Skip, ...]) -> Journal:
+        return Journal(seed=self.seed, segments=self.segments, skips=skips, fork_step=self.fork_step)
+
+    def going_on(self, saved: Journal, step: int) -> Journal:
+        """This plan, made now, as the continuation of a run that has made `step` steps.
+
+        Skips of the run file hold from when they held before, or, if they are new, from `step` on; those that left the
+        run file have held until `step`. What is passed over because of a fault stays so.
+
+        Args:
+            saved: The journal that the run has had so far.
+            step: Steps that are done.
+
+        Raises:
+            UserError: This plan gives other steps before `step`; the message says where and what differs.
+        """
+        journal = self._with_skips(self._merged_skips(saved, step))
+        if journal.seen(step) != saved.seen(step):
+            from pipeline.data.order.journal_diff import changed_past  # it looks at journals, as `phases` does
+
+            raise UserError(changed_past(saved, journal, step))
+        return journal
+
+    def _merged_skips(self, saved: Journal, step: int) -> tuple[Skip, ...]:
+        before = [skip for skip in saved.skips if not skip.fault]
+        faults = [skip for skip in saved.skips if skip.fault]
+        now = []
+        for skip in self.skips:
+            same = next((old for old in before if old.what == skip.what and old.holds(max(step, old.first_step))), None)
+            first = skip.first_step
+            if same is not None:
+                before.remove(same)
+                first = skip.first_step if skip.given else same.first_step
+            elif not skip.given:
+                first = step
+            now.append(skip.model_copy(update={"first_step": first, "given": False}))
+        ended = [
+            old.model_copy(update={"end_step": step if old.end_step is None else min(old.end_step, step)})
+            for old in before
+            if old.first_step < step
+        ]
+        return (*ended, *now, *faults)
+
+
+def _contains(interval: Interval | None, number: int) -> bool:
+    return interval is not None and interval[0] <= number < interval[1]
+
+
+def _union(intervals: list[Interval]) -> list[Interval]:
+    """The same numbers as intervals that do not touch, ascending."""
+    result: list[Interval] = []
+    for first, end in sorted(intervals):
+        if result and first <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((first, end))
+    return result
+
+
+_PLACE = {"offset", "lap", "cursor", "cap", "stops"}
+"""What the steps before decide, and the limit that is left."""
+
+
+def _goes_on(stretch: Stretch, segment: Segment) -> bool:
+    """Whether a segment gives the samples that the stretch before it would have given without an end."""
+    return (stretch.batch_size, stretch.sequence_length) == (segment.batch_size, segment.sequence_length) and (
+        {name: source.model_dump(exclude=_PLACE) for name, source in stretch.sources.items()}
+        == {name: source.model_dump(exclude=_PLACE) for name, source in segment.sources.items()}
+    )

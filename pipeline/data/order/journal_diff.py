@@ -1,0 +1,96 @@
+"""What to say of a plan that gives other steps than a run was trained on."""
+
+from __future__ import annotations
+
+from pipeline.data.order.blend import UNIT
+from pipeline.data.order.journal import Interval, Journal, Seen, What
+
+
+def changed_past(saved: Journal, now: Journal, step: int) -> str:
+    """Which of the first `step` steps is the first that differs, and in what."""
+    # What decided fewer steps is a part of what decided more, so the first step that differs is found by bisection.
+    same, other = 0, step
+    while other - same > 1:
+        middle = (same + other) // 2
+        if saved.seen(middle) == now.seen(middle):
+            same = middle
+        else:
+            other = middle
+    old, new = saved.seen(other), now.seen(other)
+    differences, advice = _differences(old, new, step)
+    return (
+        f"the run file now gives other data than the run was trained on: from step {other} of the {step} that are done "
+        f"(sample {saved.samples(same).start:,}, after {saved.tokens(same):,} tokens): {'; '.join(differences)}. "
+        f"{advice}"
+    )
+
+
+def _differences(old: Seen, new: Seen, step: int) -> tuple[list[str], str]:
+    """What differs between two pasts that are equal but for their last step, and what to do."""
+    if old.seed != new.seed:
+        return [f"run.seed {old.seed} -> {new.seed}"], f"Set run.seed to {old.seed} again."
+    one, two = old.stretches[-1], new.stretches[-1]
+    found = [
+        f"{key} {a} -> {b}"
+        for key, a, b in (
+            ("batch size", one.batch_size, two.batch_size),
+            ("sequence length", one.sequence_length, two.sequence_length),
+        )
+        if a != b
+    ]
+    found += [f"source {name!r} is no longer there" for name in sorted(one.sources.keys() - two.sources.keys())]
+    found += [f"source {name!r} is new" for name in sorted(two.sources.keys() - one.sources.keys())]
+    limits = []
+    for name in sorted(one.sources.keys() & two.sources.keys()):
+        a, b = one.sources[name], two.sources[name]
+        if a.weight != b.weight:
+            found.append(f"share of {name!r} {_share(a.weight, b.weight)} -> {_share(b.weight, a.weight)}")
+        if a.documents != b.documents:
+            found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
+        elif a.tokens != b.tokens:
+            found.append(f"source {name!r} has {a.tokens:,} -> {b.tokens:,} tokens")
+        if a.cap != b.cap:
+            limits.append(f"source {name!r} reached its max_epochs {_after(a.cap)} then and {_after(b.cap)} now")
+    if found:
+        return found, (
+            "What was trained on cannot change. To change what follows, keep the phase as it was, close it with "
+            f"`until: {step} steps` or later in blend.phases, and append another."
+        )
+    if limits:
+        return limits, (
+            "max_epochs can change until a source reaches it, to more than the source has given. After that, a later "
+            "phase can read another slice of the source."
+        )
+    if old.skips != new.skips:
+        # They differ in one step alone, so one of them has skipped more of it than the other.
+        skipped = [
+            f"{_what(what)}: skipped {'now, not then' if _count(new, what) > _count(old, what) else 'then, not now'}"
+            for what in sorted({*old.skips, *new.skips}, key=str)
+            if old.skips.get(what) != new.skips.get(what)
+        ]
+        return skipped, f"In blend.skip, leave from_step out, or set it to {step + 1} or later."
+    return ["where its sources stand"], "Go on with the run file and the version of the code that the run has had."
+
+
+def _share(weight: int, other: int) -> str:
+    return f"{weight / UNIT:.4g}" if f"{weight / UNIT:.4g}" != f"{other / UNIT:.4g}" else f"{weight}/2**32"
+
+
+def _slice(documents: Interval | None) -> str:
+    return "all" if documents is None else f"[{documents[0]}, {documents[1]})"
+
+
+def _after(cap: int | None) -> str:
+    return "later" if cap is None else f"after {cap:,} samples of the phase"
+
+
+def _what(what: What) -> str:
+    if isinstance(what, str):
+        return {"steps": "the step", "samples": "a sample of the step"}[what]
+    source, documents = what
+    numbers = ", ".join(f"{first}-{end - 1}" for first, end in documents)
+    return f"documents {numbers} of {source!r}" if numbers else f"source {source!r}"
+
+
+def _count(seen: Seen, what: What) -> int:
+    return sum(end - first for first, end in seen.skips.get(what, []))

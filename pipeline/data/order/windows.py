@@ -1,0 +1,344 @@
+"""Instances: what a position of a lap is made of. Here: windows of equal length over a source's circular text.
+
+A source is the circular concatenation of its documents, T tokens, each document closed by the end-of-document token.
+With sequence length L, lap e has n = T // L windows; window p is the L + 1 tokens from (phase(e) + p * L) mod T, of
+which the last L are targets. phase(e) is a keyed hash mod L and phase(0) is 0, so each lap cuts documents at other
+places. Position j of a lap is window pi(j), with pi a bijection of [0, n) keyed by seed, source and lap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import key
+from pipeline.data.datasets.dataset import Slice
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.permutation import IntArray, Permutation
+
+_BLOCK = 1024
+
+
+class TokenSource(Protocol):
+    """What windows need of a dataset. Offsets count tokens from the start of its text."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the dataset is, for messages."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the token ids."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        ...
+
+    @property
+    def documents(self) -> int:
+        """Documents of the whole dataset."""
+        ...
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids from offset `start` on into `out` [count], which has room for the dtype."""
+        ...
+
+    def document_at(self, token: int) -> int:
+        """The document that the token at this offset belongs to."""
+        ...
+
+    def document_start(self, document: int) -> int:
+        """Offset of a document's first token; of the document after the last one, the number of tokens."""
+        ...
+
+    def starts_within(self, starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+        """The documents that start in ranges [start, start + count): number of the range, and offset."""
+        ...
+
+
+class Span(NamedTuple):
+    """A piece of a document."""
+
+    document: int
+    """Number of the document in its dataset."""
+    start: int
+    """First token of the piece, counted from the document's first token."""
+    length: int
+    """Tokens of the piece."""
+
+
+class Instances(Protocol):
+    """Samples of one source. A position is a place in the source's lap, in [0, count)."""
+
+    @property
+    def count(self) -> int:
+        """Instances in a lap."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a lap."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the token ids."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """Where the dataset is, for messages."""
+        ...
+
+    def at(self, lap: int, position: int) -> list[Span]:
+        """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all."""
+        ...
+
+    def containing(self, lap: int, document: int) -> IntArray:
+        """The positions at which tokens of `document` are targets, in the document's order."""
+        ...
+
+    def places(self, lap: IntArray, position: IntArray) -> IntArray:
+        """Where instances lie, as the other methods take it; arrays of one length."""
+        ...
+
+    def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """The tokens at which a document begins in an instance, the first one of each instance included.
+
+        Returns:
+            Index into `places`, ascending, and index in the instance, ascending within it.
+        """
+        ...
+
+    def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
+        """The targets [first, end) of an instance, numbered from 0, that belong to some documents.
+
+        Args:
+            place: From `places`.
+            ranges: From `ranges_of`.
+        """
+        ...
+
+    def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
+        """Documents [first, end), as `targets_of` takes them."""
+        ...
+
+    def fill(self, place: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids of an instance into `out` [L + 1], which has room for the dtype."""
+        ...
+
+
+class Windows:
+    """Windows of L + 1 tokens over the circular text of one source; an `Instances`.
+
+    Args:
+        dataset: The source's documents.
+        sequence_length: L.
+        seed: Seed of the run.
+        source: Name of the source.
+
+    Raises:
+        UserError: The source has fewer than L tokens.
+    """
+
+    def __init__(self, dataset: TokenSource, sequence_length: int, seed: int, source: str) -> None:
+        assert sequence_length >= 1
+        self.tokens = dataset.tokens
+        self.dtype = dataset.dtype
+        self.folder = dataset.folder
+        self.count = self.tokens // sequence_length
+        if self.count == 0:
+            raise UserError(
+                f"source {source!r} has {self.tokens:,} tokens to train on, fewer than one window of "
+                f"train.sequence_length {sequence_length:,}: lower train.sequence_length, give the source more "
+                "documents, or leave it out of data.sources"
+            )
+        self._dataset = dataset
+        self._length = sequence_length
+        self._seed = seed
+        self._source = source
+        self._permutation = lru_cache(maxsize=4)(self._permutation_of)
+        self._block = lru_cache(maxsize=4)(self._block_of)
+
+    def phase(self, lap: int) -> int:
+        """Offset of the lap's first window, in [0, L)."""
+        return lap_phase(self._seed, self._source, lap, self._length)
+
+    def window(self, lap: int, position: int) -> int:
+        """Number of the window at a position of the lap, in [0, count)."""
+        return (self._place(lap, position) - self.phase(lap)) % self.tokens // self._length
+
+    def at(self, lap: int, position: int) -> list[Span]:
+        """The pieces of documents in the window, L + 1 tokens in all."""
+        spans = []
+        for start, count in self._stretches(lap, position):
+            document, offset = self._dataset.document_at(start), start
+            while offset < start + count:
+                end = min(self._dataset.document_start(document + 1), start + count)
+                if end > offset:
+                    spans.append(Span(document, offset - self._dataset.document_start(document), end - offset))
+                document, offset = document + 1, end
+        return spans
+
+    def containing(self, lap: int, document: int) -> IntArray:
+        """Positions of the lap's windows that have targets in `document`, in the document's order.
+
+        Empty if the document has no tokens or all of them are among the T - n * L that this lap leaves unseen.
+        """
+        first, end = self._dataset.document_start(document), self._dataset.document_start(document + 1)
+        if first == end:
+            return np.empty(0, np.int64)
+        # Targets counted from the first one of the lap; the document may wrap around the end of the lap.
+        begin = (first - self.phase(lap) - 1) % self.tokens
+        windows = []
+        for low, high in ((begin, min(begin + end - first, self.tokens)), (0, begin + end - first - self.tokens)):
+            if low < high:
+                windows.append(np.arange(low // self._length, min((high - 1) // self._length + 1, self.count)))
+        numbers = np.concatenate(windows)
+        _, index = np.unique(numbers, return_index=True)  # a document may begin and end in one window
+        return self._permutation(lap).inverse(numbers[np.sort(index)])
+
+    def places(self, lap: IntArray, position: IntArray) -> IntArray:
+        """Offset in the text of each window's first token."""
+        assert position.size == 0 or (position.min() >= 0 and position.max() < self.count), self.count
+        result = np.empty(len(position), np.int64)
+        for number in np.unique(lap).tolist():
+            chosen = np.flatnonzero(lap == number)
+            of_lap = position[chosen]
+            low, high = int(of_lap.min()), int(of_lap.max())
+            if high - low >= _BLOCK // 4:
+                result[chosen] = self._places(number, of_lap)
+                continue
+            # A source's positions are asked for one after the other, so its neighbours will be needed as well.
+            for block in range(low // _BLOCK, high // _BLOCK + 1):
+                inside = of_lap // _BLOCK == block
+                result[chosen[inside]] = self._block(number, block)[of_lap[inside] - block * _BLOCK]
+        return result
+
+    def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """Index into `places` and index in the window of each token that begins a document, or its window."""
+        size = self._length + 1
+        counts = np.minimum(self.tokens - places, size)
+        row, offset = self._dataset.starts_within(places, counts)
+        found = [np.arange(len(places)) * size, row * size + offset - places[row]]
+        around = np.flatnonzero(counts < size)
+        if around.size:  # where the text begins again
+            row, offset = self._dataset.starts_within(np.zeros_like(around), size - counts[around])
+            found.append((around * size + counts[around])[row] + offset)
+        flat = np.concatenate(found)
+        flat.sort()
+        window, column = np.divmod(flat[np.diff(flat, prepend=-1) > 0], size)
+        return window, column
+
+    def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
+        """Offsets [n, 2] of the stretches of text that documents [first, end) are; ascending, not touching."""
+        merged: list[list[int]] = []
+        for first, end in sorted(
+            (self._dataset.document_start(a), self._dataset.document_start(b)) for a, b in documents
+        ):
+            if merged and first <= merged[-1][1]:
+                merged[-1][1] = max(end, merged[-1][1])
+            elif first < end:
+                merged.append([first, end])
+        return np.array(merged, np.int64).reshape(-1, 2)
+
+    def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
+        """The targets [first, end) of a window that lie in the ranges."""
+        found = []
+        for begin in (place + 1, place + 1 - self.tokens):  # before and behind the place where the text begins again
+            low = int(np.searchsorted(ranges[:, 1], begin, side="right"))
+            high = int(np.searchsorted(ranges[:, 0], begin + self._length, side="left"))
+            for first, end in ranges[low:high].tolist():
+                found.append((max(first - begin, 0), min(end - begin, self._length)))
+        return found
+
+    def fill(self, place: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids of a window into `out` [L + 1]."""
+        before = self.tokens - place
+        if before >= len(out):
+            self._dataset.fill(place, out)
+        else:
+            self._dataset.fill(place, out[:before])
+            self._dataset.fill(0, out[before:])
+
+    def bounds(self, lap: int, position: int) -> IntArray:
+        """For each of the L + 1 tokens the index in the window at which its document begins there."""
+        _, columns = self.starts(np.array([self._place(lap, position)]))
+        return bounds_of(columns, self._length + 1)
+
+    def read(self, lap: int, position: int) -> tuple[IntArray, IntArray]:
+        """Token ids [L + 1] and bounds [L + 1] of the window."""
+        ids = np.empty(self._length + 1, np.int64)
+        self.fill(self._place(lap, position), ids)
+        return ids, self.bounds(lap, position)
+
+    def _place(self, lap: int, position: int) -> int:
+        return int(self.places(np.array([lap]), np.array([position]))[0])
+
+    def _stretches(self, lap: int, position: int) -> Iterator[tuple[int, int]]:
+        """The window as (start, count) of tokens that lie together in the dataset: two where the text wraps around."""
+        start = self._place(lap, position)
+        count = min(self._length + 1, self.tokens - start)
+        yield start, count
+        if count < self._length + 1:
+            yield 0, self._length + 1 - count
+
+    def _permutation_of(self, lap: int) -> Permutation:
+        return lap_permutation(self._seed, self._source, lap, self.count)
+
+    def _block_of(self, lap: int, block: int) -> IntArray:
+        return self._places(lap, np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count)))
+
+    def _places(self, lap: int, position: IntArray) -> IntArray:
+        return (self.phase(lap) + self._permutation(lap).forward(position) * self._length) % self.tokens
+
+
+def lap_phase(seed: int, source: str, lap: int, length: int) -> int:
+    """Offset of the first window of a lap of windows of L = `length` targets, in [0, L)."""
+    return key("phase", seed, source, lap) % length if lap else 0
+
+
+def lap_permutation(seed: int, source: str, lap: int, count: int) -> Permutation:
+    """The window at each position of a lap of so many windows."""
+    return Permutation(count, key("permutation", seed, source, lap))
+
+
+def bounds_of(starts: IntArray, size: int) -> IntArray:
+    """For each of `size` tokens the last of the ascending `starts`, of which the first is 0, at or before it."""
+    return np.repeat(starts, np.diff(starts, append=size))
+
+
+def windows_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[dict[str, Windows]]:
+    """The windows of a run, for each segment by source.
+
+    Segments in which a source has the same documents and the same sequence length share its windows.
+
+    Args:
+        journal: The run's plan.
+        datasets: The training split of each source of the journal.
+
+    Raises:
+        UserError: A source has fewer tokens than a window.
+    """
+    made: dict[tuple[str, tuple[int, int] | None, int], Windows] = {}
+    result = []
+    for segment in journal.segments:
+        by_source = {}
+        for name, state in segment.sources.items():
+            what = name, state.documents, segment.sequence_length
+            if what not in made:
+                dataset = datasets[name] if state.documents is None else Slice(datasets[name], *state.documents)
+                assert dataset.tokens == state.tokens, (name, dataset.tokens, state.tokens)
+                made[what] = Windows(dataset, segment.sequence_length, journal.seed, name)
+            by_source[name] = made[what]
+        result.append(by_source)
+    return result

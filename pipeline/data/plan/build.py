@@ -1,0 +1,438 @@
+"""`pipeline data plan`: a run on paper, with or without its datasets, before anybody pays for it.
+
+Everything but the hash of the first steps comes from closed forms: a run of 10**13 tokens takes no longer than a small
+one.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pipeline.common import storage
+from pipeline.common.console import Console, say
+from pipeline.common.errors import UserError
+from pipeline.config.base import parse_count
+from pipeline.config.root import Config
+from pipeline.data.datasets.dataset import Dataset, Slice
+from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.datasets.validate import check_datasets
+from pipeline.data.loading.objectives import make_objective
+from pipeline.data.order.blend import UNIT
+from pipeline.data.order.consumption import Account, Documents, SliceAccount, accounts
+from pipeline.data.order.journal import Journal, Sized
+from pipeline.data.order.phases import label, micro_batch_size
+from pipeline.data.order.run_length import (
+    RunLength,
+    check_end,
+    last_window_step,
+    percent,
+    run_length,
+    skip_text,
+    warnings,
+)
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.windows import Windows
+from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
+from pipeline.data.preprocess.source_plan import check_settings
+from pipeline.data.provenance.run import checkpoint_steps, saved_journal
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN
+
+HASHED_STEPS = 1000
+DOCUMENT_TOKENS = 1000
+"""Of a document of a source that is assumed."""
+SHOWN_CHARACTERS = 300
+STATE_FILE = "state.json"
+"""Of a checkpoint; it has the journal by which the steps before it were trained."""
+_PATIENCE_S = 1.0
+_NAMED = 5
+"""Sources without a dataset in a message."""
+_MUCH_PADDING = 0.1
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """A source that there is no dataset of yet. All its documents have the same length."""
+
+    tokens: int
+    """Tokens in all."""
+
+    @property
+    def documents(self) -> int:
+        """Documents in all."""
+        return max(1, self.tokens // DOCUMENT_TOKENS)
+
+    def document_start(self, document: int) -> int:
+        """The token at which a document begins; for `documents`, the number of tokens."""
+        return self.tokens * document // self.documents
+
+
+@dataclass(frozen=True)
+class SliceRow:
+    """A slice of a source in the plan."""
+
+    source: str
+    documents: Documents
+    """The slice; None for all documents."""
+    document_count: int
+    """Documents in it."""
+    assumed: bool
+    """There is no dataset yet."""
+    weights: dict[str, float]
+    """Share of the samples by phase, where the slice takes part, as the run file asks for it."""
+    shares: dict[str, float]
+    """Share of the samples that it really has in these phases: others may drop out, or it may itself."""
+    share: float
+    """Share of the tokens of the whole run."""
+    max_epochs: float | None
+    on_exhausted: str
+    exhausted_step: int | None
+    """Step, from 1, with its last window, if it reaches max_epochs."""
+    so_far: SliceAccount | None
+    """What the run has drawn from it until now."""
+    end: SliceAccount
+    """What the whole run draws from it."""
+
+
+@dataclass(frozen=True)
+class SegmentRow:
+    """A stretch of the run in which nothing changes, as far as the run goes. Steps are numbered from 1."""
+
+    phase: str
+    first_step: int
+    last_step: int
+    samples: int
+    tokens: int
+    batch_size: int
+    sequence_length: int
+    micro_batch_size: int
+    micro_batches: int
+    """Of a step on one rank."""
+    padding: int
+    """Masked samples that fill up a step."""
+
+
+@dataclass(frozen=True)
+class PreviewRow:
+    """A window."""
+
+    sample: int
+    step: int
+    source: str
+    lap: int
+    position: int
+    documents: list[tuple[int, int, int]]
+    """(document, first token of it, tokens) of each piece."""
+    text: str | None
+    """None where the source is assumed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `pipeline data plan` says."""
+
+    run: Path
+    ranks: int
+    steps: int
+    samples: int
+    tokens: int
+    ends: str
+    """Why it ends there."""
+    steps_so_far: int | None
+    """Of the newest checkpoint; None if the run has not begun."""
+    sources: list[SliceRow]
+    segments: list[SegmentRow]
+    skips: list[str]
+    warnings: list[str]
+    hashed_steps: int
+    order_hash: str | None
+    """xxh3-64 of the first steps' order hashes, each a little-endian u64; 16 hexadecimal digits. None without any."""
+    journal: str
+    """Fingerprint of the journal: of all that decides the order of the whole run but the tokens."""
+    preview: list[PreviewRow]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types."""
+        value = {**asdict(self), "run": str(self.run)}
+        for row, json in zip(self.sources, value["sources"], strict=True):
+            for name, account in (("so_far", row.so_far), ("end", row.end)):
+                if account is not None:
+                    json[name]["epochs"] = account.epochs
+        return value
+
+
+def make_plan(
+    config: Config,
+    *,
+    ranks: int = 1,
+    hashed_steps: int = HASHED_STEPS,
+    preview: int = 0,
+    assume: Sequence[str] = (),
+    check: Callable[[Journal, int], object] = lambda journal, steps: None,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config: The run file.
+        ranks: Data-parallel ranks.
+        hashed_steps: Steps whose order is hashed, if the run has so many.
+        preview: Windows to show.
+        assume: `SOURCE=TOKENS` for sources that have no dataset yet.
+        check: What else training would refuse, from the journal and the steps of the run.
+
+    Raises:
+        UserError: The run would be refused.
+    """
+    sized = open_sized(config, parse_assumed(config, assume))
+    journal, done = planned_journal(config, sized)
+    sampler = Sampler.of_windows(journal)
+    length = run_length(config, sampler)
+    if length.steps == 0:
+        raise UserError(f"the run has no step ({length.reason}); give it at least one")
+    check(journal, length.steps)
+    segments = _segment_rows(config, journal, length.steps, ranks)
+    hashed = min(hashed_steps, length.steps)
+    return Plan(
+        run=config.run.dir,
+        ranks=ranks,
+        steps=length.steps,
+        samples=sum(row.samples for row in segments),
+        tokens=journal.tokens(length.steps),
+        ends=length.reason,
+        steps_so_far=done,
+        sources=_slice_rows(config, sized, sampler, length, done),
+        segments=segments,
+        skips=[skip_text(skip) for skip in journal.skips],
+        warnings=[
+            *warnings(config, journal, sampler, length.steps, done or 0),
+            *_padding_warnings(segments, ranks),
+        ],
+        hashed_steps=hashed,
+        order_hash=f"{order_hash(sampler, hashed):016x}" if hashed else None,
+        journal=journal.fingerprint,
+        preview=list(_preview_rows(sampler, sized, min(preview, journal.samples(length.steps).start))),
+    )
+
+
+def parse_assumed(config: Config, assume: Sequence[str]) -> dict[str, Assumed]:
+    """`web=1T` as sources by name.
+
+    Raises:
+        UserError: Something else.
+    """
+    names = [source.name for source in config.data.sources]
+    result = {}
+    for text in assume:
+        name, _, count = text.partition("=")
+        try:
+            tokens = parse_count(count)
+        except ValueError:
+            tokens = 0
+        if name not in names or tokens < 1:
+            raise UserError(
+                f"--assume {text}: must be SOURCE=TOKENS, like {names[0]}=1T, with one of data.sources "
+                f"({', '.join(names)}) and a number of tokens (300, 2_000_000, 1e9, 1.5B)"
+            )
+        result[name] = Assumed(tokens)
+    return result
+
+
+def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Dataset | Assumed]:
+    """The training split of each source, or what is assumed in its place.
+
+    Raises:
+        UserError: A source has neither, or training would refuse the datasets.
+    """
+    found: dict[str, Dataset | Assumed] = {}
+    missing = []
+    for source in config.data.sources:
+        folder = dataset_folder(config, source, TRAIN)
+        if source.name in assumed:
+            found[source.name] = assumed[source.name]
+        elif (folder / MANIFEST_FILE).exists():
+            found[source.name] = Dataset.open(folder)
+        else:
+            missing.append((source.name, folder))
+    if missing:
+        more = f"; and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
+        raise UserError(
+            "; ".join(f"source {name!r} has no dataset yet ({folder})" for name, folder in missing[:_NAMED])
+            + f"{more}: run `pipeline preprocess` first (or correct the key `dataset`, if it has one), or plan with "
+            f"sizes that you assume: --assume {missing[0][0]}=1T"
+        )
+    datasets = {name: dataset for name, dataset in found.items() if isinstance(dataset, Dataset)}
+    if datasets:
+        check_datasets(datasets)
+        make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
+    if len(datasets) == len(found):
+        check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
+        check_tokenizer_settings(config)
+        if config.train.validation.samples:
+            check_datasets(open_datasets(config, config.train.validation.split))
+    return found
+
+
+def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal, int | None]:
+    """The journal that training would start with, and the steps of the newest checkpoint if there is one.
+
+    Raises:
+        UserError: It changes steps that were trained.
+    """
+    checkpoints = checkpoint_steps(config.run.dir)
+    if not checkpoints:
+        return Journal.plan(config, sized), None
+    done = max(checkpoints)
+    saved = saved_journal(config.run.dir, storage.get_json(checkpoints[done] / STATE_FILE)["journal"], done)
+    journal = Journal.plan(config, sized, saved)
+    check_end(Sampler.of_windows(journal), done)
+    return journal.going_on(saved, done), done
+
+
+def order_hash(sampler: Sampler, steps: int) -> int:
+    """xxh3-64 of the order hashes of the first `steps` steps, each a little-endian u64."""
+    digest = xxhash.xxh3_64()
+    started, told = time.monotonic(), False
+    for step in range(steps):
+        digest.update(struct.pack("<Q", sampler.order_hash(step)))
+        if not told and time.monotonic() - started > _PATIENCE_S:
+            told = True
+            say(Console(stderr=True), f"hashing the order of {steps:,} steps, {step + 1:,} done ...")
+    return digest.intdigest()
+
+
+def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> list[SegmentRow]:
+    """The segments that begin before the end of the run."""
+    rows = []
+    for number, (segment, samples) in enumerate(journal.drawn(steps)):
+        micro = micro_batch_size(config, journal, number, ranks)
+        micro_batches = -(-segment.batch_size // (micro * ranks))
+        rows.append(
+            SegmentRow(
+                phase=label(config, journal, number),
+                first_step=segment.first_step + 1,
+                last_step=segment.first_step + samples // segment.batch_size,
+                samples=samples,
+                tokens=samples * segment.sequence_length,
+                batch_size=segment.batch_size,
+                sequence_length=segment.sequence_length,
+                micro_batch_size=micro,
+                micro_batches=micro_batches,
+                padding=micro_batches * micro * ranks - segment.batch_size,
+            )
+        )
+    return rows
+
+
+def _padding_warnings(rows: Sequence[SegmentRow], ranks: int) -> Iterator[str]:
+    """Phases in which many of the samples that are computed are masked ones, a line each with the worst of a ramp."""
+    worst: dict[str, tuple[float, SegmentRow]] = {}
+    for row in rows:
+        share = row.padding / (row.batch_size + row.padding)
+        if share > max(_MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
+            worst[row.phase] = share, row
+    for phase, (share, row) in worst.items():
+        yield (
+            f"phase {phase}: from step {row.first_step:,} on, {percent(share)} of the samples of a step are padding, "
+            f"which takes time and trains nothing: make the batch size of {row.batch_size:,} a multiple of "
+            f"{ranks * row.micro_batch_size:,} (ranks x micro-batch size: {ranks:,} x {row.micro_batch_size:,}), or "
+            + ("set a smaller micro_batch_size" if row.micro_batch_size > 1 else "use fewer ranks")
+        )
+
+
+def _slice_rows(
+    config: Config, sized: Mapping[str, Dataset | Assumed], sampler: Sampler, length: RunLength, done: int | None
+) -> list[SliceRow]:
+    """The slices of all sources that take part, in the order of the run file."""
+    journal = sampler.journal
+    weights, drawn, samples = _by_phase(config, journal, length.steps)
+    ends = accounts(sampler, length.steps)
+    now = {} if done is None else accounts(sampler, done)
+    rows = []
+    for source in config.data.sources:
+        for part in ends[source.name].slices if source.name in ends else ():
+            first, end = part.documents or (0, sized[source.name].documents)
+            text = source.name, part.documents
+            rows.append(
+                SliceRow(
+                    source=source.name,
+                    documents=part.documents,
+                    document_count=end - first,
+                    assumed=isinstance(sized[source.name], Assumed),
+                    weights=weights.get(text, {}),
+                    shares={phase: _nine_digits(n / samples[phase]) for phase, n in drawn.get(text, {}).items()},
+                    share=_nine_digits(part.drawn / journal.tokens(length.steps)),
+                    max_epochs=source.max_epochs,
+                    on_exhausted=source.on_exhausted,
+                    exhausted_step=_exhausted_step(sampler, source.name, part),
+                    so_far=_same_slice(now.get(source.name), part),
+                    end=part,
+                )
+            )
+    return rows
+
+
+_ByPhase = dict[tuple[str, Documents], dict[str, float]]
+
+
+def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _ByPhase, dict[str, int]]:
+    """Weights and samples of each source and slice by phase, and all samples by phase."""
+    weights: _ByPhase = {}
+    drawn: _ByPhase = {}
+    total: dict[str, int] = {}
+    for number, (segment, samples) in enumerate(journal.drawn(steps)):
+        phase = label(config, journal, number)
+        total[phase] = total.get(phase, 0) + samples
+        for (name, state), count in zip(segment.sources.items(), segment.order().counts(samples), strict=True):
+            text = name, state.documents
+            weights.setdefault(text, {})[phase] = _nine_digits(state.weight / UNIT)
+            mine = drawn.setdefault(text, {})
+            mine[phase] = mine.get(phase, 0) + count
+    return weights, drawn, total
+
+
+def _nine_digits(share: float) -> float:
+    """What a run file would say: weights are integers of 32 bits, so a share of 0.7 is one a little beside it."""
+    return float(f"{share:.9g}")
+
+
+def _same_slice(account: Account | None, part: SliceAccount) -> SliceAccount | None:
+    return next((other for other in account.slices if other.documents == part.documents), None) if account else None
+
+
+def _exhausted_step(sampler: Sampler, name: str, part: SliceAccount) -> int | None:
+    """The step, from 1, in which a source gives the last window that max_epochs allows; None if it does not."""
+    return None if part.exhausted is None else last_window_step(sampler, name, part.exhausted) + 1
+
+
+def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], count: int) -> Iterator[PreviewRow]:
+    """The first windows."""
+    journal = sampler.journal
+    # All datasets of a run have one tokenizer.
+    folders = [dataset.folder for dataset in sized.values() if isinstance(dataset, Dataset)]
+    tokenizer = Tokenizer.open(folders[0]) if folders and count else None
+    for sample in range(count):
+        step = journal.step_of(sample)
+        number, first = journal.segment_number(step), journal.samples(step).start
+        draws = sampler.step(step)
+        name = journal.names[int(draws.source[sample - first])]
+        lap, position = int(draws.lap[sample - first]), int(draws.position[sample - first])
+        dataset, documents = sized[name], journal.segments[number].sources[name].documents
+        pieces, shown = [], None
+        if isinstance(dataset, Dataset):
+            assert tokenizer is not None
+            text = dataset if documents is None else Slice(dataset, *documents)
+            windows = Windows(text, journal.segments[number].sequence_length, journal.seed, name)
+            pieces = [(span.document, span.start, span.length) for span in windows.at(lap, position)]
+            ids = [dataset.read(dataset.document_start(d) + start, length) for d, start, length in pieces]
+            # Four tokens a character is the most: one for each byte of it.
+            decoded = tokenizer.decode(np.concatenate(ids)[: 4 * SHOWN_CHARACTERS])
+            shown = decoded[:SHOWN_CHARACTERS] + ("…" if len(decoded) > SHOWN_CHARACTERS else "")
+        yield PreviewRow(sample, step + 1, name, lap, position, pieces, shown)

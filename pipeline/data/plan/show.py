@@ -1,0 +1,222 @@
+"""Print the plan of a run: tables for people, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import orjson
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.common.console import Console, say
+from pipeline.config.root import Config
+from pipeline.data.order.consumption import SliceAccount
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.run_length import percent, range_text
+from pipeline.data.plan.build import HASHED_STEPS, Plan, PreviewRow, SliceRow, make_plan
+from pipeline.data.sources.records import printable
+
+_WIDE = 1000
+"""Columns of tables that go to a file or a pipe: enough that nothing is broken."""
+_PHASES = 5
+"""Columns of a table of weights."""
+_NEAR = 0.01
+"""A share that is so near to its weight, relatively, is not shown beside it."""
+_SEGMENTS = 20
+"""Of more than two times as many, the first and the last so many are shown; JSON has all."""
+
+
+def print_plan(
+    config: Config,
+    console: Console,
+    *,
+    ranks: int = 1,
+    hashed_steps: int = HASHED_STEPS,
+    preview: int = 0,
+    assume: Sequence[str] = (),
+    as_json: bool = False,
+    check: Callable[[Journal, int], object] = lambda journal, steps: None,
+) -> None:
+    """Print the plan of a run.
+
+    Args:
+        config: The run file.
+        console: Where to.
+        ranks: Data-parallel ranks.
+        hashed_steps: Steps whose order is hashed, if the run has so many.
+        preview: Windows to show.
+        assume: `SOURCE=TOKENS` for sources that have no dataset yet.
+        as_json: One JSON object instead of tables.
+        check: What else training would refuse, from the journal and the steps of the run.
+
+    Raises:
+        UserError: The run would be refused.
+    """
+    plan = make_plan(config, ranks=ranks, hashed_steps=hashed_steps, preview=preview, assume=assume, check=check)
+    if as_json:
+        say(console, orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode())
+    else:
+        show(plan, console if console.is_terminal else Console(file=console.file, width=_WIDE))
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print a plan for people."""
+    say(console, f"run: {plan.run}")
+    say(console, f"length: {plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens ({plan.ends})")
+    if plan.steps_so_far is not None:
+        say(console, f"so far: {plan.steps_so_far:,} steps, by the newest checkpoint")
+    for table in _tables(plan):
+        console.print()
+        console.print(table)
+    console.print()
+    for line in plan.skips:
+        say(console, f"skip: {line}")
+    for line in plan.warnings:
+        say(console, f"warning: {line}")
+    if plan.order_hash is not None:
+        say(console, f"order hash of steps 1 to {plan.hashed_steps:,}: {plan.order_hash}")
+    say(console, f"journal: {plan.journal}")
+    for row in plan.preview:
+        _show_window(row, console)
+
+
+def _tables(plan: Plan) -> Iterator[Table]:
+    yield _sources_table(plan)
+    phases = [phase for phase, _ in groupby(row.phase for row in plan.segments)]
+    if len(phases) > 1:
+        for first in range(0, len(phases), _PHASES):
+            yield _weights_table(plan, phases[first : first + _PHASES])
+    yield _segments_table(plan)
+    if plan.steps_so_far and plan.steps_so_far != plan.steps:
+        yield _accounts_table(f"after {plan.steps_so_far:,} steps", [(row, row.so_far) for row in plan.sources])
+    yield _accounts_table(f"at the end, after {plan.steps:,} steps", [(row, row.end) for row in plan.sources])
+
+
+def _sources_table(plan: Plan) -> Table:
+    # The weights of several phases have tables of their own.
+    weight = ["weight"] if len({row.phase for row in plan.segments}) == 1 else []
+    table = _table("sources", "source", "slice", "documents", "tokens", *weight, "given", "epochs", "max_epochs")
+    for row in plan.sources:
+        limit = "-" if row.max_epochs is None else f"{row.max_epochs:g}, {row.on_exhausted}"
+        if row.exhausted_step is not None:
+            limit += f"\nreached at\nstep {row.exhausted_step:,}"
+        _add(
+            table,
+            row.source + (" (assumed)" if row.assumed else ""),
+            _slice(row),
+            _count(row.document_count) if not row.assumed else "-",
+            _count(row.end.tokens),
+            *(_weight(next(iter(row.weights.values()), None)) for _ in weight),
+            _weight(row.share),
+            f"{row.end.epochs:.4g}",
+            limit,
+        )
+    return table
+
+
+def _weights_table(plan: Plan, phases: Sequence[str]) -> Table:
+    table = _table("weights", "source", "slice", *phases)
+    for row in plan.sources:
+        if not row.weights.keys().isdisjoint(phases):
+            _add(table, row.source, _slice(row), *(_given(row, phase) for phase in phases))
+    return table
+
+
+def _given(row: SliceRow, phase: str) -> str:
+    """Weight in a phase, and the share that is really given where that is another one."""
+    weight, share = row.weights.get(phase), row.shares.get(phase)
+    given = (
+        "" if share is None or weight is None or abs(share - weight) < _NEAR * weight else f"\n{percent(share)} given"
+    )
+    return _weight(weight) + given
+
+
+def _segments_table(plan: Plan) -> Table:
+    ranks = f", on {plan.ranks:,} data-parallel ranks" if plan.ranks > 1 else ""
+    columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
+    table = _table(f"segments{ranks}", *columns)
+    left_out = len(plan.segments) - 2 * _SEGMENTS
+    for number, row in enumerate(plan.segments):
+        if left_out > 0 and number == _SEGMENTS:
+            _add(table, f"({left_out:,} more)")
+        if left_out <= 0 or not _SEGMENTS <= number < len(plan.segments) - _SEGMENTS:
+            _add(
+                table,
+                row.phase,
+                range_text(row.first_step, row.last_step + 1),
+                f"{row.batch_size:,}",
+                f"{row.sequence_length:,}",
+                _count(row.samples),
+                _count(row.tokens),
+                f"{row.micro_batches:,} x {row.micro_batch_size:,}",
+                percent(row.padding / (row.batch_size + row.padding)) if row.padding else "-",
+            )
+    return table
+
+
+def _accounts_table(title: str, rows: Sequence[tuple[SliceRow, SliceAccount | None]]) -> Table:
+    table = _table(title, "source", "slice", "drawn", "epochs", "lap", "unique", "left out", "until\nmax_epochs")
+    for row, account in rows:
+        if account is not None:
+            _add(
+                table,
+                row.source,
+                _slice(row),
+                _count(account.drawn),
+                f"{account.epochs:.4g}",
+                f"{account.lap:,} + {percent(account.lap_share)}",
+                ("" if account.exact else "~ ") + _percent(account.unique, account.tokens),
+                _count(account.unseen) if account.unseen else "-",
+                "-" if account.remaining is None else _count(account.remaining),
+            )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """All columns but the first to the right. Only names and ranges are broken where the terminal is narrow."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_edge=False, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        breaks = column in ("source", "slice", "phase", "steps")
+        table.add_column(Text(column), justify="right" if number else "left", no_wrap=not breaks, overflow="fold")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Names of phases may have what rich takes for markup."""
+    table.add_row(*map(Text, cells))
+
+
+def _slice(row: SliceRow) -> str:
+    return "all" if row.documents is None else range_text(*row.documents)
+
+
+def _weight(share: float | None) -> str:
+    return "-" if share is None else percent(share)
+
+
+def _count(number: int) -> str:
+    """Four digits of what is long, with the letters of the run file; JSON has all of them."""
+    for letter, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= 10 * scale or (number >= scale and letter != "M"):
+            return f"{number / scale:.4g}{letter}"
+    return f"{number:,}"
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down: what is shown as 100 % is all of it. What is shown as 0 % is nothing."""
+    thousandths = 1000 * part // whole
+    return f"{thousandths / 10:g} %" if thousandths or not part else "< 0.1 %"
+
+
+def _show_window(row: PreviewRow, console: Console) -> None:
+    console.print()
+    place = f"sample {row.sample:,} (step {row.step:,}): {row.source}, lap {row.lap}, position {row.position:,}"
+    console.print(Text(place, style="dim"), soft_wrap=True)
+    if row.text is None:
+        say(console, "(assumed: no text)")
+        return
+    pieces = ", ".join(f"{document:,} [{start:,}, {start + length:,})" for document, start, length in row.documents)
+    console.print(Text(f"documents and their tokens: {pieces}", style="dim"), soft_wrap=True)
+    say(console, printable(row.text, keep="\n\t"))

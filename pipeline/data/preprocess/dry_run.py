@@ -1,0 +1,341 @@
+"""`--dry-run`: what there is to do, with tokens and time estimated from a sample of the documents."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.common.cache_dir import cache_folder
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.config.root import Config
+from pipeline.data.preprocess.run_tokenizer import (
+    ORIGIN_FILE,
+    OtherTokenizer,
+    check_tokenizer_settings,
+    is_unused,
+    run_tokenizer,
+    tokenizer_folder,
+)
+from pipeline.data.preprocess.run_units import worker_count
+from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, is_begun, make_plan
+from pipeline.data.preprocess.split_counts import known_splits
+from pipeline.data.preprocess.splits import Splits, split_names
+from pipeline.data.preprocess.status import SourceState, read_state
+from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
+from pipeline.data.sources.compression import FORMATS, MAGIC, compression_of
+from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
+from pipeline.data.sources.reader import EMPTY, Unit, UnitReader, check_columns
+from pipeline.data.tokenization.engines import Choice, Engine, choose_engine, open_engine
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.progress import NOTHING_TO_DO, counted, size
+
+SAMPLE_BYTES = 2**20
+"""Bytes on disk, or of text, of each source that are read and encoded."""
+SAMPLE_S = 2.0
+_ENCODED_BYTES = 4 * SAMPLE_BYTES
+"""Of a document that is longer, the rest is taken to be like its beginning."""
+_FILES_SHOWN = 3
+_DETAIL_SHOWN = 80
+"""Characters."""
+_TOKENS_A_BYTE = 0.25
+"""Of text, where there is no tokenizer yet: English with a vocabulary of some ten thousand entries."""
+
+
+@dataclass
+class Sample:
+    """A look at some documents of a source.
+
+    Attributes:
+        disk_bytes: bytes on disk that were read.
+        text_bytes: bytes of text in them.
+        tokens: of that text, with end of document.
+        seconds: for reading and encoding, in one process.
+        documents: that were read.
+        records: that were read, good or bad.
+        rejected: records by reason.
+        details: of the first one of each reason.
+        first_bad: file of the first record that is rejected and not empty.
+    """
+
+    disk_bytes: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    documents: int = 0
+    records: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    details: dict[str, str] = field(default_factory=dict)
+    first_bad: str = ""
+    damaged: list[DamagedFile] = field(default_factory=list)
+
+    @property
+    def bad(self) -> int:
+        """Records that are rejected and not just empty."""
+        return self.rejected.total() - self.rejected[EMPTY]
+
+    def reject(self, reason: str, detail: str, path: str) -> None:
+        """Count a record."""
+        self.rejected[reason] += 1
+        # Of a record without the key, its keys say enough.
+        self.details.setdefault(reason, detail.partition(": {")[0][:_DETAIL_SHOWN])
+        if reason != EMPTY:
+            self.first_bad = self.first_bad or path
+
+    @property
+    def in_words(self) -> str:
+        """How many records are bad, and why."""
+        reasons = [
+            f"{count:,} {reason}" + (f" ({self.details[reason]})" if self.details[reason] else "")
+            for reason, count in self.rejected.most_common()
+            if reason != EMPTY
+        ]
+        are = "is" if self.bad == 1 else "are"
+        return f"{self.bad:,} of {counted(self.records, 'sampled record')} {are} bad: {', '.join(reasons)}"
+
+
+def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) -> None:
+    """Print units, bytes, and estimates of tokens and time.
+
+    Writes nothing but the engine's proof, in the user's cache folder.
+
+    Raises:
+        UserError: the sample of a source has bad records and no document.
+    """
+    if not sources:
+        say(console, NOTHING_TO_DO)
+        return
+    settings, train = config.data.preprocess, config.tokenizer.train
+    say(console, f"output: {config.data_dir}")
+    tokenizer = _tokenizer(config)
+    say(console, f"tokenizer: {config.tokenizer.path if train is None else f'trained, {train.vocab_size:,} entries'}")
+    try:
+        check_tokenizer_settings(config)
+    except OtherTokenizer as error:
+        again = is_unused(config, sources)
+        say(console, f"it would be made anew: {error.difference}" if again else f"would be refused: {error}")
+    except UserError as error:
+        say(console, f"would be refused: {error}")
+    engine: Engine | None = None
+    if tokenizer is not None:
+        choice = _engine(config, tokenizer)
+        engine = open_engine(tokenizer, choice.which)
+        say(console, f"engine: {choice.name} ({choice.why})")
+    table = Table(
+        "source", "type", "files", "bytes", "units", "tokens (about)", "time (about)", title="preprocess: dry run"
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    seconds = 0.0
+    samples = {}
+    problems: list[str] = []
+    notes: list[str] = []
+    for found in sources:
+        check_columns(found.files, found.reader)
+        if damaged := look_at_ends(found.files, found.reader):
+            refuses = settings.on_damaged_file == "fail"
+            (problems if refuses else notes).append(str(damaged_error(found.source.name, damaged, found.bytes)))
+        units = cut_units(found, settings.seed, settings.unit_bytes)
+        samples[found.source.name] = sample = take_sample(units, counting_job(found, config, _unknown(config)), engine)
+        if sample.bad and not sample.documents:
+            problems.append(_problem(config, found, sample))
+        share = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
+        workers = worker_count(config, max(len(units), 1))
+        took = sample.seconds * share / workers
+        seconds += took
+        table.add_row(
+            found.source.name,
+            found.reader.type,
+            f"{len(found.files):,}",
+            f"{found.bytes:,}",
+            f"{len(units):,}",
+            _rounded(sample.tokens * share),
+            _duration(took) if engine is not None else "-",
+        )
+    if problems:
+        raise UserError("\n".join(problems))
+    console.print(table)
+    for note in notes:
+        say(console, note)
+    states = {state.name: state for state in read_state(config)}
+    for found in sources:
+        more = len(found.files) - _FILES_SHOWN
+        files = [file.path for file in found.files[:_FILES_SHOWN]] + ([f"and {more:,} more"] if more > 0 else [])
+        say(console, f"{found.source.name}: {', '.join(files)}")
+        sample = samples[found.source.name]
+        if sample.bad:
+            say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
+        for each in sample.damaged:
+            say(console, f"{found.source.name}: {each}")
+        if made := _made(config, found, tokenizer, states[found.source.name]):
+            say(console, f"{found.source.name}: {made}")
+    read = size(sum(sample.text_bytes for sample in samples.values()))
+    if engine is None:
+        say(
+            console, f"Estimated from {read} of text; the tokenizer is not trained yet, so 4 bytes a token are assumed."
+        )
+    else:
+        workers = worker_count(config, 2**31)
+        say(
+            console,
+            f"Estimated from {read} of text: {_duration(seconds)} with {counted(workers, 'worker')}; writing to a slow "
+            "disk comes on top.",
+        )
+    if any(split.documents for split in config.data.splits.values()):
+        say(console, "All documents are read twice, because data.splits has numbers of documents.")
+
+
+def _tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer, if there is one by now."""
+    if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
+        return run_tokenizer(config)
+    return None if config.tokenizer.path is None else Tokenizer.load(config.tokenizer.path, config.tokenizer)
+
+
+def _engine(config: Config, tokenizer: Tokenizer) -> Choice:
+    return choose_engine(config.data.preprocess.engine, tokenizer, cache_folder() / "engines", set())
+
+
+def _problem(config: Config, found: SourceFiles, sample: Sample) -> str:
+    """What to do about a source of which no sampled record is a document."""
+    key = f"data.sources.{config.data.sources.index(found.source)}"
+    keys = f"{key}.type (now {found.reader.type})"
+    if found.reader.type != "text":
+        keys = f"{key}.text_key (now {found.reader.text_key!r}) or {keys}"
+    advice = _hint(found, sample) or f"set {keys} to what the files are, or mend them"
+    return f"{key} ({found.source.name}): {sample.in_words}; the first is in {sample.first_bad}; {advice}"
+
+
+def _hint(found: SourceFiles, sample: Sample) -> str:
+    """What the file of the first bad record is by its first bytes, if that is not what it is read as; else empty."""
+    path = sample.first_bad
+    if not path or found.reader.type not in ("text", "jsonl"):  # of a table or a shard, a record was read
+        return ""
+    with open(path, "rb") as file:
+        head = file.read(8)
+    if head.startswith(b"PAR1"):
+        return "it looks like Parquet: type: parquet"
+    for suffix, name in FORMATS.items():
+        if head.startswith(MAGIC[name]) and compression_of(path) != name:
+            return f"it is {name}-compressed: name it {suffix}"
+    return ""
+
+
+def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state: SourceState) -> str:
+    """What is there of a source's datasets, or why the stage would not go on with them; empty if nothing is there."""
+    if not state.units:
+        return f"would be refused: {state.problem}" if state.problem else ""
+    if tokenizer is not None:
+        # Where documents would have to be counted, files or data.splits differ, and the ends do not matter.
+        plan = make_plan(found, tokenizer, config, known_splits(config, found) or _unknown(config))
+        try:
+            if differences := plan.differences(state.folder):
+                verdict = "would be refused" if is_begun(state.folder) else "would be planned anew"
+                return f"{verdict}: {'; '.join(differences)}"
+        except UserError as error:
+            return f"would be refused: {error}"
+    if state.state == "finished":
+        return "finished"
+    return f"{state.done:,} of {counted(state.units, 'unit')} {'is' if state.units == 1 else 'are'} done"
+
+
+def _unknown(config: Config) -> Splits:
+    """Splits of which nobody knows yet where they end."""
+    return Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
+
+
+def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> Sample:
+    """Read from units in their keyed order until there is enough, and encode it in batches of bounded size.
+
+    Args:
+        units: of the source.
+        source: what they have in common.
+        engine: what encodes; None if there is no tokenizer yet.
+    """
+    sample = Sample()
+    batches = None if engine is None else _Batches(engine, min(source.max_document_bytes, engine.batch_bytes))
+    is_enough, started = False, time.perf_counter()
+    for unit in units:
+        reader, before = UnitReader(unit, replace(source.reader, verify=False)), sample.disk_bytes
+        for document in reader:
+            raw = document.text.encode()
+            reason = source.reason_against(document, raw)
+            sample.records += 1
+            if reason is not None:
+                sample.reject(reason, document.detail, unit.pieces[document.piece].file.path)
+            else:
+                sample.documents += 1
+                sample.text_bytes += len(raw)
+                if batches is not None:
+                    batches.add(raw)
+            sample.disk_bytes = before + reader.bytes_read
+            is_full = sample.documents > 0 and max(sample.disk_bytes, sample.text_bytes) >= SAMPLE_BYTES
+            if is_enough := is_full or time.perf_counter() - started > SAMPLE_S:
+                break
+        sample.disk_bytes = before + max(reader.bytes_read, 1)
+        sample.damaged += damaged_files(unit, reader.damage)
+        if is_enough:
+            break
+    if batches is None:
+        sample.tokens = round(sample.text_bytes * _TOKENS_A_BYTE) + sample.documents
+        sample.seconds = time.perf_counter() - started
+    else:
+        batches.flush()
+        share = sample.text_bytes / max(batches.bytes, 1)
+        sample.tokens = round(batches.tokens * share) + sample.documents
+        # What was passed over would have taken its time.
+        sample.seconds = time.perf_counter() - started + batches.seconds * (share - 1 if batches.bytes else 0)
+    return sample
+
+
+class _Batches:
+    """Encodes documents as workers do: many short ones at a time, long ones in pieces. Not more than is needed."""
+
+    def __init__(self, engine: Engine, piece_bytes: int) -> None:
+        self.bytes = self.tokens = 0
+        """What was encoded."""
+        self.seconds = 0.0
+        self._engine = engine
+        self._piece_bytes = piece_bytes
+        self._texts: list[str] = []
+        self._held = 0
+
+    def add(self, raw: bytes) -> None:
+        """Take a document."""
+        for text in cut_text(raw, self._piece_bytes):
+            size = len(text.encode())
+            if self.bytes + self._held + size > _ENCODED_BYTES:
+                return
+            if self._held + size > self._engine.batch_bytes:
+                self.flush()
+            self._texts.append(text)
+            self._held += size
+            if len(self._texts) >= self._engine.batch_documents:
+                self.flush()
+
+    def flush(self) -> None:
+        """Encode what has gathered."""
+        if self._texts:
+            started = time.perf_counter()
+            self.tokens += len(self._engine.encode(self._texts).ids)
+            self.seconds += time.perf_counter() - started
+            self.bytes += self._held
+            self._texts, self._held = [], 0
+
+
+def _rounded(count: float) -> str:
+    """A count with three digits that mean something."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

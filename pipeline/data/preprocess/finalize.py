@@ -1,0 +1,320 @@
+"""The end of the stage for a source whose links all have receipts: manifests, rejected records, report."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import file_hash
+from pipeline.config.root import Config
+from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.datasets.manifest import PART, write_dataset
+from pipeline.data.preprocess.source_plan import CODE_VERSION, Plan, link_order
+from pipeline.data.preprocess.splits import splits_in_words
+from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, damage_in, damaged_error
+from pipeline.data.sources.reader import EMPTY, Piece, Unit, where
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.progress import counted
+from pipeline.data.work.receipts import TRAIN, Receipts, rejected_path
+
+REJECTED_FILE = "rejected.jsonl"
+REPORT_FILE = "report.json"
+
+
+@dataclass
+class SplitReport:
+    """Counts of one dataset."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+
+@dataclass
+class SourceReport:
+    """What became of one source."""
+
+    name: str
+    folder: Path
+    units: int
+    records: int = 0
+    splits: dict[str, SplitReport] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Rejected records by reason."""
+    engines: dict[str, int] = field(default_factory=dict)
+    """Links by the engine that computed their ids."""
+    checked: int = 0
+    """Documents whose ids were compared with those of `tokenizers`."""
+    condemned: dict[str, str] = field(default_factory=dict)
+    """Engines that gave other ids than `tokenizers`, with the evidence: what they wrote was made again."""
+    first_rejected: dict[str, str] = field(default_factory=dict)
+    """By reason, file and line of the first."""
+    damaged: list[DamagedFile] = field(default_factory=list)
+    """What cannot be read of its files."""
+    bytes: int = 0
+    """Of its files on disk."""
+    written: list[Path] = field(default_factory=list)
+    """Datasets and files that this run finished or mended."""
+
+    @property
+    def lost(self) -> int:
+        """Bytes on disk whose text is missing."""
+        return sum(each.lost for each in self.damaged)
+
+    def as_json(self) -> dict[str, Any]:
+        """What goes into `report.json`."""
+        return {
+            "checked": self.checked,
+            "condemned": self.condemned,
+            "damaged": {"files": len({each.file.name for each in self.damaged}), "bytes": self.lost},
+            "engines": self.engines,
+            "records": self.records,
+            "rejected": self.rejected,
+            "splits": {name: vars(split) for name, split in self.splits.items()},
+            "units": self.units,
+        }
+
+
+class Finish:
+    """Finishes one source. Memory: some hundred bytes a link.
+
+    Args:
+        plan: of the source.
+        config: the run.
+        tokenizer: of the run.
+        start_over: how to begin again with mended files, for messages.
+        condemned: engines that were seen to give other ids than `tokenizers`, with the evidence.
+        receipts: of the source, complete.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: Config,
+        tokenizer: Tokenizer,
+        start_over: str,
+        condemned: dict[str, str],
+        receipts: Receipts,
+    ) -> None:
+        self._plan = plan
+        self._receipts = receipts
+        self._config = config
+        self._tokenizer = tokenizer
+        self._start_over = start_over
+        self._folder = config.data_dir / plan.found.source.name
+        self.report = SourceReport(
+            plan.found.source.name, self._folder, len(plan.units), condemned=condemned, bytes=plan.found.bytes
+        )
+        self.parts: dict[str, npt.NDArray[Any]] = {}
+        """`PART` records of each split in the order of the dataset."""
+
+    def check(self) -> None:
+        """Sum up the receipts, collect the rejected records.
+
+        Raises:
+            UserError: a file is damaged, too many records are bad, or nothing is left to train on.
+        """
+        report, seed = self.report, self._config.data.preprocess.seed
+        rejected: Counter[str] = Counter()
+        engines: Counter[str] = Counter()
+        report.splits = {name: SplitReport() for name in self._plan.splits.names}
+        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
+        order = []
+        for receipt in self._links(self._plan.units):
+            rejected.update(receipt["rejected"])
+            engines[receipt["engine"]] += 1
+            report.damaged += damage_in(self._plan.units[receipt["unit"]], receipt)
+            report.records += receipt["records"]
+            report.checked += receipt["checked"]
+            unit, link = receipt["unit"], receipt["link"]
+            order.append(link_order(seed, self._plan.units[unit], link))
+            for name, split in receipt["splits"].items():
+                hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in ("bin", "idx", "prov", "meta"))
+                rows[name].append((split["tokens"], split["documents"], unit, link, *hashes))
+                for count in ("documents", "tokens", "text_bytes"):
+                    setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
+        report.rejected = dict(sorted(rejected.items()))
+        report.engines = dict(sorted(engines.items()))
+        places = np.argsort(np.array(order, dtype=np.uint64), kind="stable")
+        self.parts = {name: np.array(table, dtype=PART)[places] for name, table in rows.items()}
+        report.damaged.sort(key=lambda each: (each.file.name, each.detail))
+        report.first_rejected = self._write_rejected()
+        self._write_damaged()
+        if report.damaged and self._config.data.preprocess.on_damaged_file == "fail":
+            ways = (
+                "What was made stays. A repaired file of the same size is read again by the same command; else fetch "
+                f"the files again and {self._start_over}"
+            )
+            raise damaged_error(report.name, report.damaged, report.bytes, ways)
+        self._check_rejected(rejected)
+        if not report.splits[TRAIN].documents:
+            raise self._nothing_to_train_on(rejected)
+
+    def write(self) -> SourceReport:
+        """Write the manifests of `parts` and the report."""
+        for name, parts in self.parts.items():
+            about = {
+                "source": self.report.name,
+                "split": name,
+                "text_bytes": self.report.splits[name].text_bytes,
+                "settings": self._plan.settings,
+                "config_hash": self._plan.config_hash,
+                "code_version": CODE_VERSION,
+            }
+            _, is_new = write_dataset(self._folder / name, parts, self._tokenizer, about)
+            if is_new:
+                self.report.written.append(self._folder / name)
+        path = self._folder / REPORT_FILE
+        text = orjson.dumps(self.report.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        if _put_changed(path, text):
+            self.report.written.append(path)
+        return self.report
+
+    def _nothing_to_train_on(self, rejected: Counter[str]) -> UserError:
+        records = self.report.records
+        empty, elsewhere = rejected[EMPTY], records - rejected.total()
+        bad = rejected.total() - empty
+        kinds = [(bad, f"bad ({_reasons(rejected)})"), (empty, "empty"), (elsewhere, "held out")]
+        what = " and ".join(f"{count} {'is' if count == 1 else 'are'} {kind}" for count, kind in kinds if count)
+        found = f"of {counted(records, 'record')} {what}" if records else "its files hold no records"
+        lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""
+        return UserError(f"source {self.report.name!r} has no document to train on: {found}; add documents{lower}")
+
+    def _check_rejected(self, rejected: Counter[str]) -> None:
+        bad = rejected.total() - rejected[EMPTY]
+        settings = self._config.data.preprocess
+        # With `fail`, links may be left of a run that skipped.
+        limit = settings.max_error_rate if settings.on_error == "skip" else 0
+        if bad > limit * self.report.records:
+            path = self._folder / REJECTED_FILE
+            allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"
+            with path.open("rb") as lines:
+                first = next(record for record in map(orjson.loads, lines) if record["reason"] != EMPTY)
+            raise UserError(
+                f"source {self.report.name!r}: {bad} of {counted(self.report.records, 'record')} "
+                f"{'is' if bad == 1 else 'are'} bad, more than data.preprocess.{allowed} allows: "
+                f"{_reasons(rejected)}. The first is {first['where']} ({first['reason']}); all are in {path}. Either "
+                f"mend the data or the source's settings and {self._start_over}; or raise the limit"
+            )
+
+    def _write_damaged(self) -> None:
+        path = self._folder / DAMAGED_FILE
+        lines = b"".join(
+            orjson.dumps(
+                {
+                    "file": each.file.path,
+                    "bytes": each.file.size,
+                    "lost": each.lost,
+                    "reason": each.reason,
+                    "detail": each.detail,
+                },
+                option=orjson.OPT_APPEND_NEWLINE,
+            )
+            for each in self.report.damaged
+        )
+        if not lines:
+            if path.exists():
+                path.unlink(missing_ok=True)
+        else:
+            _put_changed(path, lines)
+
+    def _write_rejected(self) -> dict[str, str]:
+        """Collect the rejected records in the order of the files, with lines counted from each file's start.
+
+        Returns:
+            By reason, file name and line of the first.
+        """
+        path = self._folder / REJECTED_FILE
+        if not self.report.rejected:
+            if path.exists():
+                path.unlink(missing_ok=True)
+            return {}
+        first: dict[str, str] = {}
+        digest, size = xxhash.xxh3_64(), 0
+        for line, reason, place in self._rejected():
+            digest.update(line)
+            size += len(line)
+            first.setdefault(reason, place)
+        # A finished source may lie on a disk that cannot be written.
+        if not (path.exists() and path.stat().st_size == size and file_hash(path) == digest.intdigest()):
+            with HashedFile(path) as file:
+                for line, _, _ in self._rejected():
+                    file.write(line)
+                file.commit()
+        return first
+
+    def _rejected(self) -> Iterator[tuple[bytes, str, str]]:
+        """Lines of the file, with the reason, and file name and line."""
+        lines_before = self._lines_before()
+        # Units were cut from the files in their order.
+        units = sorted(self._plan.units, key=lambda unit: (unit.pieces[0].file.name, unit.pieces[0].start))
+        for receipt in self._links(units):
+            if not receipt["rejected"]:
+                continue
+            unit = self._plan.units[receipt["unit"]]
+            with rejected_path(self._folder, unit.index, receipt["link"]).open("rb") as lines:
+                for record in map(orjson.loads, lines):
+                    piece: Piece = unit.pieces[record["piece"]]
+                    line = record["line"]
+                    if line is not None:
+                        line += lines_before[piece.file.name, piece.start] + 1
+                    entry = {
+                        "where": where(piece, line, record["byte"], self._plan.found.reader.type),
+                        "reason": record["reason"],
+                        "detail": record["detail"],
+                        "file": piece.file.path,
+                        "line": line,
+                        "byte": record["byte"],
+                        "unit": unit.index,
+                        "row": record["row"],
+                    }
+                    place = piece.file.name + str(entry["where"]).removeprefix(piece.file.path)
+                    yield orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE), record["reason"], place
+
+    def _links(self, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
+        """The receipts of all links of the units, unit after unit."""
+        return itertools.chain.from_iterable(self._receipts.of(unit.index) for unit in units)
+
+    def _lines_before(self) -> dict[tuple[str, int], int]:
+        """Lines of each file before each of its pieces, by (name, start): from the counts in the receipts."""
+        lines: Counter[tuple[str, int]] = Counter()
+        for receipt in self._links(self._plan.units):
+            pieces = self._plan.units[receipt["unit"]].pieces
+            for number, (count, _) in receipt["pieces"].items():
+                piece = pieces[int(number)]
+                lines[piece.file.name, piece.start] += count
+        result = {}
+        before, current = 0, ""
+        for name, start in sorted({(p.file.name, p.start) for unit in self._plan.units for p in unit.pieces}):
+            before = before if name == current else 0
+            current = name
+            result[name, start] = before
+            before += lines[name, start]
+        return result
+
+
+def _put_changed(path: Path, content: bytes) -> bool:
+    """Write a file unless it has this content: a finished source may lie on a disk that cannot be written.
+
+    Returns:
+        Whether it was written.
+    """
+    if path.exists() and storage.read_bytes(path) == content:
+        return False
+    storage.put(path, content)
+    return True
+
+
+def _reasons(rejected: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in rejected.most_common() if reason != EMPTY)

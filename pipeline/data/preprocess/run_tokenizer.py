@@ -1,0 +1,312 @@
+"""The tokenizer of a run: loaded or trained once, then kept in the data folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import key, value_hash
+from pipeline.config.root import Config
+from pipeline.data.preprocess.source_plan import SourceFiles, is_begun, withdraw
+from pipeline.data.preprocess.splits import Splits
+from pipeline.data.sources.reader import START, Piece, Position, Unit, UnitReader, cut, expected_text_bytes
+from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+
+ORIGIN_FILE = "origin.json"
+SAMPLE_BYTES = 2**18
+"""Size of the pieces of files that a sample is drawn from."""
+_TABLE_BYTES = 2**26
+"""Size of the pieces of tables, which are not read to their ends. Where row groups are large, most smaller pieces would
+be empty."""
+_CANDIDATE_BYTES = 2**34
+"""Of a larger corpus, only a keyed share of the pieces is looked at, so that the list of them stays small."""
+_Candidate = tuple[int, Piece]
+"""Number of a source, and a piece of one of its files."""
+
+
+def tokenizer_folder(config: Config) -> Path:
+    """Where the tokenizer of a run is kept."""
+    return config.data_dir / "tokenizer"
+
+
+def run_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of a run that has been preprocessed.
+
+    Raises:
+        UserError: it has not.
+    """
+    folder = tokenizer_folder(config)
+    if not (folder / ORIGIN_FILE).is_file():
+        raise UserError(f"{folder} has no tokenizer yet; run `pipeline preprocess` first")
+    return _open(folder)
+
+
+def check_tokenizer_settings(config: Config) -> None:
+    """Compare the kept tokenizer with what the run file asks for by now. Looks at no documents.
+
+    Raises:
+        UserError: another file, or other settings of the training.
+    """
+    folder = tokenizer_folder(config)
+    saved = _origin(folder)
+    if saved is None:
+        return
+    path = config.tokenizer.path
+    if path is None:
+        asked = _run_file_settings(config)
+        known = {"train": {name: saved["train"].get(name) for name in asked}} if "train" in saved else saved
+        if known.get("train") != asked:
+            raise OtherTokenizer(config, _what_differs(known, asked))
+    elif path.exists() or str(path) != saved.get("path"):  # the file it was loaded from need not be there any more
+        _check_same(config, Tokenizer.load(path, config.tokenizer), saved)
+
+
+def prepare_tokenizer(
+    config: Config,
+    sources: list[SourceFiles],
+    splits: Mapping[str, Splits],
+    check: Callable[[Tokenizer], None] = lambda _: None,
+) -> Tokenizer:
+    """Load or train the tokenizer and save it, or open the saved one if it is the one that the config asks for.
+
+    Args:
+        config: the run.
+        sources: with their files.
+        splits: of each source; a tokenizer is trained on documents of the training split.
+        check: raises if the tokenizer must not be used. Called before it is saved.
+
+    Raises:
+        OtherTokenizer: the saved one is another.
+        UserError: there is nothing to train on.
+    """
+    folder = tokenizer_folder(config)
+    saved = _origin(folder)
+    if config.tokenizer.path is not None:
+        tokenizer = Tokenizer.load(config.tokenizer.path, config.tokenizer)
+        origin: dict[str, Any] = {"path": str(config.tokenizer.path), "fingerprint": tokenizer.fingerprint}
+        if saved is not None:
+            _check_same(config, tokenizer, saved)
+            kept = _open(folder)
+            check(kept)
+            if kept.special_tokens != tokenizer.special_tokens:  # the file had them; the run file names them since
+                tokenizer.save(folder)
+                return tokenizer
+            return kept
+    else:
+        settings = _training_settings(config, sources)
+        if saved is not None:
+            if saved.get("train") != settings:
+                raise OtherTokenizer(config, _what_differs(saved, settings))
+            kept = _open(folder)
+            check(kept)
+            return kept
+        tokenizer = Tokenizer.train(sample_texts(config, sources, splits), config.tokenizer)
+        origin = {"train": settings, "fingerprint": tokenizer.fingerprint}
+    check(tokenizer)
+    tokenizer.save(folder)
+    storage.put_json(folder / ORIGIN_FILE, origin)
+    return tokenizer
+
+
+def _origin(folder: Path) -> Any:
+    """What the saved tokenizer was made from; None if there is none."""
+    if not (folder / ORIGIN_FILE).is_file():
+        return None
+    try:
+        return storage.get_json(folder / ORIGIN_FILE, "fingerprint")
+    except UserError as error:
+        raise UserError(f"{error}; restore it, or remove {folder} to make the tokenizer again") from None
+
+
+def _open(folder: Path) -> Tokenizer:
+    """The kept tokenizer."""
+    try:
+        tokenizer = Tokenizer.open(folder)
+    except UserError as error:
+        problem = str(error)
+    else:
+        if tokenizer.fingerprint == storage.get_json(folder / ORIGIN_FILE, "fingerprint")["fingerprint"]:
+            return tokenizer
+        problem = f"{folder / TOKENIZER_FILE} is damaged: it has other ids than when it was written"
+    raise UserError(
+        f"{problem}; remove {folder}, then run `pipeline preprocess RUN.yaml`: from the same files it makes the same "
+        "tokenizer again"
+    )
+
+
+def _check_same(config: Config, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
+    if saved["fingerprint"] == tokenizer.fingerprint:
+        return
+    path, kept = config.tokenizer.path, _open(tokenizer_folder(config))
+    values = {
+        "path": (saved.get("path", str(path)), str(path)),
+        "end_of_document": (kept.end_of_document_token, tokenizer.end_of_document_token),
+        "allow_special": (kept.allow_special, tokenizer.allow_special),
+    }
+    changed = [f"tokenizer.{key}: {old} then, {new} now" for key, (old, new) in values.items() if old != new]
+    difference = f"tokenizer.path: {path} has other ids than the tokenizer kept there"
+    raise OtherTokenizer(config, "; ".join(changed) or difference)
+
+
+def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, Any]:
+    if not sources:
+        raise UserError(
+            "tokenizer.train: no source has paths, so there is no text to train on; set tokenizer.path to the "
+            "tokenizer.json of one of the datasets"
+        )
+    files = {
+        found.source.name: value_hash(
+            [
+                found.reader.type,
+                found.reader.text_key if found.reader.type != "text" else "",
+                [[file.name, file.size] for file in found.files],
+            ]
+        )
+        for found in sources
+    }
+    return _run_file_settings(config) | {"the files of data.sources": files}
+
+
+def _run_file_settings(config: Config) -> dict[str, Any]:
+    """What the run file alone says about the training of the tokenizer."""
+    assert config.tokenizer.train is not None
+    return {
+        "tokenizer.train": config.tokenizer.train.model_dump(),
+        "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        "tokenizer.special_tokens": list(config.tokenizer.special_tokens),
+        "tokenizer.allow_special": list(config.tokenizer.allow_special),
+        "data.preprocess.seed": config.data.preprocess.seed,
+        "data.splits": {name: str(split) for name, split in config.data.splits.items()},
+        "data.split_by": config.data.split_by,
+    }
+
+
+def _what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
+    if "train" not in saved:
+        return f"it was loaded from {saved['path']}, tokenizer.train trains one"
+    names = [name for name, value in settings.items() if saved["train"].get(name) != value]
+    return f"{' and '.join(names)} changed since it was trained"
+
+
+class OtherTokenizer(UserError):
+    """The kept tokenizer is not the one that the run file asks for.
+
+    Args:
+        config: the run.
+        difference: what tells them apart.
+    """
+
+    def __init__(self, config: Config, difference: str) -> None:
+        folder, key = tokenizer_folder(config), "train" if config.tokenizer.path is None else "path"
+        asked = "" if config.tokenizer.path is None else f" {config.tokenizer.path}"
+        # One that the run file names may be of other runs, too.
+        start_over = "" if config.data.dir is not None else f"remove {config.data_dir} to start over; or "
+        super().__init__(
+            f"the tokenizer in {folder} is not the one that the run file asks for: {difference}. Restore that; or keep "
+            f"the tokenizer: write tokenizer.path: {folder / TOKENIZER_FILE} in place of tokenizer.{key}{asked}; or "
+            f"{start_over}set data.dir to another folder"
+        )
+        self.difference = difference
+
+
+def is_unused(config: Config, sources: list[SourceFiles]) -> bool:
+    """Whether nothing was made with the kept tokenizer but plans of sources."""
+    return bool(sources) and not any(map(is_begun, _source_folders(config)))
+
+
+def withdraw_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
+    """Forget the kept tokenizer and all plans if it is unused; returns whether it is."""
+    # The plans go first: workers that open another tokenizer after this do not find theirs.
+    if not is_unused(config, sources) or not all(map(withdraw, _source_folders(config))):
+        return False
+    (tokenizer_folder(config) / ORIGIN_FILE).unlink(missing_ok=True)
+    return True
+
+
+def _source_folders(config: Config) -> list[Path]:
+    return [path for path in config.data_dir.iterdir() if path.is_dir() and path != tokenizer_folder(config)]
+
+
+def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Iterator[str]:
+    """Documents of the training split from a keyed sample of all files, about `tokenizer.train.max_bytes` of text.
+
+    The sample is made of whole small files, of lines from pieces of large ones, and of beginnings of compressed files
+    and of pieces of tables, so only about as much is read. The more text one of those is expected to have, the more it
+    gives.
+
+    Raises:
+        UserError: there is no document to train on.
+    """
+    assert config.tokenizer.train is not None
+    wanted = config.tokenizer.train.max_bytes
+    draws = _draws(config, sources)
+    reached: dict[_Candidate, Position | None] = {}
+    taken = asked = begin = 0
+    while taken < wanted:
+        # There may be less text than expected; then there is another turn. Because turns grow, they are few, and few
+        # times what was read before is decompressed again.
+        count = max(-(-(wanted - taken) // SAMPLE_BYTES), asked)
+        asked += count
+        turn = Counter(draws[begin : begin + count])
+        begin += count
+        if not turn:  # there may be more text than expected, too
+            unread = [candidate for candidate, position in reached.items() if position is not None]
+            turn = Counter(dict.fromkeys(unread, -(-count // max(len(unread), 1))))
+        if not turn:
+            break
+        for candidate, shares in turn.items():
+            start = reached.get(candidate, START)
+            if start is None:
+                continue
+            number, piece = candidate
+            found = sources[number]
+            reader = UnitReader(Unit(0, found.source.name, (piece,)), replace(found.reader, verify=False), start)
+            reached[candidate] = None
+            for document in reader:
+                raw = document.text.encode()
+                if document.reason is None and splits[found.source.name].of(raw, document.id) == 0:
+                    taken += len(raw)
+                    yield document.text
+                    if taken >= wanted:
+                        return
+                if piece.linked and reader.input_bytes >= shares * SAMPLE_BYTES:
+                    reached[candidate] = reader.position
+                    break
+    if not taken:
+        raise UserError(
+            f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
+            "sound document for the training split; check paths, type and text_key of the sources, and data.splits"
+        )
+
+
+def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:
+    """Pieces of files in a keyed order; one that is expected to have n times SAMPLE_BYTES of text is there n times.
+
+    Of a large corpus it is a keyed share of that.
+    """
+    assert config.tokenizer.train is not None
+    total = sum(expected_text_bytes(file, found.reader) for found in sources for file in found.files)
+    enough = max(4 * config.tokenizer.train.max_bytes, _CANDIDATE_BYTES)
+    limit = min(2**64 * enough // max(total, 1), 2**64)
+    draws: list[tuple[int, int, Piece]] = []
+    for number, found in enumerate(sources):
+        size = _TABLE_BYTES if found.reader.type in ("parquet", "arrow") else SAMPLE_BYTES
+        for file in found.files:
+            expected = expected_text_bytes(file, found.reader)
+            for (piece,) in cut([file], found.reader, size):
+                name = (config.data.preprocess.seed, "tokenizer", found.source.name, file.name, piece.start)
+                first = key(*name)
+                bytes = expected * (piece.end - piece.start) // max(file.size, 1)
+                times = max(bytes // SAMPLE_BYTES, 1) if piece.linked else 1
+                if times == 1:
+                    draws += [(first, number, piece)] if first < limit else []
+                else:
+                    some = (times * limit + 2**64 - 1 - first) >> 64  # rounded up or down, by the key
+                    draws += [(key(*name, i) * limit >> 64, number, piece) for i in range(some)]
+    draws.sort(key=lambda draw: draw[:2])
+    return [(number, piece) for _, number, piece in draws]

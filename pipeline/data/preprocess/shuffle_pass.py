@@ -1,0 +1,114 @@
+"""The second pass of `shuffle: global` as a part of the stage: when it is needed, its workers, its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.common.errors import MachineError
+from pipeline.config.root import Config
+from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, make_shuffle
+from pipeline.data.global_shuffle.external_sort import Run, Shuffle
+from pipeline.data.preprocess.finalize import Finish
+from pipeline.data.preprocess.run_units import worker_count
+from pipeline.data.preprocess.source_plan import Plan
+from pipeline.data.preprocess.tokenize_unit import order_key
+from pipeline.data.work.leases import Holder, Watch, take_when_free
+from pipeline.data.work.progress import ProgressLine
+from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
+
+
+class Shuffling:
+    """The second pass over the sources of a run; without `shuffle: global` all of it does nothing."""
+
+    def __init__(self, config: Config, console: Console, dtype: np.dtype[Any]) -> None:
+        self._config = config
+        self._console = console
+        self._dtype = dtype
+        self._wanted = config.data.preprocess.shuffle == "global"
+
+    def has_left(self, plan: Plan) -> bool:
+        """Whether there is something to remove of the first pass."""
+        folder = self._config.data_dir / plan.found.source.name
+        return self._wanted and any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
+
+    def is_done(self, plan: Plan, receipts: Receipts, condemned: Mapping[str, str]) -> bool:
+        """Whether all of a source was shuffled before, so that what the first pass wrote is not needed.
+
+        Args:
+            plan: of the source.
+            receipts: of the source.
+            condemned: engines whose ids are not trusted any more.
+        """
+        if not self._wanted:
+            return False
+        shuffles = self._shuffles(plan, receipts, condemned)
+        return shuffles is not None and all(shuffle.finished() for shuffle in shuffles.values())
+
+    @contextmanager
+    def alone(self, plan: Plan) -> Iterator[None]:
+        """One command at a time shuffles, finishes and removes what the first pass wrote of a source."""
+        if not self._wanted:
+            yield
+            return
+        folder = self._config.data_dir / plan.found.source.name
+        with take_when_free(folder, "shuffle", Watch(), self._say_waiting) as lease, lease.beating():
+            yield
+
+    def run(self, plan: Plan, receipts: Receipts, finish: Finish) -> None:
+        """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
+        if not self._wanted:
+            return
+        shuffles = self._shuffles(plan, receipts)
+        assert shuffles is not None, "the first pass is done"
+        self._run([job for shuffle in shuffles.values() for job in shuffle.jobs()])
+        finish.parts = {name: shuffle.table() for name, shuffle in shuffles.items()}
+
+    def _say_waiting(self, holder: Holder) -> None:
+        say(self._console, f"waiting for {holder}, which shuffles")
+
+    def clean(self, plan: Plan, receipts: Receipts) -> None:
+        """Remove what the first pass wrote of a source whose manifests are there."""
+        for shuffle in ((self._wanted and self._shuffles(plan, receipts)) or {}).values():
+            shuffle.remove_unshuffled()
+
+    def _shuffles(
+        self, plan: Plan, receipts: Receipts, condemned: Mapping[str, str] | None = None
+    ) -> dict[str, Shuffle] | None:
+        """The shuffles of a source by split; None if the first pass has units to make."""
+        folder = self._config.data_dir / plan.found.source.name
+        runs: dict[str, list[Run]] = {name: [] for name in plan.splits.names}
+        for unit in plan.units:
+            key, last = order_key(self._config.data.preprocess.seed, unit), False
+            for receipt in receipts.of(unit.index):
+                if receipt["config_hash"] != plan.config_hash or receipt["engine"] in (condemned or {}):
+                    return None
+                for name, table in runs.items():
+                    table.append(Run.of(receipt, name, key))
+                last = receipt["last"]
+            if not last:
+                return None
+        return {name: Shuffle(folder, name, table, self._dtype, plan.config_hash) for name, table in runs.items()}
+
+    def _run(self, jobs: list[ShuffleJob]) -> None:
+        if not jobs:
+            return
+        with (
+            ProgressLine(self._console, sum(job.bytes for job in jobs), len(jobs), 0, "shuffling") as line,
+            Workers[ShuffleJob, Any](make_shuffle, (), worker_count(self._config, len(jobs))) as workers,
+        ):
+            for event in workers.insist(jobs):
+                if isinstance(event, Advanced):
+                    line.advance(event.amount)
+                elif isinstance(event, Done):
+                    line.unit_done(0)
+                else:
+                    say(self._console, str(event))
+                    if isinstance(event, Lost) and event.is_last:
+                        raise MachineError(f"{event.job} failed {ATTEMPTS} times: {event.how}")

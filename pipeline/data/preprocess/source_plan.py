@@ -1,0 +1,369 @@
+"""The frozen plan of a source: its files, its units and every setting that decides its tokens.
+
+The plan is written before any work and not changed once a unit was begun. A later run makes its plan anew and compares:
+whatever would mix two kinds of output in one dataset is explained and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import storage
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.hashing import key, value_hash
+from pipeline.config.data import SourceConfig
+from pipeline.config.root import Config
+from pipeline.data.datasets.manifest import PLAN_FILE, PLAN_KEYS, Manifest
+from pipeline.data.global_shuffle.bucket import UNSHUFFLED
+from pipeline.data.preprocess.splits import Splits, documents_wanted
+from pipeline.data.preprocess.tokenize_unit import SourceJob, identity
+from pipeline.data.sources.globs import File, find_files
+from pipeline.data.sources.reader import MAX_RECORD_BYTES, Hub, Reader, Unit, cut, expected_text_bytes, unit_size
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.leases import LEASES, read_leases
+from pipeline.data.work.receipts import MANIFEST_FILE
+
+CODE_VERSION = "3"
+"""Raised whenever this stage would write other bytes for the same input and config."""
+_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "hub.revision")
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """A source's files, found but not yet planned."""
+
+    source: SourceConfig
+    reader: Reader
+    files: list[File]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def text_bytes(self) -> int:
+        """About how much text they hold: compressed files have more than their size."""
+        return sum(expected_text_bytes(file, self.reader) for file in self.files)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done for a source."""
+
+    found: SourceFiles
+    units: list[Unit]
+    splits: Splits
+    settings: dict[str, Any]
+
+    @property
+    def config_hash(self) -> str:
+        """Hash of everything that decides the output: the settings and the names and sizes of the files."""
+        return value_hash([self.settings, [[file.name, file.size] for file in self.found.files]])
+
+    def freeze(self, folder: Path) -> list[str]:
+        """Write the plan, or compare with the one that is there, which gives way if no unit of it was begun.
+
+        Returns:
+            what the plan that gave way had else.
+
+        Raises:
+            UserError: the folder was begun with another plan; the message lists what differs and the ways out.
+        """
+        path = folder / PLAN_FILE
+        there = path.exists()
+        differences = self.differences(folder) if there else []
+        if there and not differences:
+            return []
+        if not there or withdraw(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            storage.put_json(path, self._as_json())
+            return differences
+        finished = all((folder / split / MANIFEST_FILE).is_file() for split in self.splits.names)
+        as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
+        raise UserError(
+            f"{folder} was made from something else than source {self.found.source.name!r} is now:\n"
+            + "\n".join(f"  {difference}" for difference in differences)
+            + f"\nTokens of both must not be mixed. Restore what differs; or remove {folder} to make it again; or set "
+            f"data.dir to another folder{as_it_is}."
+        )
+
+    def differences(self, folder: Path) -> list[str]:
+        """What this plan has else than the one that the folder was begun with; empty if that is the same.
+
+        Raises:
+            UserError: the plan that is there is damaged.
+            FileNotFoundError: there is none.
+        """
+        try:
+            old = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
+        except UserError as error:
+            raise UserError(f"{error}; restore it, or remove {folder} to make the dataset again") from None
+        if old["config_hash"] == self.config_hash:
+            return []
+        differences = _setting_differences(old["settings"], self.settings)
+        differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
+        return differences or ["where the splits end"]
+
+    def _as_json(self) -> dict[str, Any]:
+        number = {file.name: i for i, file in enumerate(self.found.files)}
+        return {
+            "config_hash": self.config_hash,
+            "settings": self.settings,
+            "splits": list(self.splits.names),
+            "files": [[file.name, file.path, file.size] for file in self.found.files],
+            # A unit is a list of [file, first byte, end byte].
+            "units": [[[number[p.file.name], p.start, p.end] for p in unit.pieces] for unit in self.units],
+        }
+
+
+def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | None:
+    """Settings of the plan that is there; None if there is none that can be read, or it is of other files."""
+    try:
+        plan = storage.get_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
+    except (FileNotFoundError, UserError):
+        return None
+    same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
+    settings: dict[str, Any] = plan["settings"]
+    return settings if same_files else None
+
+
+def is_planned(config: Config, found: SourceFiles) -> bool:
+    """Whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
+    planned = planned_settings(config, found)
+    return planned is not None and planned.items() >= _settings(found.source, config).items()
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a unit in a source's folder was begun: it has a receipt, a file of a part, or a lease of a process."""
+    try:
+        below = [path for path in folder.iterdir() if path.is_dir() and path.name != LEASES]
+    except FileNotFoundError:
+        return False
+    written = (path for part in below for path in part.rglob("*") if not path.name.endswith(storage.TEMPORARY_SUFFIX))
+    if any(path.is_file() for path in written):
+        return True
+    return any(isinstance(unit, int) and lease.is_running() is not False for unit, lease, _ in read_leases(folder))
+
+
+def withdraw(folder: Path) -> bool:
+    """Remove the plan in a source's folder if no unit of it was begun; returns whether none was.
+
+    Workers take their lease and then look for the plan. So of a worker and this, one sees what the other did.
+    """
+    path = folder / PLAN_FILE
+    if is_begun(folder):
+        return False
+    if not path.exists():
+        return True
+    plan = storage.read_bytes(path)
+    path.unlink()
+    if is_begun(folder):
+        storage.put(path, plan)
+        return False
+    return True
+
+
+def find_source_files(config: Config) -> list[SourceFiles]:
+    """Look for the files of all sources that have `paths` or `hub`."""
+    found = []
+    for number, source in enumerate(config.data.sources):
+        if source.dataset is None:
+            where = f"data.sources.{number}"
+            try:
+                found.append(_find(config, source, where))
+            except PermissionError as error:
+                raise may_not_be_read(f"{where}.{'paths' if source.hub is None else 'hub'}", error) from error
+    return found
+
+
+@contextmanager
+def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
+    """Name the key of input that may not be read.
+
+    Raises:
+        MachineError: there is such input.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        keys = {
+            file.path: f"data.sources.{number}.{'paths' if found.source.hub is None else 'hub'}"
+            for number, source in enumerate(config.data.sources)
+            for found in sources
+            if found.source.name == source.name
+            for file in found.files
+        }
+        path = Path(str(error.filename))
+        if str(path) in keys:
+            raise may_not_be_read(keys[str(path)], error) from error
+        if config.tokenizer.path is not None and path.is_relative_to(config.tokenizer.path):
+            raise may_not_be_read("tokenizer.path", error) from error
+        raise
+
+
+def may_not_be_read(key: str, error: PermissionError) -> MachineError:
+    """What is said of input that the system refuses to read."""
+    others = "; or leave it out with exclude" if key.endswith(".paths") else ""
+    return MachineError(
+        f"{key}: {error.filename} may not be read ({error.strerror}): make it readable for the user who runs this "
+        f"(`chmod u+r FILE` and `chmod u+rx` for each folder above it, or ask its owner){others}"
+    )
+
+
+def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
+    keys = (source.text_key, source.id_key, tuple(source.metadata))
+    limits = config.data.preprocess.max_expansion, config.data.preprocess.max_record_bytes
+    if source.hub is None:
+        files = find_files(source.paths, source.exclude, where, source.type)
+        return SourceFiles(source, Reader(source.type, *keys, None, *limits), files)
+    from pipeline.data.sources.hub import hub_files  # `datasets` takes a second to import
+
+    revision = source.hub.revision or _planned_revision(config.data_dir / source.name)
+    asked = Hub(source.hub.path, source.hub.name, source.hub.split, revision, tuple(source.hub.data_files))
+    hub, files = hub_files(asked)
+    return SourceFiles(source, Reader(source.type, *keys, hub, *limits), files)
+
+
+def _planned_revision(folder: Path) -> str | None:
+    """The commit of a hub dataset that a plan was made for."""
+    try:
+        revision: str | None = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)["settings"].get("hub.revision")
+    except (FileNotFoundError, UserError):
+        return None
+    return revision
+
+
+def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
+    """The units of a source, in the order of a keyed hash of their identity, which is the order of the parts."""
+    size = unit_size(found.text_bytes, unit_bytes)
+    groups = [Unit(0, found.source.name, pieces) for pieces in cut(found.files, found.reader, size)]
+    hashed = sorted(((key(seed, "parts", identity(unit)), unit) for unit in groups), key=lambda pair: pair[0])
+    return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
+
+
+def link_order(seed: int, unit: Unit, link: int) -> int:
+    """What parts are ordered by: the first links as their units, the others among them."""
+    return key(seed, "parts", identity(unit), link) if link else key(seed, "parts", identity(unit))
+
+
+def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> Plan:
+    """Plan a source."""
+    settings = _settings(found.source, config) | {
+        "code_version": CODE_VERSION,
+        "tokenizer": tokenizer.fingerprint,
+        "ends of splits": splits.settings,
+    }
+    if found.reader.hub is not None:
+        settings["hub.revision"] = found.reader.hub.revision
+    units = cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes)
+    return Plan(found, units, splits, settings)
+
+
+def source_job(plan: Plan, config: Config, start_over: str) -> SourceJob:
+    """What workers need to know of a planned source."""
+    return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over)
+
+
+def counting_job(
+    found: SourceFiles, config: Config, splits: Splits, config_hash: str = "", start_over: str = ""
+) -> SourceJob:
+    """What workers need to know of a source that is only counted."""
+    settings = config.data.preprocess
+    return SourceJob(
+        folder=config.data_dir / found.source.name,
+        reader=found.reader,
+        seed=settings.seed,
+        splits=splits,
+        unit_bytes=settings.unit_bytes,
+        max_document_bytes=settings.max_document_bytes,
+        splits_long=settings.on_long_document == "split",
+        config_hash=config_hash,
+        below=UNSHUFFLED if settings.shuffle == "global" else "",
+        has_parts=True,
+        fail_on_error=settings.on_error == "fail",
+        drops_damaged=settings.on_damaged_file == "drop",
+        start_over=start_over,
+    )
+
+
+def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
+    """What the run file alone says about the content of a source's dataset."""
+    preprocess = config.data.preprocess
+    settings: dict[str, Any] = {
+        "data.splits": {name: str(split) for name, split in config.data.splits.items()},
+        "data.split_by": config.data.split_by,
+        "data.preprocess.seed": preprocess.seed,
+        "data.preprocess.unit_bytes": preprocess.unit_bytes,
+        "data.preprocess.max_document_bytes": preprocess.max_document_bytes,
+        "data.preprocess.on_long_document": preprocess.on_long_document,
+        "data.preprocess.shuffle": preprocess.shuffle,
+        "name": source.name,
+        "type": source.type,
+        "metadata": sorted(source.metadata),
+    }
+    if preprocess.max_record_bytes != MAX_RECORD_BYTES:  # datasets of earlier versions do not name it
+        settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
+    if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
+        settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
+    if source.type != "text":
+        settings |= {"id_key": source.id_key, "text_key": source.text_key}
+    if source.hub is not None:
+        settings["hub"] = source.hub.model_dump(exclude={"revision"})
+    return settings
+
+
+def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
+    """Compare the datasets of a run's sources with what the run file asks for by now. Reads no files.
+
+    Datasets made for another run (`dataset`) are what they are.
+
+    Raises:
+        UserError: a setting differs.
+    """
+    for source in config.data.sources:
+        made = manifests[source.name].settings
+        if source.dataset is not None or not made:
+            continue
+        asked = _settings(source, config)
+        known = {name: value for name, value in made.items() if name not in _NOT_OF_THE_RUN_FILE}
+        if differences := _setting_differences(known, asked):
+            raise UserError(
+                f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
+                + "\n".join(f"  {difference}" for difference in differences)
+                + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
+            )
+
+
+def _setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    words = {"code_version": "version of the preprocess stage", "tokenizer": "tokenizer (fingerprint)"}
+    # Where the splits end follows from the settings and the files.
+    return [
+        f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"
+        for name in sorted({*old, *new} - {"ends of splits"})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
+        return f"{value // 2**20}MiB"
+    return repr(value)
+
+
+def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:
+    new = {file.name: file.size for file in files}
+    added, removed = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    result = []
+    for what, names in (("added", added), ("gone", removed)):
+        if names:
+            result.append(f"files {what}: {len(names)}, the first is {names[0]}")
+    if changed:
+        name = changed[0]
+        result.append(f"files changed: {len(changed)}, the first is {name} ({old[name]} bytes then, {new[name]} now)")
+    return result

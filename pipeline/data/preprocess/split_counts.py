@@ -1,0 +1,127 @@
+"""The splits of every source: at once where they are shares; by a look at all documents where they are numbers."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.common.errors import MachineError, UserError
+from pipeline.config.root import Config
+from pipeline.data.preprocess.run_units import worker_count
+from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, planned_settings
+from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
+from pipeline.data.preprocess.tokenize_unit import Smallest, UnitJob, make_sample_hashes
+from pipeline.data.sources.reader import EMPTY
+from pipeline.data.work.leases import Lease, Watch, take
+from pipeline.data.work.progress import ProgressLine, counted
+from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
+
+_NONE: Mapping[str, tuple[str, str]] = {}
+
+
+def find_splits(config: Config, console: Console, sources: list[SourceFiles]) -> dict[str, Splits]:
+    """The splits of each source by its name.
+
+    Raises:
+        UserError: a source has fewer documents than its splits are to have, or none beside them.
+    """
+    wanted = documents_wanted(config.data)
+    if not wanted:
+        return {found.source.name: make_splits(config.data) for found in sources}
+    return {
+        found.source.name: known_splits(config, found) or _counted(config, console, found, wanted) for found in sources
+    }
+
+
+def known_splits(config: Config, found: SourceFiles) -> Splits | None:
+    """The splits of a source if none of its documents has to be read for them."""
+    return _planned(config, found) if documents_wanted(config.data) else make_splits(config.data)
+
+
+def _planned(config: Config, found: SourceFiles) -> Splits | None:
+    """The splits of the plan that was made before, if it is of the same files and the same `data.splits`."""
+    settings = planned_settings(config, found) or {}
+    shares = {name: str(split) for name, split in config.data.splits.items()}
+    ends = settings.get("ends of splits") or {}
+    if settings.get("data.splits") != shares or set(ends) != set(shares):
+        return None
+    return splits_from_settings(config.data, ends)
+
+
+def _counted(
+    config: Config, console: Console, found: SourceFiles, wanted: int, dropped: Mapping[str, tuple[str, str]] = _NONE
+) -> Splits:
+    """Read all documents for the smallest hashes among them: one more than wanted, to see that some are left."""
+    settings = config.data.preprocess
+    damaged: dict[str, tuple[str, str]] = {}
+    say(console, f"{found.source.name}: looking at all documents, because data.splits has numbers of them")
+    source = counting_job(found, config, Splits((), (), config.data.split_by == "id"))
+    source = replace(source, reader=replace(source.reader, dropped=dropped))
+    jobs = [UnitJob(source, unit) for unit in cut_units(found, settings.seed, settings.unit_bytes)]
+    smallest: list[int] = []
+    records = 0
+    rejected: Counter[str] = Counter()
+    with (
+        _counting_lease(source.folder),
+        ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
+        Workers[UnitJob, Smallest](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
+    ):
+        for event in workers.insist(jobs):
+            if isinstance(event, Advanced):
+                line.advance(event.amount)
+            elif isinstance(event, Done):
+                smallest = list(heapq.merge(smallest, event.result.hashes))[: wanted + 1]
+                records += event.result.records
+                damaged |= {each.file.name: (each.reason, each.detail) for each in event.result.damaged}
+                rejected += event.result.rejected
+                line.unit_done(0)
+            else:
+                say(console, str(event))
+                if isinstance(event, Lost) and event.is_last:
+                    raise MachineError(f"{event.job} could not be counted in {ATTEMPTS} attempts: {event.how}")
+    if settings.on_damaged_file == "drop" and damaged.keys() - dropped.keys():
+        say(console, f"{found.source.name}: again, without {counted(len(damaged), 'damaged file')}")
+        return _counted(config, console, found, wanted, damaged)
+    if len(smallest) < wanted:
+        bad = Counter({reason: count for reason, count in rejected.items() if reason != EMPTY})
+        if bad.total() > len(smallest):
+            reasons = ", ".join(
+                f"{count:,} {reason}" if len(bad) > 1 else reason for reason, count in bad.most_common()
+            )
+            raise UserError(
+                f"source {found.source.name!r}: {bad.total():,} of {counted(records, 'record')} "
+                f"{'is' if bad.total() == 1 else 'are'} bad: {reasons}. What is left is too few for data.splits "
+                f"({splits_in_words(config.data)}); mend the source's type or text_key, or the data; "
+                "`pipeline preprocess RUN.yaml --dry-run` shows more"
+            )
+        raise UserError(
+            f"source {found.source.name!r} has {len(smallest)} documents, too few for data.splits "
+            f"({splits_in_words(config.data)}); lower them"
+        )
+    if len(smallest) == wanted:
+        raise UserError(
+            f"source {found.source.name!r}: data.splits ({splits_in_words(config.data)}) leave nothing to train on: "
+            f"they take all of its {wanted} documents; lower the numbers"
+        )
+    return make_splits(config.data, smallest, found.source.name)
+
+
+@contextmanager
+def _counting_lease(folder: Path) -> Iterator[None]:
+    """A lease that only shows `--status` that somebody is at work; two commands may count at a time."""
+    try:
+        lease = take(folder, "counting", Watch())
+    except OSError:  # a disk that cannot be written: whatever needs it says so
+        lease = None
+    if not isinstance(lease, Lease):
+        yield
+        return
+    with lease, lease.beating():
+        yield

@@ -1,0 +1,441 @@
+"""The preprocess stage: documents to tokens. Plan units, tokenize them in worker processes, commit, write manifests.
+
+Layout of a source below the data folder: `plan.json`, `receipts/`, `leases/`, a dataset for each split (`train/`,
+`heldout/`), `rejected.jsonl` and `report.json`. A link of a unit is done when its receipt is there and the sizes of its
+files are those in it; a run does what is missing. The datasets are the same bytes for any number of workers, commands
+at a time, and interruptions. Commands at a time share the units; some may be told to make units and no more.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from pipeline.common import storage
+from pipeline.common.cache_dir import cache_folder
+from pipeline.common.console import Console, say
+from pipeline.common.errors import MachineError, UserError
+from pipeline.config.data import SourceConfig
+from pipeline.config.root import Config
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.manifest import PLAN_FILE
+from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.preprocess.disk_space import dataset_warning
+from pipeline.data.preprocess.finalize import Finish, SourceReport
+from pipeline.data.preprocess.run_tokenizer import (
+    ORIGIN_FILE,
+    OtherTokenizer,
+    prepare_tokenizer,
+    run_tokenizer,
+    tokenizer_folder,
+    withdraw_tokenizer,
+)
+from pipeline.data.preprocess.run_units import FAILURES_FILE, Outcome, tokenize_units
+from pipeline.data.preprocess.shuffle_pass import Shuffling
+from pipeline.data.preprocess.source_plan import (
+    Plan,
+    SourceFiles,
+    find_source_files,
+    is_begun,
+    is_planned,
+    make_plan,
+    reading,
+    source_job,
+)
+from pipeline.data.preprocess.split_counts import find_splits
+from pipeline.data.preprocess.splits import Splits
+from pipeline.data.preprocess.tokenize_unit import (
+    CONDEMNED_FILE,
+    SourceJob,
+    UnitJob,
+    damage_stands,
+    input_stat,
+    read_condemned,
+    receipt_stands,
+)
+from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
+from pipeline.data.sources.reader import START, Unit, check_columns
+from pipeline.data.tokenization.engines import Choice, choose_engine
+from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from pipeline.data.work.leases import Watch, sweep, take_when_free
+from pipeline.data.work.progress import NOTHING_TO_DO, counted, print_report
+from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN, Receipts
+from pipeline.data.work.worker_pool import ATTEMPTS
+
+_ROUNDS = 10
+"""How often units may turn out to be missing again, because an engine was condemned or another command was at work."""
+
+__all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """What became of all sources that have files."""
+
+    sources: list[SourceReport] = field(default_factory=list)
+    units_done: int = 0
+    """Units tokenized by this run; the others were complete before."""
+    seconds: float = 0.0
+
+    def total(self, count: str) -> int:
+        """Sum of `documents`, `tokens` or `text_bytes` over sources and splits."""
+        return sum(getattr(split, count) for source in self.sources for split in source.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents of all datasets."""
+        return self.total("documents")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all datasets, end-of-document tokens included."""
+        return self.total("tokens")
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of all documents."""
+        return self.total("text_bytes")
+
+    @property
+    def rejected(self) -> dict[str, dict[str, int]]:
+        """Rejected records by source and reason."""
+        return {source.name: source.rejected for source in self.sources}
+
+
+def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> PreprocessReport:
+    """Run the stage; prints progress and a table.
+
+    Args:
+        config: the run.
+        dry_run: only print what there is to do.
+        units: make units as long as there are free ones, and finish no source. A later run without this finishes.
+
+    Raises:
+        UserError: something in the config or the data has to be mended first.
+        MachineError: units failed again and again; the message lists them.
+        OSError: the disk is full or read-only, say; what was committed stays.
+    """
+    started = time.monotonic()
+    console = Console()
+    _check_data_dir(config)
+    sources = find_source_files(config)
+    with reading(config, sources):
+        if dry_run:
+            from pipeline.data.preprocess.dry_run import print_dry_run
+
+            print_dry_run(console, config, sources)
+            return PreprocessReport()
+        return _preprocess(config, console, sources, started, units=units)
+
+
+def _preprocess(
+    config: Config, console: Console, sources: list[SourceFiles], started: float, *, units: bool
+) -> PreprocessReport:
+    for found in sources:
+        is_new = not is_planned(config, found) and not is_begun(config.data_dir / found.source.name)
+        check_columns(found.files, found.reader, every=is_new)
+        refuses = is_new and config.data.preprocess.on_damaged_file == "fail"
+        if refuses and (damaged := look_at_ends(found.files, found.reader)):
+            raise damaged_error(found.source.name, damaged, found.bytes)
+    splits = find_splits(config, console, sources)
+    tokenizer = _tokenizer(config, console, sources, splits)
+    if not sources:
+        say(console, NOTHING_TO_DO)
+    if not units and (warning := dataset_warning(config, sources, tokenizer.dtype.itemsize)):
+        say(console, f"warning: {warning}")
+    plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
+    for plan in plans:
+        _freeze(plan, config.data_dir / plan.found.source.name, console)
+    _remove_stale(config, plans)
+    try:
+        stage = _Stage(config, console, tokenizer, plans)
+        return stage.make_units(started) if units else stage.run(started)
+    finally:
+        _remove_stale(config, plans)
+
+
+def _freeze(plan: Plan, folder: Path, console: Console) -> None:
+    """Freeze a plan; of two commands at a time with other plans, one is refused: here, or by its workers."""
+    if (folder / PLAN_FILE).exists() and not plan.differences(folder):
+        return
+    with take_when_free(folder, "plan", Watch(), lambda _: None):
+        if differences := plan.freeze(folder):
+            (folder / FAILURES_FILE).unlink(missing_ok=True)
+            what = "; ".join(differences)
+            say(console, f"{plan.found.source.name}: planned anew, since no unit was begun ({what})")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a round found of a source."""
+
+    receipts: Receipts
+    job: SourceJob
+    is_shuffled: bool
+    """Whether a global shuffle has taken all documents out of the parts of the units."""
+
+
+class _Stage:
+    """From frozen plans to finished datasets."""
+
+    def __init__(self, config: Config, console: Console, tokenizer: Tokenizer, plans: list[Plan]) -> None:
+        self._config = config
+        self._console = console
+        self._tokenizer = tokenizer
+        self._plans = plans
+        self._jobs = {plan.found.source.name: source_job(plan, config, _start_over(config, plan)) for plan in plans}
+        self._shuffling = Shuffling(config, console, tokenizer.dtype)
+        self._found: dict[str, _Found] = {}
+        """By source, of the last round."""
+
+    def run(self, started: float) -> PreprocessReport:
+        """Make what is missing, then finish every source that can be."""
+        done = 0
+        failed: list[tuple[UnitJob, str]] = []
+        before: list[UnitJob] = []
+        for _ in range(_ROUNDS):
+            missing = self._missing()
+            if not missing or failed:
+                break
+            outcome = self._make(missing, waits=True)
+            done += outcome.units
+            failed = outcome.failed
+            if missing == before and not (outcome.units or outcome.condemned or failed):
+                missing = []  # only the times of files were to be noted, on a disk that cannot be written
+                break
+            before = missing
+        unfinished = {job.unit.source for job in missing}
+        problem = self._problem(failed, unfinished)
+        reports = []
+        for plan in self._plans:
+            if plan.found.source.name not in unfinished:
+                try:
+                    reports.append(self._finish(plan))
+                except UserError as error:
+                    raise MachineError(f"{problem}\n{error}") if problem else error from None
+        report = PreprocessReport(reports, done, time.monotonic() - started)
+        print_report(self._console, report, self._config.data.splits)
+        if problem:
+            raise MachineError(problem)
+        return report
+
+    def make_units(self, started: float) -> PreprocessReport:
+        """Make units as long as there are free ones, beside other commands that do the same."""
+        done = held = 0
+        for _ in range(_ROUNDS):
+            missing = self._missing()
+            if not missing:
+                break
+            outcome = self._make(missing, waits=False)
+            done, held = done + outcome.units, outcome.held
+            if outcome.failed:
+                raise MachineError(self._problem(outcome.failed, {job.unit.source for job, _ in outcome.failed}))
+            finds = outcome.damaged and self._config.data.preprocess.on_damaged_file == "drop"
+            if not outcome.condemned and not finds:
+                break
+        others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
+        say(
+            self._console,
+            f"{counted(done, 'unit')} made, {others}; `pipeline preprocess` without --units makes what is missing in "
+            "the end and finishes the datasets",
+        )
+        return PreprocessReport(units_done=done, seconds=time.monotonic() - started)
+
+    def _missing(self) -> list[UnitJob]:
+        return [job for plan in self._plans for job in self._look(plan)]
+
+    def _make(self, missing: list[UnitJob], *, waits: bool) -> Outcome:
+        units = sum(len(plan.units) for plan in self._plans)
+        folder = tokenizer_folder(self._config)
+        return tokenize_units(self._config, self._console, missing, units, folder, self._choose_engine, waits=waits)
+
+    def _problem(self, failed: list[tuple[UnitJob, str]], unfinished: set[str]) -> str:
+        """Why some sources cannot be finished; empty if all can."""
+        if not unfinished:
+            return ""
+        lines = "".join(f"  {job}: {how}\n" for job, how in failed)
+        what = f"{counted(len(failed), 'unit')} failed {ATTEMPTS} times:\n{lines}"
+        if not failed:
+            what = "units are made and unmade again and again, is another command at work with other settings?\n"
+        return (
+            f"{what}Without them {', '.join(sorted(unfinished))} cannot be finished. What was made stays; mend the "
+            "cause, and the same command goes on from there"
+        )
+
+    def _condemned(self) -> dict[str, str]:
+        return read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
+
+    def _look(self, plan: Plan) -> list[UnitJob]:
+        """The units that have a link without a complete receipt, or whose input has another time.
+
+        Manifests are taken back if parts will be made again with other bytes, or by a whole first pass.
+        """
+        condemned = self._condemned()
+        found = self._find(plan, condemned)
+        source = found.job
+        manifests = [path for name in plan.splits.names if (path := source.folder / name / MANIFEST_FILE).exists()]
+        if manifests and self._is_retracted(plan, found, condemned):
+            with self._shuffling.alone(plan):
+                found = self._find(plan, condemned)  # another command may just have made them again
+                source = found.job
+                if self._is_retracted(plan, found, condemned):
+                    for path in manifests:
+                        path.unlink(missing_ok=True)
+        if found.is_shuffled:
+            source = replace(source, has_parts=False)
+        return [UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, found.receipts, condemned)]
+
+    def _find(self, plan: Plan, condemned: dict[str, str]) -> _Found:
+        """Read the receipts of a source."""
+        receipts = Receipts(self._jobs[plan.found.source.name].folder)
+        job = self._dropping(plan, receipts)
+        is_shuffled = self._shuffling.is_done(plan, receipts, condemned) and _damage_stands(job, plan, receipts)
+        found = _Found(receipts, job, is_shuffled)
+        self._found[plan.found.source.name] = found
+        return found
+
+    def _is_retracted(self, plan: Plan, found: _Found, condemned: dict[str, str]) -> bool:
+        if self._config.data.preprocess.shuffle == "global":
+            return not found.is_shuffled
+        if not _damage_stands(found.job, plan, found.receipts):
+            return True
+        return bool(condemned) and any(
+            receipt["engine"] in condemned for unit in plan.units for receipt in found.receipts.of(unit.index)
+        )
+
+    def _dropping(self, plan: Plan, receipts: Receipts) -> SourceJob:
+        """The job of a source; with `on_damaged_file: drop`, without the files that were seen to be damaged."""
+        job = self._jobs[plan.found.source.name]
+        if not job.drops_damaged:
+            return job
+        dropped: dict[str, tuple[str, str]] = {}
+        for unit in plan.units:
+            for receipt in receipts.of(unit.index):
+                if not receipt.get("damaged") or receipt["config_hash"] != job.config_hash:
+                    continue
+                if receipt["input"]["stat"] == input_stat(unit):
+                    for damaged in damage_in(unit, receipt):
+                        dropped.setdefault(damaged.file.name, (damaged.reason, damaged.detail))
+        return replace(job, reader=replace(job.reader, dropped=dropped))
+
+    def _choose_engine(self) -> Choice:
+        setting, condemned = self._config.data.preprocess.engine, set(self._condemned())
+        choice = choose_engine(setting, self._tokenizer, cache_folder() / "engines", condemned)
+        say(self._console, f"engine: {choice.name} ({choice.why})")
+        return choice
+
+    def _finish(self, plan: Plan) -> SourceReport:
+        found = self._found[plan.found.source.name]
+        start_over = _start_over(self._config, plan)
+        finish = Finish(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
+        finish.check()
+        if found.is_shuffled and not self._shuffling.has_left(plan):
+            self._shuffling.run(plan, found.receipts, finish)
+            return finish.write()
+        with self._shuffling.alone(plan):
+            receipts = Receipts(finish.report.folder)  # while this waited, another command may have made them again
+            self._shuffling.run(plan, receipts, finish)
+            report = finish.write()
+            self._shuffling.clean(plan, receipts)
+        return report
+
+
+def _damage_stands(source: SourceJob, plan: Plan, receipts: Receipts) -> bool:
+    """Whether no link was made with other files dropped than are now, or of damaged files that are others by now."""
+    return all(damage_stands(source, unit, receipt) for unit in plan.units for receipt in receipts.of(unit.index))
+
+
+def _is_done(source: SourceJob, unit: Unit, receipts: Receipts, condemned: dict[str, str]) -> bool:
+    position, stat = START, input_stat(unit)
+    for receipt in receipts.of(unit.index):
+        if not receipt_stands(source, unit, receipt, position, condemned) or receipt["input"]["stat"] != stat:
+            return False
+        if receipt["last"]:
+            return True
+        position = tuple(receipt["next"])
+    return False
+
+
+def _check_data_dir(config: Config) -> None:
+    for path in (config.data_dir, *config.data_dir.parents):
+        if path.exists() and not path.is_dir():
+            within = "" if path == config.data_dir else f"{config.data_dir}: "
+            raise UserError(f"data.dir {within}{path} is a file; set data.dir to a folder")
+
+
+def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], splits: dict[str, Splits]) -> Tokenizer:
+    check = partial(_check_datasets, config)
+    folder = tokenizer_folder(config)
+    if config.tokenizer.train is None or (folder / ORIGIN_FILE).exists():
+        try:
+            return prepare_tokenizer(config, sources, splits, check)
+        except OtherTokenizer as error:
+            if not withdraw_tokenizer(config, sources):
+                raise
+            say(console, f"the tokenizer is made anew, since no unit was begun with it ({error.difference})")
+            return _tokenizer(config, console, sources, splits)
+    with (
+        take_when_free(
+            folder, "train", Watch(), lambda holder: say(console, f"waiting for {holder}, which trains the tokenizer")
+        ) as lease,
+        lease.beating(),
+    ):
+        trains = not (folder / ORIGIN_FILE).exists()
+        if trains:
+            say(console, "training the tokenizer")
+        tokenizer = prepare_tokenizer(config, sources, splits, check)
+    wanted = config.tokenizer.train.vocab_size
+    if trains and tokenizer.vocab_size < wanted:
+        say(
+            console,
+            f"the tokenizer has {tokenizer.vocab_size:,} entries instead of {wanted:,} (tokenizer.train.vocab_size): "
+            "the text has no more pairs that occur tokenizer.train.min_frequency times",
+        )
+    return tokenizer
+
+
+def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
+    """Datasets made elsewhere have to be there and to have the run's tokenizer."""
+    for number, source in enumerate(config.data.sources):
+        if source.dataset is not None:
+            _check_dataset(config, number, source, tokenizer)
+
+
+def _check_dataset(config: Config, number: int, source: SourceConfig, tokenizer: Tokenizer) -> None:
+    folder = dataset_folder(config, source, TRAIN)
+    key = f"data.sources.{number}.dataset"
+    if not folder.is_dir():
+        raise UserError(f"{key}: {source.dataset} has no folder train/; name the folder that has train/ in it")
+    info = Dataset.open(folder).manifest.tokenizer
+    if info.fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"{key}: {folder} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
+            f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); set "
+            f"tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's tokenizer"
+        )
+
+
+def _start_over(config: Config, plan: Plan) -> str:
+    """How to begin a source again whose files have changed: its plan and a trained tokenizer are of the old ones."""
+    folder = config.data_dir / plan.found.source.name
+    if config.tokenizer.path is not None:
+        return f"remove {folder}, which was begun with the files as they are now"
+    if any(config.data_dir.glob("*/*/manifest.json")):
+        kept = tokenizer_folder(config) / TOKENIZER_FILE
+        return (
+            f"remove {folder}, which was begun with the files as they are now, and keep the tokenizer that other "
+            f"sources are finished with by tokenizer.path: {kept} in place of tokenizer.train"
+        )
+    return f"remove {config.data_dir}, which was begun with the files as they are now"
+
+
+def _remove_stale(config: Config, plans: list[Plan]) -> None:
+    """Remove what processes that were killed left half-written."""
+    for folder in (tokenizer_folder(config), *(config.data_dir / plan.found.source.name for plan in plans)):
+        with suppress(OSError):
+            for path in folder.rglob(f"*{storage.TEMPORARY_SUFFIX}"):
+                storage.remove_if_stale(path)
+            sweep(folder)

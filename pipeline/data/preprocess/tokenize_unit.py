@@ -1,0 +1,586 @@
+"""One unit of documents to parts: what worker processes of the preprocess stage run. Imports stay light."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import key, value_hash
+from pipeline.data.datasets.indexed import HashedFile, metadata_file, part_files, part_prefix
+from pipeline.data.datasets.manifest import PLAN_FILE
+from pipeline.data.preprocess.part_writer import Spool
+from pipeline.data.preprocess.splits import Splits, split_hash
+from pipeline.data.preprocess.word_cache import FrequentWords
+from pipeline.data.sources.damage import DamagedFile, damage_in, damaged_files
+from pipeline.data.sources.reader import EMPTY, START, Document, Position, Reader, Unit, UnitReader, line_of, where
+from pipeline.data.tokenization.engines import Check, Engine, Which, open_engine
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.leases import Lease, Watch, take
+from pipeline.data.work.receipts import MANIFEST_FILE, files_are_there, read_receipt, receipt_path, rejected_path
+from pipeline.data.work.worker_pool import Progress
+
+LINK_RECORDS = 2**20
+"""A link ends after so many records, however short: memory grows with their number."""
+_PLAN_HEAD = 1024
+"""Bytes."""
+CONDEMNED_FILE = "condemned.json"
+"""Beside the tokenizer: engines that were seen to give other ids than `tokenizers`, with the evidence."""
+
+
+@dataclass(frozen=True)
+class SourceJob:
+    """What all units of a source have in common."""
+
+    folder: Path
+    reader: Reader
+    seed: int
+    splits: Splits
+    unit_bytes: int
+    max_document_bytes: int
+    splits_long: bool
+    """Whether longer documents are split, and not rejected."""
+    config_hash: str
+    below: str
+    """Sub-folder of each split's folder that parts are written to."""
+    has_parts: bool
+    """Whether the parts have to be there; not when a global shuffle has taken all documents out of them."""
+    fail_on_error: bool
+    drops_damaged: bool
+    """Whether nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
+    start_over: str
+    """How to begin again with mended files, for messages."""
+
+    def reason_against(self, document: Document, raw: bytes) -> str | None:
+        """Why a sound record is no document of this source."""
+        if len(raw) > self.max_document_bytes and not self.splits_long:
+            return f"longer than data.preprocess.max_document_bytes ({self.max_document_bytes})"
+        return document.reason
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """A unit to tokenize."""
+
+    source: SourceJob
+    unit: Unit
+    engine: Which = "tokenizers"
+    """What computes the ids."""
+
+    def __str__(self) -> str:
+        return str(self.unit)
+
+
+@dataclass(frozen=True)
+class UnitDone:
+    """All links of a unit have receipts."""
+
+    made: int
+    """Links that were made, and not found."""
+    tokens: int
+    records: int
+    rejected: dict[str, int]
+    damaged: list[DamagedFile]
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Another process has the unit."""
+
+    holder: str
+
+
+class Smallest(NamedTuple):
+    """What the documents of a unit say about where splits end."""
+
+    hashes: list[int]
+    """The smallest `split_hash` of its documents, ascending."""
+    records: int
+    rejected: Counter[str]
+    """Records by reason."""
+    damaged: list[DamagedFile]
+
+
+class Condemned(Exception):
+    """The engine was condemned by another process while this one used it."""
+
+
+class Bench:
+    """What a worker process has at hand for every unit.
+
+    Args:
+        tokenizer: folder of the tokenizer.
+        verify_rate: share of documents whose ids are compared with those of `tokenizers`.
+    """
+
+    def __init__(self, tokenizer: Path, verify_rate: float) -> None:
+        self.tokenizer = Tokenizer.open(tokenizer)
+        self.words = FrequentWords(self.tokenizer)
+        self.verify_rate = verify_rate
+        self.condemned = tokenizer / CONDEMNED_FILE
+        self.watch = Watch()
+        self._engines: dict[Which, Engine] = {}
+
+    def engine(self, which: Which) -> Engine:
+        """An engine, opened once."""
+        if which not in self._engines:
+            self._engines[which] = open_engine(self.tokenizer, which)
+        return self._engines[which]
+
+
+def make_tokenize(tokenizer: Path, verify_rate: float) -> Any:
+    """In a worker process: open the tokenizer once; returns the function that runs a `UnitJob`."""
+    bench = Bench(tokenizer, verify_rate)
+    return lambda job, progress: tokenize_unit(job, bench, progress)
+
+
+def make_sample_hashes(wanted: int) -> Any:
+    """In a worker process: returns the function that gives the smallest hashes of the documents of a `UnitJob`."""
+    return lambda job, progress: smallest_hashes(job, wanted, progress)
+
+
+def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | Busy:
+    """Make the links of a unit that have no receipt: commit their parts, then the receipt.
+
+    The parts are a function of the unit's bytes, the tokenizer and the config alone.
+
+    Raises:
+        UserError: with `fail_on_error`, the first rejected record; or the input has changed.
+        EngineDiffers: a document has other ids than `tokenizers` gives it.
+        Condemned: another process saw that.
+        OSError: the disk is full, say; nothing half-written stays.
+    """
+    try:
+        lease = take(job.source.folder, job.unit.index, bench.watch)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        # All that can be done on such a disk is to compare input that has other times than in the receipts.
+        return _Worker(job, bench, progress, lambda _: None).run()
+    if not isinstance(lease, Lease):
+        return Busy(str(lease))
+    try:
+        # A thread of its own, because passing over what was read before can take long.
+        with lease, lease.beating():
+            _check_plan(job.source)
+            return _Worker(job, bench, progress, lease.beat).run()
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(job.source.folder)  # a failed write does not say where
+        raise
+
+
+def _check_plan(source: SourceJob) -> None:
+    """Look whether the plan is still there, now that the lease is (see `plan.withdraw`).
+
+    Raises:
+        UserError: it is another one.
+    """
+    with suppress(FileNotFoundError), (source.folder / PLAN_FILE).open("rb") as file:
+        if source.config_hash.encode() in file.read(_PLAN_HEAD):  # it is the first key
+            return
+    raise UserError(
+        f"{source.folder / PLAN_FILE} was removed, or replaced by another command with other settings; end that one, "
+        "or run this one with another data.dir"
+    )
+
+
+def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> Smallest:
+    """The smallest `split_hash` of the unit's documents, as many as wanted."""
+    found: list[int] = []
+    rejected: Counter[str] = Counter()
+    reader = UnitReader(job.unit, job.source.reader)
+    reader.beat = partial(progress, 0)
+    reported = 0
+    for document in reader:
+        raw = document.text.encode()
+        reason = job.source.reason_against(document, raw)
+        if reason is not None:
+            rejected[reason] += 1
+        else:
+            found.append(split_hash(document.id.encode() if job.source.splits.by_id else raw))
+            if len(found) >= 2 * wanted + 10_000:
+                found = sorted(found)[:wanted]
+                progress(reader.bytes_read - reported)
+                reported = reader.bytes_read
+    progress(reader.bytes_read - reported)
+    return Smallest(sorted(found)[:wanted], reader.records, rejected, damaged_files(job.unit, reader.damage))
+
+
+def identity(unit: Unit) -> str:
+    """What a unit is, on any machine: source, names and byte ranges."""
+    return value_hash([unit.source, [[piece.file.name, piece.start, piece.end] for piece in unit.pieces]])
+
+
+def order_key(seed: int, unit: Unit) -> int:
+    """Key of the order of a unit's documents."""
+    return key(seed, "documents", identity(unit))
+
+
+def input_stat(unit: Unit) -> str:
+    """Hash of names, sizes and times of a unit's files: equal means that the input need not be read again."""
+    return value_hash([[p.file.name, p.file.size, p.file.mtime_ns, p.start, p.end] for p in unit.pieces])
+
+
+def cut_text(raw: bytes, limit: int) -> Iterator[str]:
+    """A text in pieces of at most `limit` bytes: cut behind a line end, or before a space, or else anywhere."""
+    start = 0
+    while len(raw) - start > limit:
+        end = raw.rfind(b"\n", start, start + limit) + 1
+        if end <= start:
+            end = raw.rfind(b" ", start + 1, start + limit)
+        if end <= start:
+            end = start + limit
+            while raw[end] & 0xC0 == 0x80:  # inside of a character
+                end -= 1
+        yield raw[start:end].decode()
+        start = end
+    yield raw[start:].decode()
+
+
+class _Worker:
+    """Goes through the links of one unit."""
+
+    def __init__(self, job: UnitJob, bench: Bench, progress: Progress, beat: Progress) -> None:
+        self._job = job
+        self._source = job.source
+        self._unit = job.unit
+        self._bench = bench
+        self._engine = bench.engine(job.engine)
+        self._progress = progress
+        self._beat = beat
+        self._done = 0
+        self._stat = input_stat(job.unit)
+
+    def run(self) -> UnitDone:
+        position, link, made, tokens, records = START, 0, 0, 0, 0
+        rejected: Counter[str] = Counter()
+        damaged: list[DamagedFile] = []
+        reader: UnitReader | None = None
+        condemned = read_condemned(self._bench.condemned)
+        while True:
+            receipt = read_receipt(self._source.folder, self._unit.index, link)
+            if receipt_stands(self._source, self._unit, receipt, position, condemned):
+                reader = None
+                if receipt["input"]["stat"] != self._stat:
+                    self._check_same_input(receipt)
+                self._advance(receipt["input"]["read"])
+            else:
+                self._refuse_finished(receipt)
+                if reader is None:
+                    reader = UnitReader(self._unit, self._source.reader, position)
+                    reader.beat = partial(self._advance, 0)
+                    documents = self._documents(reader)
+                else:
+                    reader.count_anew()
+                receipt = self._make(link, position, reader, documents)
+                made += 1
+                tokens += sum(split["tokens"] for split in receipt["splits"].values())
+                records += receipt["records"]
+                rejected.update(receipt["rejected"])
+                damaged += damage_in(self._unit, receipt)
+            if receipt["last"]:
+                return UnitDone(made, tokens, records, dict(rejected), damaged)
+            position, link = tuple(receipt["next"]), link + 1
+
+    def _refuse_finished(self, receipt: Any) -> None:
+        """Leave what another command has made of damaged files in another way, and finished since this one looked."""
+        source = self._source
+        if receipt is None or receipt["config_hash"] != source.config_hash:
+            return
+        finished = any((source.folder / name / MANIFEST_FILE).exists() for name in source.splits.names)
+        if finished and not damage_stands(source, self._unit, receipt):
+            raise UserError(
+                f"another command has finished {source.folder} with another data.preprocess.on_damaged_file, or "
+                "before a file was changed; run this command again when that one has ended"
+            )
+
+    def _documents(self, reader: UnitReader) -> Iterator[Document]:
+        """Those of a reader. What it refuses is changed in the files or keys of the source, which the plan is of."""
+        try:
+            yield from reader
+        except UserError as error:
+            raise UserError(
+                f"{error}. If that changes paths, exclude, keys or files of the source, {self._source.start_over}"
+            ) from error
+
+    def _advance(self, amount: int) -> None:
+        self._progress(amount)
+        self._done += amount
+        self._beat(self._done)
+
+    def _make(self, link: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
+        """Read on until the link is full or the unit ends, and commit."""
+        source, unit, bench = self._source, self._unit, self._bench
+        receipt_path(source.folder, unit.index, link).parent.mkdir(parents=True, exist_ok=True)
+        if self._job.engine == "tokenizers":
+            bench.words.look_at(unit, replace(source.reader, verify=False))
+        rejected: Counter[str] = Counter()
+        last = True
+        with ExitStack() as stack:
+            spools = [
+                stack.enter_context(
+                    Spool(
+                        part_prefix(source.folder / name / source.below, unit.index, link),
+                        unit.index,
+                        bench.tokenizer.dtype,
+                        bench.tokenizer.end_of_document,
+                        bool(source.reader.metadata),
+                    )
+                )
+                for name in source.splits.names
+            ]
+            rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, link)))
+            sample = key(source.seed, "check", identity(unit), link)
+            check = Check(bench.tokenizer, sample, bench.verify_rate, self._engine.name)
+            writer = _Batches(source, spools, bench.tokenizer, self._engine, check, self._job.engine)
+            begun = reported = reader.bytes_read
+            limit = source.unit_bytes if unit.linked else 2**63
+            for document in documents:
+                raw = document.text.encode()
+                document.reason = source.reason_against(document, raw)
+                if document.reason is not None:
+                    rejected[document.reason] += 1
+                    self._check_on_error(document)
+                    rejects.write(orjson.dumps(_rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
+                elif writer.add(document, raw):
+                    self._advance(reader.bytes_read - reported)
+                    reported = reader.bytes_read
+                if reader.input_bytes >= limit or reader.records >= LINK_RECORDS:
+                    last = False
+                    break
+            writer.flush()
+            checked = check.finish()
+            self._advance(reader.bytes_read - reported)
+            self._refuse_condemned()
+            earlier = self._earlier_receipt(link, reader.input_hash)
+            receipt = {
+                "unit": unit.index,
+                "link": link,
+                "last": last,
+                "start": start,
+                "next": None if last else reader.position,
+                "input": {"hash": reader.input_hash, "stat": self._stat, "read": reader.bytes_read - begun},
+                "config_hash": source.config_hash,
+                "engine": self._engine.name,
+                "pieces": {str(piece): counts for piece, counts in reader.pieces.items()},
+                "records": reader.records,
+                "rejected": dict(rejected),
+                "damaged": [asdict(damage) for damage in reader.damage],
+                "dropped": _dropped(source, unit),
+                "checked": checked,
+                "splits": {
+                    name: spool.commit(
+                        order_key(source.seed, unit), partial(self._refuse_other_result, link, earlier, name)
+                    )
+                    for name, spool in zip(source.splits.names, spools, strict=True)
+                },
+            }
+            if rejects.size:
+                rejects.commit()
+            storage.put_json(receipt_path(source.folder, unit.index, link), receipt)
+        if last:
+            self._remove_behind(link)
+        return receipt
+
+    def _remove_behind(self, last: int) -> None:
+        """Remove links of a time when the unit had more: before a damaged file of it was dropped."""
+        link = last + 1
+        while (path := receipt_path(self._source.folder, self._unit.index, link)).exists():
+            for name in self._source.splits.names:
+                prefix = part_prefix(self._source.folder / name / self._source.below, self._unit.index, link)
+                for file in (*part_files(prefix), metadata_file(prefix)):
+                    file.unlink(missing_ok=True)
+            rejected_path(self._source.folder, self._unit.index, link).unlink(missing_ok=True)
+            path.unlink()
+            link += 1
+
+    def _check_on_error(self, document: Document) -> None:
+        if self._source.fail_on_error and document.reason != EMPTY:
+            piece = self._unit.pieces[document.piece]
+            line = None if document.line is None else line_of(piece.file.path, document.byte)
+            place = where(piece, line, document.byte, self._source.reader.type)
+            raise UserError(
+                f"{place}: {document.reason} ({document.detail}); mend the record and {self._source.start_over}; or "
+                "set data.preprocess.on_error: skip to pass over bad records"
+            )
+
+    def _check_same_input(self, receipt: dict[str, Any]) -> None:
+        """A file has another time than when the link was made; its bytes decide whether it changed."""
+        reader = UnitReader(self._unit, self._source.reader, tuple(receipt["start"]))
+        end = receipt["next"] and tuple(receipt["next"])
+        for _ in reader:
+            if reader.position == end:
+                break
+        if reader.input_hash != receipt["input"]["hash"]:
+            raise UserError(
+                f"the input of {self._unit} changed since it was tokenized; restore the files, or remove "
+                f"{self._source.folder} to make the dataset again from them as they are now"
+            )
+        receipt["input"]["stat"] = self._stat
+        with suppress(OSError):  # on a disk that cannot be written, the next run reads the input again
+            storage.put_json(receipt_path(self._source.folder, self._unit.index, receipt["link"]), receipt)
+
+    def _refuse_condemned(self) -> None:
+        if self._engine.name in read_condemned(self._bench.condemned):
+            raise Condemned(self._engine.name)
+
+    def _earlier_receipt(self, link: int, input_hash: str) -> Any:
+        """The receipt of the same link and input: some of its files are gone, or another process was faster."""
+        other = read_receipt(self._source.folder, self._unit.index, link)
+        if other is None or other["engine"] in read_condemned(self._bench.condemned):
+            return None
+        same = (other["config_hash"], other["input"]["hash"]) == (self._source.config_hash, input_hash)
+        return other if same else None
+
+    def _refuse_other_result(self, link: int, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
+        """Two results of one link are equal, or something is broken: then the one with a receipt stays."""
+        if earlier is None:
+            return
+        hashes = earlier["splits"][split]["files"]
+        if any(f"{file.hash:016x}" != hashes[name]["xxh3"] for name, file in files.items()):
+            self._refuse_condemned()  # that says why, if it was just now
+            raise UserError(
+                f"{self._unit} gave other tokens than when "
+                f"{receipt_path(self._source.folder, self._unit.index, link)} was written "
+                f"({earlier['engine']} then, {self._engine.name} now); remove {self._source.folder} to make it "
+                "again with one"
+            )
+
+
+class _Batches:
+    """Documents of a link on their way to the spools, encoded many at a time."""
+
+    def __init__(
+        self,
+        source: SourceJob,
+        spools: list[Spool],
+        tokenizer: Tokenizer,
+        engine: Engine,
+        check: Check,
+        which: Which,
+    ) -> None:
+        self._source = source
+        self._spools = spools
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._check = check
+        self._is_reference = which == "tokenizers"
+        self._itemsize = tokenizer.dtype.itemsize
+        self._batch: list[tuple[Document, bytes]] = []
+        self._bytes = 0
+
+    def add(self, document: Document, raw: bytes) -> bool:
+        """Take a document; returns whether this encoded what had gathered."""
+        if len(raw) > self._source.max_document_bytes:
+            self.flush()
+            spool = self._spools[self._source.splits.of(raw, document.id)]
+            spool.add_long(document, len(raw), self._encode_long(document, raw))
+            return True
+        self._batch.append((document, raw))
+        self._bytes += len(raw)
+        if self._bytes < self._engine.batch_bytes and len(self._batch) < self._engine.batch_documents:
+            return False
+        self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Encode what has gathered."""
+        if not self._batch:
+            return
+        documents = [document for document, _ in self._batch]
+        encoded = self._encode(documents, [document.text for document in documents])
+        view = memoryview(encoded.ids).cast("B")
+        ends = (np.cumsum(encoded.lengths) * self._itemsize).tolist()
+        start = 0
+        for (document, raw), end in zip(self._batch, ends, strict=True):
+            self._spools[self._source.splits.of(raw, document.id)].add(document, len(raw), view[start:end])
+            start = end
+        for spool in self._spools:
+            spool.flush()
+        self._batch.clear()
+        self._bytes = 0
+
+    def _encode_long(self, document: Document, raw: bytes) -> Iterator[memoryview]:
+        for text in cut_text(raw, self._source.max_document_bytes):
+            yield memoryview(self._encode([document], [text]).ids).cast("B")
+
+    def _encode(self, documents: list[Document], texts: list[str]) -> Any:
+        encoded = self._engine.encode(texts)
+        forged = encoded.ids == self._tokenizer.end_of_document
+        if forged.any():
+            place = np.searchsorted(np.cumsum(encoded.lengths), np.flatnonzero(forged)[0], side="right")
+            raise UserError(
+                f"tokenizer.end_of_document: the tokenizer makes {self._tokenizer.end_of_document_token!r} out "
+                f"of ordinary text (document {documents[int(place)].id}), which would forge the end of a document; "
+                "choose another token"
+            )
+        if not self._is_reference:
+            rows = np.fromiter((document.row for document in documents), np.uint64, len(documents))
+            self._check.add_batch(rows, [document.id for document in documents], texts, encoded)
+        return encoded
+
+
+def read_condemned(path: Path) -> dict[str, str]:
+    """Engines that must not be used any more, with the evidence."""
+    try:
+        found: dict[str, str] = storage.get_json(path)
+        return found
+    except FileNotFoundError:
+        return {}
+
+
+def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
+    """Whether a receipt is of this config, begins where the link begins, and its files are there."""
+    return (
+        receipt is not None
+        and receipt["config_hash"] == source.config_hash
+        and tuple(receipt["start"]) == start
+        and receipt["engine"] not in condemned
+        and damage_stands(source, unit, receipt)
+        and (not source.has_parts or files_are_there(source.folder, receipt, source.below) or _is_shuffled(source))
+    )
+
+
+def damage_stands(source: SourceJob, unit: Unit, receipt: Any) -> bool:
+    """Whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
+    dropped, wanted = receipt.get("dropped", []), _dropped(source, unit)
+    # Another command that drops may have seen more damage by now.
+    if dropped != wanted and not (source.drops_damaged and set(dropped) > set(wanted)):
+        return False
+    return not (dropped or receipt.get("damaged")) or bool(receipt["input"]["stat"] == input_stat(unit))
+
+
+def _dropped(source: SourceJob, unit: Unit) -> list[str]:
+    """Names of the files of a unit of which nothing is to be taken."""
+    if not source.reader.dropped:
+        return []
+    return sorted({piece.file.name for piece in unit.pieces} & source.reader.dropped.keys())
+
+
+def _is_shuffled(source: SourceJob) -> bool:
+    """Whether a global shuffle was finished, by another command just now: it removes the parts of its first pass."""
+    if not source.below:
+        return False
+    try:
+        return all(
+            storage.get_json(source.folder / name / MANIFEST_FILE)["config_hash"] == source.config_hash
+            for name in source.splits.names
+        )
+    except FileNotFoundError:
+        return False
+
+
+def _rejected_record(document: Document) -> dict[str, Any]:
+    fields = ("row", "piece", "line", "byte", "reason", "detail")
+    return {field: getattr(document, field) for field in fields}

@@ -1,0 +1,96 @@
+"""Finding documents of a dataset by what their `.prov` records say: one pass over them, in a few threads."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.indexed import PROVENANCE, part_files, part_prefix
+from pipeline.data.datasets.manifest import REPAIR_DAMAGED, Manifest, read_parts
+
+_BLOCK_BYTES = 2**17 * PROVENANCE.itemsize
+_THREADS = max(2, min(8, os.cpu_count() or 1))
+_HASH = re.compile(r"xxh3:([0-9a-f]{16})")
+
+
+def hash_of_id(id: str) -> int:
+    """What `.prov` has of a document's id. No document has an id that is not UTF-8, but people may ask for one."""
+    return xxhash.xxh3_64_intdigest(id.encode(errors="surrogateescape"))
+
+
+def documents_with_id(folder: Path, manifest: Manifest, id: str) -> list[int]:
+    """Numbers of the documents of a dataset that have an id (or another one of equal hash), ascending.
+
+    Args:
+        folder: of the dataset.
+        manifest: of it.
+        id: the id, or `xxh3:` and 16 hexadecimal digits, its hash.
+
+    Raises:
+        UserError: a `.prov` file is missing or cut.
+    """
+    found = _find(folder, manifest, {"id_hash": hash_of_id(id)})
+    if not found and (given := _HASH.fullmatch(id)):
+        return _find(folder, manifest, {"id_hash": int(given[1], 16)})
+    return found
+
+
+def documents_of_record(folder: Path, manifest: Manifest, unit: int, row: int) -> list[int]:
+    """Numbers of the documents of a dataset that were made of a record: one, or none.
+
+    Args:
+        folder: of the dataset.
+        manifest: of it.
+        unit: number of the unit.
+        row: of the record in the unit.
+
+    Raises:
+        UserError: a `.prov` file is missing or cut.
+    """
+    # A part is a unit's, or a link's of it, unless all documents of the source were shuffled.
+    is_shuffled = manifest.settings.get("data.preprocess.shuffle") == "global"
+    return _find(folder, manifest, {"row": row, "unit": unit}, None if is_shuffled else unit)
+
+
+def _find(folder: Path, manifest: Manifest, wanted: dict[str, int], unit: int | None = None) -> list[int]:
+    parts = read_parts(folder, manifest)
+    firsts = np.concatenate([[0], np.cumsum(parts["documents"], dtype=np.int64)[:-1]])
+    chosen = np.arange(len(parts)) if unit is None else np.flatnonzero(parts["unit"] == unit)
+
+    def matches(indices: npt.NDArray[np.int64]) -> list[int]:
+        found: list[int] = []
+        for index in indices.tolist():
+            part = parts[index]
+            path = part_files(part_prefix(folder, int(part["unit"]), int(part["link"])))[2]
+            found += (firsts[index] + _matches(path, int(part["documents"]), wanted)).tolist()
+        return found
+
+    # Many small files a task: handing over one costs about as much as looking through it.
+    tasks = np.array_split(chosen, min(len(chosen), 8 * _THREADS) or 1)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return sorted(number for found in threads.map(matches, tasks) for number in found)
+
+
+def _matches(path: Path, documents: int, wanted: dict[str, int]) -> npt.NDArray[np.int64]:
+    """Records of a file that have these values."""
+    found: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    seen = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                records = np.frombuffer(block, PROVENANCE, len(block) // PROVENANCE.itemsize)
+                equal = [records[name] == value for name, value in wanted.items()]
+                found.append(seen + np.flatnonzero(np.logical_and.reduce(equal)))
+                seen += len(records)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {REPAIR_DAMAGED}") from None
+    if seen != documents:
+        raise UserError(f"{path} is cut: it has {seen:,} records of {documents:,} documents; {REPAIR_DAMAGED}")
+    return np.concatenate(found)

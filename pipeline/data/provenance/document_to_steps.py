@@ -1,0 +1,436 @@
+"""`pipeline data when`: from a document to the steps of a run that train on it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.manifest import datasets_below, read_manifest
+from pipeline.data.order.journal import Segment
+from pipeline.data.order.windows import Windows
+from pipeline.data.provenance.document_search import documents_of_record, documents_with_id, hash_of_id
+from pipeline.data.provenance.run import (
+    AskedRun,
+    Described,
+    Range,
+    Say,
+    counted,
+    hint_of_ids,
+    in_brackets,
+    numbered,
+    shortened,
+    unknown_origins,
+)
+from pipeline.data.provenance.source_location import AdoptedOrigins, Key, Origins
+
+_ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9]{1,18}))?", re.DOTALL)
+_EXHAUSTED = "the source has given all that its max_epochs allows"
+_BEYOND = "beyond what max_epochs of the source allows"
+_LINES = 50
+"""Of a document that are shown."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens of a document as targets.
+
+    Attributes:
+        step: from 1.
+        sample: global index.
+        done: whether the step was trained.
+        masked: why they have no weight, or are passed over; None if they are trained on.
+    """
+
+    lap: int
+    step: int
+    sample: int
+    tokens: Range
+    done: bool
+    masked: str | None
+
+    def __str__(self) -> str:
+        state = f"; masked: {self.masked}" if self.masked else ""
+        return (
+            f"lap {self.lap:,}: step {self.step:,}, sample {self.sample:,}, tokens {in_brackets(self.tokens)}; "
+            f"{'done' if self.done else 'to come'}{state}"
+        )
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Tokens of a document that are no targets in a lap.
+
+    Attributes:
+        due: first and last step, from 1, at which they would come in a longer run; None if the run's end is not why.
+    """
+
+    lap: int
+    tokens: Range
+    why: str
+    due: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        due = f"due at {numbered('step', *self.due)}, " if self.due else ""
+        return f"lap {self.lap:,}: tokens {in_brackets(self.tokens)} not seen: {due}{self.why}"
+
+    def and_next(self, other: Unseen) -> Unseen | None:
+        """One of both, if they touch and have one reason."""
+        together = self.lap == other.lap and self.tokens[1] == other.tokens[0] and self.why == other.why
+        if not together or (self.due is None) != (other.due is None):
+            return None
+        steps = [*(self.due or ()), *(other.due or ())]
+        due = (min(steps), max(steps)) if steps else None
+        return Unseen(self.lap, (self.tokens[0], other.tokens[1]), self.why, due)
+
+
+@dataclass(frozen=True)
+class Without:
+    """Steps in which no lap has a document: from 1, both ends included."""
+
+    first_step: int
+    last_step: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{numbered('step', self.first_step, self.last_step)}: {self.why}"
+
+
+@dataclass
+class Times:
+    """When a document is seen.
+
+    Attributes:
+        seen: with weight.
+        masked: without, or passed over.
+        unseen: what the laps that the run reaches leave out.
+        without: the steps that have none of these laps.
+    """
+
+    about: Described
+    seen: list[Seen] = field(default_factory=list)
+    masked: list[Seen] = field(default_factory=list)
+    unseen: list[Unseen] = field(default_factory=list)
+    without: list[Without] = field(default_factory=list)
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        seen = [{name: value for name, value in vars(one).items() if name != "masked"} for one in self.seen]
+        return self.about.json | {
+            "seen": seen,
+            "masked": [vars(one) for one in self.masked],
+            "unseen": [vars(one) for one in self.unseen],
+            "without": [vars(one) for one in self.without],
+        }
+
+    def summary(self) -> str:
+        """How much of the document, in how many steps."""
+        parts: list[str] = []
+        for what, found in (
+            ("trained on", [seen for seen in self.seen if seen.done]),
+            ("to come", [seen for seen in self.seen if not seen.done]),
+            ("masked or passed over", self.masked),
+        ):
+            tokens, end = 0, 0
+            for first, after in sorted(seen.tokens for seen in found):
+                tokens, end = tokens + max(0, after - max(first, end)), max(end, after)
+            if found or not parts:
+                steps = f", in {counted(len({seen.step for seen in found}), 'step')}" if found else ""
+                of = "" if parts else f" of {counted(self.about.tokens, 'token')}"
+                parts.append(f"{what}: {tokens:,}{of}{steps}")
+        return "; ".join(parts)
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        yield self.summary()
+        told: list[Seen | Unseen] = [*self.seen, *self.masked, *self.unseen]
+        told.sort(key=lambda one: one.lap)
+        lines = [*map(str, told), *map(str, self.without)]
+        yield from lines[:_LINES]
+        if len(lines) > _LINES:
+            yield f"and {counted(len(lines) - _LINES, 'more line')}: --json has all"
+
+
+@dataclass(frozen=True)
+class When:
+    """When documents are seen.
+
+    Attributes:
+        never: why a record is in no document that is trained on; empty if it is.
+        warnings: what is to be known first.
+        notes: what else is to be said.
+        hints: what else is to be said to people.
+    """
+
+    source: str
+    steps: int
+    done: int
+    documents: list[Times]
+    never: str
+    warnings: list[str]
+    notes: list[str]
+    hints: list[str]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "source": self.source,
+            "steps": self.steps,
+            "done": self.done,
+            "documents": [times.json for times in self.documents],
+            "never": self.never or None,
+            "notes": [*self.warnings, *self.notes],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        yield from (f"note: {warning}" for warning in self.warnings)
+        for times in self.documents:
+            about = times.about
+            yield f"document {about.document} of {self.source}: {about}, {counted(about.tokens, 'token')}"
+            yield from (f"  {line}" for line in times.lines())
+        if self.never:
+            yield f"never seen: {self.never}"
+        yield from self.notes
+        yield from self.hints
+
+
+def when(
+    run: AskedRun,
+    source: str,
+    *,
+    id: str | None = None,
+    document: int | None = None,
+    row: str | None = None,
+    ids: bool = False,
+    say: Say,
+) -> When:
+    """The steps at which tokens of documents are targets, in every lap that the run reaches.
+
+    Args:
+        run: the run.
+        source: of the documents.
+        id: of the documents, or `xxh3:` and its hash. Exactly one of `id`, `document` and `row` is to be given.
+        document: number in the source's dataset.
+        row: `FILE:LINE`, `FILE: row N`, or `FILE` for a text.
+        ids: read ids from the source files where they are not known without.
+        say: called with what is about to be read.
+
+    Raises:
+        UserError: there is no such source, document or record.
+    """
+    if [id, document, row].count(None) != 2:
+        raise UserError("say which document: give exactly one of --doc ID, --document N and --row FILE[:N]")
+    dataset = run.dataset(source)
+    never = ""
+    if document is not None:
+        if not 0 <= document < dataset.documents:
+            raise UserError(
+                f"--document: {document}: {source} has {numbered('document', 0, dataset.documents - 1)} only"
+            )
+        documents = [document]
+    elif id is not None:
+        documents = documents_with_id(dataset.folder, dataset.manifest, id)
+        if not documents:
+            never = _split_of(dataset.folder, lambda folder: documents_with_id(folder, read_manifest(folder), id))
+            if not never:
+                example = run.describe(source, [0], True, say)[0].id
+                like = f"; ids are like {shortened(example)!r}" if example else ""
+                raise UserError(f"--doc: no document of source {source!r} has the id {id!r} in any split{like}")
+    else:
+        assert row is not None
+        origins = run.origins(source)
+        if origins is None:
+            raise UserError(f"--row: nothing beside {dataset.folder} says what it was made from; use --document N")
+        key = _find_row(origins, row)
+        documents = documents_of_record(dataset.folder, dataset.manifest, *key)
+        if not documents:
+            never = _why_not(origins, key, dataset.folder, row)
+    described = run.describe(source, documents, ids, say)
+    if id is not None:
+        for number, about in described.items():
+            if about.id is None and about.id_hash == hash_of_id(id):
+                described[number] = about._replace(id=id)
+    found = [_Search(run, source, described[number]).times() for number in documents]
+    end = [f"the run ends after step {run.steps:,}: {run.length.reason}"] if any(one.unseen for one in found) else []
+    return When(
+        source=source,
+        steps=run.steps,
+        done=run.done,
+        documents=found,
+        never=never,
+        warnings=[*run.warnings],
+        notes=[*unknown_origins(described.values()), *end, *run.notes],
+        hints=hint_of_ids(described.values(), ids),
+    )
+
+
+def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:
+    found = _ROW.fullmatch(row)
+    assert found is not None
+    file, number = found["file"], found["number"]
+    return origins.find(file, None if number is None else int(number))
+
+
+def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str) -> str:
+    """Why a record is no document of the training split."""
+    if reason := origins.rejected(key):
+        return f"the record was rejected: {reason}"
+    split = _split_of(folder, lambda other: documents_of_record(other, read_manifest(other), *key))
+    if not split:
+        raise UserError(f"--row: {row} is no document of {folder}, nor of another split")
+    return split
+
+
+def _split_of(folder: Path, find: Callable[[Path], list[int]]) -> str:
+    """Which split beside a dataset has documents that `find` finds."""
+    for other in datasets_below(folder.parent):
+        if other != folder and (found := find(other)):
+            return f"it is document {found[0]} of the split {other.name!r}"
+    return ""
+
+
+class _Search:
+    """Looks for the steps of one document."""
+
+    def __init__(self, run: AskedRun, source: str, about: Described) -> None:
+        self._run = run
+        self._source = source
+        self._times = Times(about)
+        # By lap: the positions that were not drawn yet, each with the document's targets there.
+        self._open: dict[int, dict[int, list[Range]]] = {}
+        # By lap: why the positions that are open will stay so, and whether anything can still change that.
+        self._why: dict[int, str] = {}
+        self._closed: set[int] = set()
+        # By lap: slice and sequence length.
+        self._text: dict[int, tuple[Range | None, int]] = {}
+        # Laps and positions that come after all that max_epochs allows.
+        self._beyond: set[tuple[int, int]] = set()
+        # By lap and position: the step at which it would be drawn, were the run longer.
+        self._due: dict[tuple[int, int], int] = {}
+        # Steps [first, stop) in which no lap has the document, and why.
+        self._without: list[tuple[int, int, str]] = []
+
+    def times(self) -> Times:
+        """All steps, and what is not seen."""
+        run, times = self._run, self._times
+        segments = run.journal.segments
+        for number, segment in enumerate(segments):
+            if segment.first_step >= run.steps:
+                break
+            end = segments[number + 1].first_step if number + 1 < len(segments) else run.steps
+            stop = min(end, run.steps)
+            self._close_laps(segment)
+            if reason := self._not_in(segment) or self._look(number, segment, stop):
+                first = segment.first_step
+                if self._without and self._without[-1][1:] == (first, reason):
+                    first = self._without.pop()[0]
+                self._without.append((first, stop, reason))
+        for lap, positions in self._open.items():
+            for position, ranges in positions.items():
+                why, due = self._why[lap], None
+                if lap not in self._closed and (lap, position) in self._beyond:
+                    why = _BEYOND
+                elif (step := self._due.get((lap, position))) is not None:
+                    why, due = f"after the end of the run (step {run.steps:,})", (step + 1, step + 1)
+                times.unseen += [Unseen(lap, tokens, why, due) for tokens in ranges]
+        for seen in (times.seen, times.masked):
+            seen.sort(key=lambda one: (one.lap, one.step, one.sample))
+        merged: list[Unseen] = []
+        for unseen in sorted(times.unseen, key=lambda one: (one.lap, one.tokens)):
+            both = merged[-1].and_next(unseen) if merged else None
+            merged[-1:] = [both] if both else [*merged[-1:], unseen]
+        times.unseen = merged
+        times.without = [Without(first + 1, stop, reason) for first, stop, reason in self._without]
+        return times
+
+    def _not_in(self, segment: Segment) -> str:
+        """Why a segment cannot have the document; empty if it can."""
+        state, document = segment.sources.get(self._source), self._times.about.document
+        if state is None:
+            return "the source is not in the blend"
+        if state.documents is not None and not state.documents[0] <= document < state.documents[1]:
+            return f"the slice has {numbered('document', state.documents[0], state.documents[1] - 1)} only"
+        return ""
+
+    def _close_laps(self, segment: Segment) -> None:
+        """Say why laps end before a segment that has other ones. One that was drawn to its end has nothing open."""
+        state = segment.sources.get(self._source)
+        if state is None:
+            return
+        for lap in self._open.keys() - self._closed:
+            (documents, length), before = self._text[lap], f"before step {segment.first_step + 1:,}"
+            changed = ["slice"] if documents != state.documents else []
+            changed += ["sequence_length"] if length != segment.sequence_length else []
+            if changed:
+                verb = "changes" if len(changed) == 1 else "change"
+                self._closed.add(lap)
+                self._why[lap] = f"the lap was closed {before}, where {' and '.join(changed)} {verb}"
+
+    def _look(self, number: int, segment: Segment, stop: int) -> str:
+        """Find the document in the laps of a segment, up to step `stop`. Returns why there is no lap; empty if any."""
+        run, state = self._run, segment.sources[self._source]
+        windows = run.windows[number][self._source]
+        before, after = (run.sampler.targets(step)[self._source] for step in (segment.first_step, stop))
+        drawn = (after - before) // segment.sequence_length
+        # A segment that goes on with the lap, or closes it, says another reason.
+        why = f"not drawn by step {stop:,}, " + (
+            "the end of the run" if stop == run.steps else "after which the source is not in the blend"
+        )
+        if drawn == state.cap:
+            why = _EXHAUSTED
+        self._why |= dict.fromkeys(self._open.keys() - self._closed, why)
+        if drawn == 0:
+            return _EXHAUSTED if state.cap == 0 else "the source is not drawn"
+        for lap in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):
+            self._open_lap(windows, segment.sequence_length, lap)
+            self._text[lap] = state.documents, segment.sequence_length
+            self._why[lap] = why
+            positions = np.array(list(self._open[lap]), np.int64)
+            found = run.sampler.find(self._source, number, lap, positions)
+            before_lap = (lap - state.lap) * windows.count - state.cursor
+            for position, sample in zip(positions.tolist(), found.tolist(), strict=True):
+                if state.cap is not None and before_lap + position >= state.cap:
+                    self._beyond.add((lap, position))
+                    continue
+                if sample < 0:
+                    continue
+                step = run.journal.step_of(sample)
+                if step >= stop:
+                    self._due[lap, position] = step
+                    continue
+                masked = run.masked(step, sample, self._source, self._times.about.document)
+                into = self._times.seen if masked is None else self._times.masked
+                for tokens in self._open[lap].pop(position):
+                    into.append(Seen(lap, step + 1, sample, tokens, step < run.done, masked))
+        if drawn == state.cap:
+            self._closed |= self._open.keys()
+        return ""
+
+    def _open_lap(self, windows: Windows, length: int, lap: int) -> None:
+        """Note where in a lap the document is, and what of it the lap leaves unseen."""
+        if lap in self._open:
+            return
+        about = self._times.about
+        positions: dict[int, list[Range]] = {}
+        for position in windows.containing(lap, about.document).tolist():
+            positions[position] = [
+                (span.start + (place == 0), span.start + span.length)
+                for place, span in enumerate(windows.at(lap, position))
+                if span.document == about.document and span.length > (place == 0)
+            ]
+        self._open[lap] = positions
+        why = f"among the {windows.tokens - windows.count * length:,} tokens that the lap leaves out"
+        end = 0
+        for first, after in [*sorted(itertools.chain(*positions.values())), (about.tokens, about.tokens)]:
+            if first > end:
+                self._times.unseen.append(Unseen(lap, (end, first), why))
+            end = max(end, after)

@@ -1,0 +1,120 @@
+"""`pipeline data inspect`: what is in a dataset, printed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.common.console import Console, say
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.manifest import REPAIR, datasets_below
+from pipeline.data.provenance.source_location import open_origins
+from pipeline.data.sources.reader import printable
+from pipeline.data.tokenization.tokenizer import Tokenizer
+
+SHOWN_CHARACTERS = 300
+HISTOGRAM_DOCUMENTS = 20_000
+"""Lengths of at most so many documents, evenly spaced, are looked at."""
+_BAR = 40
+
+
+def inspect(folder: Path, documents: int = 3) -> None:
+    """Print counts, tokenizer, the first documents and a histogram of lengths of every dataset in a folder.
+
+    Args:
+        folder: a dataset, the folder of a source, or a data folder.
+        documents: how many documents to show.
+
+    Raises:
+        UserError: there is no dataset, or it is damaged.
+    """
+    console = Console()
+    for path in datasets_below(folder):
+        dataset = Dataset.open(path)
+        _print_counts(console, path, dataset)
+        _print_documents(console, dataset, min(documents, dataset.documents))
+        if dataset.documents:
+            _print_histogram(console, dataset)
+        console.print()
+
+
+def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
+    manifest = dataset.manifest
+    per_token = f"{manifest.text_bytes / manifest.tokens:.3f}" if manifest.tokens else "-"
+    tokenizer = manifest.tokenizer
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in [
+        ("source, split", f"{manifest.source}, {manifest.split}"),
+        ("documents", f"{manifest.documents:,}"),
+        ("tokens", f"{manifest.tokens:,}"),
+        ("text bytes", f"{manifest.text_bytes:,}"),
+        ("bytes per token", per_token),
+        ("dtype", manifest.dtype),
+        ("parts", f"{manifest.parts:,}"),
+        ("tokenizer", f"{tokenizer.vocab_size:,} entries, fingerprint {tokenizer.fingerprint}"),
+        ("end of document", f"{tokenizer.end_of_document_token!r} = {tokenizer.end_of_document}"),
+    ]:
+        table.add_row(Text(name, style="dim"), Text(value))
+    console.print(Text(str(path), style="bold"), soft_wrap=True)
+    console.print(table)
+
+
+def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
+    try:
+        tokenizer = Tokenizer.open(dataset.folder)
+    except UserError as error:
+        raise UserError(f"{error}; {REPAIR}") from None
+    records = [dataset.provenance(document)[:2] for document in range(count)]
+    origins = open_origins(dataset.folder, dataset.manifest)
+    places = origins.places(records, report=partial(say, console)) if origins else {}
+    for document, record in enumerate(records):
+        start, end = dataset.document_start(document), dataset.document_start(document + 1)
+        # Four tokens a character is the most (one for each byte of it); the end of the document is not shown.
+        text = tokenizer.decode(dataset.read(start, min(end - start - 1, SHOWN_CHARACTERS * 4)))
+        console.print()
+        about = f"document {document}: {end - start:,} tokens"
+        if record in places:
+            about += f", {printable(str(places[record]))}"
+        if record not in places or places[record].kind != "text":  # a file of one document has no rows
+            about += f", row {record[1]:,} of unit {record[0]:,}"
+        console.print(Text(about, style="dim"), soft_wrap=True)
+        if metadata := dataset.metadata(document):
+            kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())
+            console.print(Text(printable(_shortened(kept)), style="dim"), soft_wrap=True)
+        say(console, printable(_shortened(text), keep="\n\t"))
+    console.print()
+
+
+def _shortened(text: str) -> str:
+    return text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
+
+
+def document_lengths(dataset: Dataset, limit: int) -> npt.NDArray[np.int64]:
+    """Lengths in tokens of at most `limit` documents, evenly spaced over the dataset."""
+    chosen = np.unique(np.linspace(0, dataset.documents - 1, min(limit, dataset.documents)).astype(np.int64))
+    return np.array([dataset.document_start(d + 1) - dataset.document_start(d) for d in chosen.tolist()], np.int64)
+
+
+def _print_histogram(console: Console, dataset: Dataset) -> None:
+    lengths = document_lengths(dataset, HISTOGRAM_DOCUMENTS)
+    # Bucket b holds the lengths in [2^b, 2^(b+1)).
+    buckets = np.bincount(np.frexp(lengths.astype(np.float64))[1] - 1)
+    title = "tokens of a document"
+    if len(lengths) < dataset.documents:
+        title += f" ({len(lengths):,} documents, evenly spaced)"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table.add_column("from", justify="right")
+    table.add_column("to", justify="right")
+    table.add_column("documents", justify="right")
+    table.add_column("")
+    for bucket in range(int(np.flatnonzero(buckets)[0]), len(buckets)):
+        count = int(buckets[bucket])
+        bar = "█" * max(round(_BAR * count / int(buckets.max())), 1 if count else 0)
+        table.add_row(f"{2**bucket:,}", f"{2 ** (bucket + 1) - 1:,}", f"{count:,}", bar)
+    console.print(table)

@@ -1,0 +1,464 @@
+"""A run opened to ask where its data came from and when it is seen: the plan, the datasets, how far it has come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.console import echo
+from pipeline.common.errors import UserError
+from pipeline.config.load import load_run
+from pipeline.config.root import Config
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.open import open_datasets
+from pipeline.data.order.journal import Journal, Skip
+from pipeline.data.order.run_length import RunLength, run_length
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.windows import Windows, windows_of
+from pipeline.data.provenance.document_search import hash_of_id
+from pipeline.data.provenance.source_location import AdoptedOrigins, Origin, Origins, open_origins
+from pipeline.data.sources.records import printable
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.receipts import TRAIN
+
+JOURNAL_FILE = "journal.json"
+_SHOWN_CHARACTERS = 60
+_ID_CHARACTERS = 200
+_TAIL_BYTES = 2**20
+
+Range = tuple[int, int]
+"""Tokens [first, end) of a document."""
+Say = Callable[[str], None]
+
+
+class Described(NamedTuple):
+    """A document: its number in the dataset, where it came from, and its id if that is known."""
+
+    document: int
+    tokens: int
+    """With the end-of-document token."""
+    unit: int | None
+    row: int | None
+    """In the unit."""
+    id: str | None
+    id_hash: int | None
+    origin: Origin | None
+    """None where nothing beside the dataset tells."""
+    damage: str = ""
+    """Why its `.prov` record cannot be read, so that nothing but number and tokens is known."""
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        origin = self.origin
+        value = {"document": self.document, "length": self.tokens, "unit": self.unit, "row": self.row, "id": self.id}
+        value["id_hash"] = None if self.id_hash is None else f"{self.id_hash:016x}"
+        value["file"] = origin.file if origin else None
+        if origin is not None and origin.kind != "text":
+            value[f"file_{origin.kind}"] = origin.number
+        return value
+
+    def __str__(self) -> str:
+        if self.damage:
+            return "origin unknown"
+        id = f"xxh3:{self.id_hash:016x}" if self.id is None else printable(shortened(self.id, _ID_CHARACTERS))
+        place = f"{printable(str(self.origin))}, " if self.origin else ""
+        return f"{place}id {id}"
+
+
+@dataclass
+class AskedRun:
+    """A run to ask.
+
+    Attributes:
+        config: its run file.
+        folder: its folder.
+        journal: what it has trained by, and what its next start will go on with.
+        warnings: what is to be known before any answer is read.
+        about: what else is to be said of the journal with any answer.
+        datasets: training split of each source.
+        windows: what positions are windows of, for each segment by source.
+        sampler: the order of the run.
+        done: steps trained so far.
+        trained: the run by its journal alone, if the run file plans steps after the newest checkpoint in another way
+            than they were trained.
+    """
+
+    config: Config
+    folder: Path
+    journal: Journal
+    warnings: Sequence[str]
+    about: Sequence[str]
+    datasets: Mapping[str, Dataset]
+    windows: Sequence[Mapping[str, Windows]]
+    sampler: Sampler
+    done: int
+    trained: AskedRun | None = None
+
+    @cached_property
+    def length(self) -> RunLength:
+        """Steps of the whole run, and what ends it."""
+        return run_length(self.config, self.sampler)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.length.steps
+
+    @property
+    def notes(self) -> list[str]:
+        """What else is to be said with any answer."""
+        notes = [*self.about]
+        if self.config.train.objective.type == "fim":
+            notes.append(
+                "train.objective.type: fim: the model sees some pieces rearranged; the first three tokens of each of "
+                "these make room for the sentinels"
+            )
+        if self.config.train.loss.mask_document_start:
+            notes.append("train.loss.mask_document_start: token 0 of each document has no weight")
+        return notes
+
+    def dataset(self, source: str) -> Dataset:
+        """The training split of a source.
+
+        Raises:
+            UserError: the run has no such source.
+        """
+        if source not in self.datasets:
+            raise UserError(f"--source: {source!r} is none of the run's sources ({', '.join(self.datasets)})")
+        return self.datasets[source]
+
+    def origins(self, source: str) -> Origins | AdoptedOrigins | None:
+        """Where the documents of a source came from."""
+        return self._origins(source)
+
+    @cached_property
+    def _origins(self) -> Callable[[str], Origins | AdoptedOrigins | None]:
+        return lru_cache(maxsize=None)(
+            lambda source: open_origins(self.datasets[source].folder, self.datasets[source].manifest)
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Callable[[str], Tokenizer]:
+        # Sources have one tokenizer, mostly, and opening a large one takes half a second.
+        folders = {one.manifest.tokenizer.fingerprint: one.folder for one in self.datasets.values()}
+        opened = lru_cache(maxsize=None)(lambda fingerprint: Tokenizer.open(folders[fingerprint]))
+        return lambda source: opened(self.datasets[source].manifest.tokenizer.fingerprint)
+
+    def describe(self, source: str, documents: Iterable[int], ids: bool, say: Say) -> dict[int, Described]:
+        """What is known of documents, by their number in the source's dataset.
+
+        Args:
+            source: of all of them.
+            documents: their numbers, each once.
+            ids: read ids from the source files where they are not known without.
+            say: called with what is about to be read.
+        """
+        dataset, origins = self.datasets[source], self.origins(source)
+        records, damage = {}, {}
+        for document in documents:
+            try:
+                records[document] = dataset.provenance(document)
+            except UserError as error:
+                damage[document] = str(error)
+        keys = {document: (unit, row) for document, (unit, row, _, _) in records.items()}
+        places = origins.places(keys.values(), report=say) if origins else {}
+        known = {
+            document: self._id(source, document, places.get(key), records[document][3])
+            for document, key in keys.items()
+        }
+        unknown = [document for document, id in known.items() if id is None]
+        if ids and origins and unknown:
+            read = origins.places([keys[document] for document in unknown], read=True, report=say)
+            places |= read
+            for document in unknown:
+                known[document] = self._id(source, document, read[keys[document]], records[document][3])
+        described = {}
+        for document in [*records, *damage]:
+            tokens = dataset.document_start(document + 1) - dataset.document_start(document)
+            if document in damage:
+                described[document] = Described(document, tokens, None, None, None, None, None, damage[document])
+                continue
+            unit, row, _, id_hash = records[document]
+            place = places.get((unit, row))
+            described[document] = Described(document, tokens, unit, row, known[document], id_hash, place)
+        return described
+
+    def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
+        """The id that has this hash: what the place or the kept metadata say."""
+        if place is not None and place.id is not None and hash_of_id(place.id) == id_hash:
+            return place.id
+        origins, dataset = self.origins(source), self.datasets[source]
+        if origins is None or origins.id_key is None or origins.id_key not in dataset.manifest.settings["metadata"]:
+            return None
+        kept = dataset.metadata(document).get(origins.id_key)
+        return str(kept) if type(kept) in (str, int) and hash_of_id(str(kept)) == id_hash else None
+
+    def words(self, source: str, about: Described, tokens: Range) -> str:
+        """The beginning of some tokens of a document as text."""
+        dataset, (start, end) = self.datasets[source], tokens
+        # The token that closes the document is left out where there is something else to see.
+        count = min(end, max(about.tokens - 1, start + 1)) - start
+        # Four tokens a character is the most, one for each byte of it; mostly it is less than one.
+        for some in (_SHOWN_CHARACTERS + 1, 4 * (_SHOWN_CHARACTERS + 1)):
+            ids = dataset.read(dataset.document_start(about.document) + start, min(count, some))
+            text = self._tokenizer(source).decode(ids)
+            if len(text) > _SHOWN_CHARACTERS or len(ids) == count:
+                break
+        return shortened(text)
+
+    def masked(self, step: int, sample: int, source: str, document: int | None = None) -> str | None:
+        """Why the targets of a sample have no weight; with `document`, those of the document in it. None if they have.
+
+        Args:
+            step: counted from 0.
+            sample: global index.
+            source: of the sample.
+            document: number in the dataset.
+        """
+        skip = self.journal.why_skipped(step)
+        if skip is not None:
+            return "blend.skip has the step" if not skip.fault else f"passed over{_fault(skip)}"
+        for skip in self.journal.masks(step):
+            if skip.samples is not None and skip.samples[0] <= sample < skip.samples[1]:
+                return f"blend.skip has {_inclusive('sample', skip.samples)}"
+            if skip.source == source:
+                ranges = [found for found in skip.documents if document is not None and found[0] <= document < found[1]]
+                if not skip.documents or ranges:
+                    what = f"{_inclusive('document', ranges[0])} of" if ranges else "source"
+                    return f"blend.skip has {what} {source}"
+        return None
+
+
+class Answer(Protocol):
+    """What a question is answered with."""
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For programs."""
+        ...
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        ...
+
+
+def answer(given: Answer, as_json: bool) -> None:
+    """Print an answer."""
+    if as_json:
+        echo(orjson.dumps(given.json, option=orjson.OPT_INDENT_2).decode())
+        return
+    for line in given.lines():
+        echo(line)
+
+
+def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
+    """The beginning of a text."""
+    return text[:characters] + ("…" if len(text) > characters else "")
+
+
+def in_brackets(tokens: Range) -> str:
+    """`[3, 7)`."""
+    return f"[{tokens[0]}, {tokens[1]})"
+
+
+def numbered(noun: str, first: int, last: int) -> str:
+    """`steps 3 to 7`, `step 3`."""
+    return f"{noun} {first:,}" if first == last else f"{noun}s {first:,} to {last:,}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `1,000 steps`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def unknown_origins(described: Iterable[Described]) -> list[str]:
+    """What to say of documents whose `.prov` records cannot be read."""
+    damage = {about.document: about.damage for about in described if about.damage}
+    if not damage:
+        return []
+    return [f"the origin of {counted(len(damage), 'document')} is unknown: {next(iter(damage.values()))}"]
+
+
+def hint_of_ids(described: Iterable[Described], ids: bool) -> list[str]:
+    """What to say to people where ids are not known and have not been asked for."""
+    if ids or not any(about.id is None and about.origin and about.origin.file for about in described):
+        return []
+    return ["xxh3:... is the hash of an id that only the source files have: --ids reads them"]
+
+
+def _fault(skip: Skip) -> str:
+    return f" because of the fault at step {skip.steps[1]:,}" if skip.steps else ""
+
+
+def _inclusive(noun: str, half_open: tuple[int, int]) -> str:
+    return numbered(noun, half_open[0], half_open[1] - 1)
+
+
+def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
+    """Open a run to ask about its data.
+
+    Args:
+        run: the run file, or the run folder.
+        overrides: `key.path=value`.
+
+    Raises:
+        UserError: the run file has a mistake, a dataset is not finished or is not the one that the run was begun with.
+    """
+    config = load_run(run, overrides)
+    folder = config.run.dir
+    datasets = open_datasets(config, TRAIN)
+    path = folder / JOURNAL_FILE
+
+    def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> AskedRun:
+        windows = windows_of(journal, datasets)
+        return AskedRun(config, folder, journal, warnings, about, datasets, windows, Sampler.of_windows(journal), done)
+
+    done = _steps_done(folder)
+    if not path.exists():
+        about = [f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"]
+        return opened(Journal.plan(config, datasets), done, [], about)
+    saved = read_journal(folder)
+    _check_datasets(saved, datasets, path)
+    replaced = [*_replaced(folder, datasets)]
+    # Training goes on from the newest checkpoint, which may be behind.
+    kept = max(checkpoint_steps(folder), default=0)
+    journal = Journal.plan(config, datasets, saved)
+    try:
+        _check_end(journal, kept)
+        journal = journal.going_on(saved, kept) if kept else journal
+    except UserError as error:
+        return opened(saved, done, [f"answered by {path}: {error}", *replaced])
+    try:
+        _check_end(journal, done)
+        same = done == kept or journal.seen(done) == saved.seen(done)
+    except UserError:
+        same = False
+    if not same:
+        steps = f"{numbered('step', kept + 1, done)}, made since the newest checkpoint, will be made again"
+        again = f"{steps} as the run file plans them now; `where` has what they were"
+        trained = opened(saved, done, [f"{steps}, with other data; this is by {path}", *replaced])
+        return replace(opened(journal, kept, [again, *replaced]), trained=trained)
+    about = []
+    if journal.to_json() != saved.to_json():
+        about = [
+            f"step {done + 1:,} and later ones are planned from the run file, which has changed since {path} was "
+            "written; a training that is running now keeps to the latter"
+        ]
+    return opened(journal, done, replaced, about)
+
+
+def _check_end(journal: Journal, done: int) -> None:
+    """What lies behind an end is not planned, so it cannot be compared."""
+    end = Sampler.of_windows(journal).end()
+    if end is not None and end.step < done:
+        raise UserError(
+            f"{counted(done, 'step')} are done, but the run file now ends the run after {end.step:,}: {end.reason}"
+        )
+
+
+def read_journal(run: Path) -> Journal:
+    """What a run wrote down of its plan when it last started or went back.
+
+    Raises:
+        FileNotFoundError: it has not.
+        UserError: the file is damaged.
+    """
+    path = run / JOURNAL_FILE
+    value = storage.get_json(path)
+    try:
+        return Journal.from_json(value)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; the next start of training writes it again") from None
+
+
+def saved_journal(run: Path, of_checkpoint: Any, step: int) -> Journal:
+    """The plan that a run has had so far, as a checkpoint of `step` steps has it.
+
+    What was decided to be passed over after the checkpoint was written is in `journal.json` alone. Without a readable
+    one, the checkpoint's is all that is known.
+
+    Raises:
+        UserError: the checkpoint's is damaged.
+    """
+    journal = Journal.from_json(of_checkpoint)
+    try:
+        return journal.with_faults(read_journal(run), step)
+    except (OSError, UserError):
+        return journal
+
+
+def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Path) -> None:
+    if missing := [name for name in journal.names if name not in datasets]:
+        raise UserError(f"{path} has the source {missing[0]!r}, which the run file does not have any more; put it back")
+    for segment in journal.segments:
+        for name, state in segment.sources.items():
+            dataset = datasets[name]
+            first, end = state.documents or (0, dataset.documents)
+            has = -1 if end > dataset.documents else dataset.document_start(end) - dataset.document_start(first)
+            if has != state.tokens:
+                raise UserError(
+                    f"{dataset.folder} is not the dataset that the run was begun with: {path} says that documents "
+                    f"[{first}, {end}) have {state.tokens:,} tokens; restore it"
+                )
+
+
+def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
+    """What to say if datasets were made again since the newest checkpoint, with as many tokens as before."""
+    for name, fingerprint in _newest_state(folder).get("fingerprints", {}).get("data", {}).items():
+        if name in datasets and datasets[name].fingerprint != fingerprint:
+            yield (
+                f"{datasets[name].folder} was made again: the newest checkpoint was trained on fingerprint "
+                f"{fingerprint}, and it has {datasets[name].fingerprint} now; its documents in steps before that are "
+                "other ones than shown"
+            )
+
+
+def checkpoint_steps(folder: Path) -> dict[int, Path]:
+    """The committed checkpoints of a run by the steps they were saved after, ascending."""
+    found = {}
+    for path in sorted((folder / "checkpoints").glob("step-*")):
+        number = path.name.removeprefix("step-")
+        if number.isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def _steps_done(folder: Path) -> int:
+    """Steps of the newest checkpoint, or in the metrics, which have every step."""
+    done = max(checkpoint_steps(folder), default=0)
+    try:
+        with storage.open_regular(folder / "metrics.jsonl") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = file.read().splitlines()
+    except FileNotFoundError:
+        return done
+    for line in reversed(tail):
+        try:
+            return max(done, int(orjson.loads(line)["step"]))
+        except (ValueError, KeyError, TypeError):  # a crash cut it short, or it is about something else
+            continue
+    return done
+
+
+def newest_ranks(folder: Path) -> int | None:
+    """Data-parallel ranks of the newest checkpoint; None without one."""
+    layout = _newest_state(folder).get("layout", {})
+    ranks = layout.get("dp", layout.get("world_size"))
+    return None if ranks is None else int(ranks)
+
+
+def _newest_state(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint says of the run; empty without one."""
+    steps = checkpoint_steps(folder)
+    try:
+        return dict(storage.get_json(steps[max(steps)] / "state.json", "layout")) if steps else {}
+    except FileNotFoundError:  # training has just removed it
+        return {}

@@ -1,0 +1,426 @@
+"""Where a document came from: (unit, row) of its `.prov` record <-> file and line or row.
+
+`plan.json` beside a dataset has the files and how they were cut into units; the receipts have the numbers of lines and
+records of each piece. Where these are equal, line and row differ by a constant; else (blank lines, damaged files) the
+piece is read again. The source files are needed for that alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.indexed import part_files, part_prefix
+from pipeline.data.datasets.manifest import PLAN_FILE, PLAN_KEYS, REPAIR, Manifest
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.reader import Document, Hub, Piece, Position, Reader, Unit, UnitReader
+from pipeline.data.sources.records import ANY_EXPANSION, MAX_RECORD_BYTES
+from pipeline.data.work.receipts import read_receipts, rejected_path
+
+Key = tuple[int, int]
+"""(unit, row in the unit), as in `.prov`."""
+Kind = Literal["text", "line", "row", "document"]
+"""A whole file; a line, from 1; a row of a table, or a document of an .idx file, from 0."""
+_SHOWN = 5
+_LONG_BYTES = 2**26
+
+
+class Origin(NamedTuple):
+    """A place in a source's files."""
+
+    file: str | None
+    """Path; None if it is not known."""
+    kind: Kind
+    """What `number` counts."""
+    number: int | None = None
+    """None for a text, and where it is not known."""
+    note: str = ""
+    """Why something is not known."""
+    id: str | None = None
+    """The document's id, if it was read or follows from the place."""
+
+    def __str__(self) -> str:
+        place = self.file or ""
+        if self.number is not None:
+            place += f":{self.number}" if self.kind == "line" else f": {self.kind} {self.number}"
+        return f"{place} ({self.note})".lstrip() if self.note else place
+
+
+class _Stretch(NamedTuple):
+    """What a link of a unit has of a piece of a file."""
+
+    unit: int
+    link: int
+    piece: int
+    """Its number in the unit."""
+    row: int
+    """Row in the unit of its first record."""
+    records: int
+    length: int
+    """Lines, or rows, of the file."""
+    direct: bool
+    """Whether each line or row of the file is a record, and so the numbers of both differ by a constant."""
+    damaged: bool
+    """Whether something in the link could not be read."""
+    start: Position
+    """Where reading it begins."""
+
+
+class Origins:
+    """The places of a source's documents. Nothing is read before it is needed.
+
+    Args:
+        folder: of the source, in which the plan and the receipts are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._receipts = lru_cache(maxsize=None)(self._receipts_of)
+        self._stretches = lru_cache(maxsize=None)(self._stretches_of)
+        self._places = lru_cache(maxsize=None)(self._places_of)
+
+    def places(
+        self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
+    ) -> dict[Key, Origin]:
+        """Where documents came from.
+
+        Args:
+            keys: of the documents.
+            read: read their ids from the source files.
+            report: called with what is about to be read, if that may take long.
+        """
+        found: dict[Key, Origin] = {}
+        to_read: dict[_Stretch, list[int]] = defaultdict(list)
+        for unit, row in keys:
+            stretch = self._stretch_of(unit, row)
+            if stretch is None:
+                found[unit, row] = Origin(None, self._kind, None, "its receipt is missing")
+                continue
+            found[unit, row] = self._place(stretch, row)
+            if read or (found[unit, row].number is None and self._kind != "text"):
+                to_read[stretch].append(row)
+        for stretch, rows in to_read.items():
+            file = self._file(self._file_of(stretch))
+            if file.size >= _LONG_BYTES:
+                report(f"reading {file.path}, for {len(rows)} {'record' if len(rows) == 1 else 'records'} of it")
+            try:
+                documents = self._read(stretch, set(rows))
+            except (UserError, OSError) as error:
+                why = str(error) if isinstance(error, UserError) else f"{file.path}: {error.strerror}"
+                for row in rows:
+                    place = found[stretch.unit, row]
+                    found[stretch.unit, row] = place._replace(note=why)
+                continue
+            for row in rows:
+                document = documents.get(row)
+                if document is None:
+                    note = "the file has changed, it has no such record now"
+                    found[stretch.unit, row] = found[stretch.unit, row]._replace(note=note)
+                    continue
+                number = self._number(stretch, document)
+                found[stretch.unit, row] = found[stretch.unit, row]._replace(number=number, id=document.id)
+        return found
+
+    def find(self, file: str, number: int | None) -> Key:
+        """The record at a place.
+
+        Args:
+            file: a path as in `plan.json`, or the end of one.
+            number: line from 1, or row from 0; None for a text.
+
+        Raises:
+            UserError: the source has no such file, or the file no such record.
+        """
+        index, path = self._file_named(file)
+        places = self._places(index)
+        if self._kind == "text":
+            if number is not None:
+                raise UserError(f"--row: {path} is one document: name it without a number")
+            if not places:
+                raise self._without_receipts(path)
+            stretch = next(iter(places))
+            return stretch.unit, stretch.row
+        if number is None:
+            raise UserError(f"--row: say which {self._kind} of {path}, as in {path}:7")
+        wanted = number - (self._kind == "line")
+        if wanted < 0:
+            raise UserError(f"--row: {path}:{number}: lines are counted from 1")
+        end = 0
+        for stretch, place in places.items():
+            if place is not None and stretch.direct:
+                if place <= wanted < place + stretch.length:
+                    return stretch.unit, stretch.row + wanted - place
+            # The end of a damaged file is a record behind the last line.
+            elif place is None or stretch.damaged or place <= wanted < place + stretch.length:
+                for document in self._documents(stretch):
+                    if self._number(stretch, document) == number:
+                        return stretch.unit, document.row
+            end = max(end, (place or 0) + stretch.length)
+        if self._kind == "row" and any(stretch.damaged for stretch in places):
+            raise UserError(f"--row: row {number} of {path} holds no record: the file was damaged, and rows of it lost")
+        if wanted < end:
+            raise UserError(f"--row: line {number} of {path} holds no record: the line is blank")
+        if not self._is_complete(index):
+            raise self._without_receipts(path)
+        raise UserError(f"--row: {path} had {end:,} {self._kind}s when it was read, so it has no {self._kind} {number}")
+
+    def rejected(self, key: Key) -> str | None:
+        """Why a record was rejected; None if it was not."""
+        unit, row = key
+        stretch = self._stretch_of(unit, row)
+        if stretch is None or not any(self._receipts(unit)[stretch.link]["rejected"].values()):
+            return None
+        with storage.open_regular(rejected_path(self.folder, unit, stretch.link)) as lines:
+            for record in map(orjson.loads, lines):
+                if record["row"] == row:
+                    return f"{record['reason']} ({record['detail']})" if record["detail"] else str(record["reason"])
+        return None
+
+    @property
+    def id_key(self) -> str | None:
+        """Key of the documents' own ids; None for text files."""
+        return None if self._reader.type == "text" else self._reader.id_key
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Whether the plan is the one that a dataset was made by."""
+        return bool(self._plan["config_hash"] == manifest.config_hash)
+
+    @cached_property
+    def _plan(self) -> Any:
+        return storage.get_json(self.folder / PLAN_FILE, *PLAN_KEYS)
+
+    @cached_property
+    def _reader(self) -> Reader:
+        settings = self._plan["settings"]
+        hub = settings.get("hub")
+        if hub is not None:
+            files = tuple(hub["data_files"])
+            hub = Hub(hub["path"], hub["name"], hub["split"], settings.get("hub.revision"), files)
+        keys = settings.get("text_key", "text"), settings.get("id_key", "id"), tuple(settings["metadata"])
+        longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
+        # What is in the dataset was sound when it was read.
+        return Reader(settings["type"], *keys, hub, ANY_EXPANSION, longest, verify=False)
+
+    @property
+    def _kind(self) -> Literal["line", "row", "text"]:
+        kinds: dict[str, Literal["line", "row", "text"]] = {"text": "text", "jsonl": "line"}
+        return kinds.get(self._reader.type, "row")
+
+    @cached_property
+    def _pieces(self) -> Mapping[int, list[tuple[int, int, int]]]:
+        """By file, in the order of the file: (first byte, unit, number of the piece)."""
+        pieces = defaultdict(list)
+        for unit, cut in enumerate(self._plan["units"]):
+            for number, (file, start, _) in enumerate(cut):
+                pieces[file].append((start, unit, number))
+        return {file: sorted(found) for file, found in pieces.items()}
+
+    def _file_named(self, text: str) -> tuple[int, str]:
+        """Number and path of a file."""
+        files = self._plan["files"]
+        exact = [number for number, (name, path, _) in enumerate(files) if text in (name, path)]
+        ends = exact or [number for number, (_, path, _) in enumerate(files) if path.endswith(f"/{text}")]
+        if not ends:
+            absolute = os.path.abspath(os.path.expanduser(text))
+            ends = [number for number, (_, path, _) in enumerate(files) if path == absolute]
+        if not ends:
+            shown = _some([path for _, path, _ in files])
+            raise UserError(f"--row: {text} is none of the files that {self.folder} was made from: {shown}")
+        if len(ends) > 1:
+            raise UserError(f"--row: {text} may be {' or '.join(files[n][1] for n in ends[:_SHOWN])}; name one of them")
+        if ends[0] not in self._pieces:
+            raise UserError(f"--row: {files[ends[0]][1]} is empty: it has no record")
+        return ends[0], files[ends[0]][1]
+
+    def _file(self, number: int) -> File:
+        name, path, size = self._plan["files"][number]
+        return File(name, path, size, 0)
+
+    def _file_of(self, stretch: _Stretch) -> int:
+        file: int = self._plan["units"][stretch.unit][stretch.piece][0]
+        return file
+
+    def _receipts_of(self, unit: int) -> list[Any]:
+        return list(read_receipts(self.folder, unit))
+
+    def _stretches_of(self, unit: int) -> list[_Stretch]:
+        """The stretches of a unit in the order of its rows."""
+        result = []
+        for receipt in self._receipts(unit):
+            start: Position = tuple(receipt["start"])
+            # Datasets of earlier versions count damage among the rejected records.
+            before = any(reason.startswith(("truncated ", "damaged ")) for reason in receipt["rejected"])
+            damaged = before or bool(receipt.get("damaged"))
+            row = start[3]
+            pieces = sorted((int(number), counts) for number, counts in receipt["pieces"].items())
+            for number, (lines, records) in pieces:
+                begin = start if number == start[0] else (number, -1, 0, row)
+                length = lines if self._kind == "line" else records
+                direct = not damaged and length == records
+                result.append(_Stretch(unit, receipt["link"], number, row, records, length, direct, damaged, begin))
+                row += records
+        return result
+
+    def _stretch_of(self, unit: int, row: int) -> _Stretch | None:
+        """The stretch that a record is in."""
+        stretches = self._stretches(unit)
+        # Those without records begin where the next one does.
+        index = bisect_right(stretches, row, key=attrgetter("row")) - 1
+        found = stretches[index] if index >= 0 else None
+        return found if found is not None and row < found.row + found.records else None
+
+    def _places_of(self, file: int) -> dict[_Stretch, int | None]:
+        """First line or row, from 0, of the stretches of a file, in its order; None where damage hides it.
+
+        It ends where a receipt is missing.
+        """
+        result: dict[_Stretch, int | None] = {}
+        place: int | None = 0
+        for start, unit, number in self._pieces[file]:
+            for stretch in self._stretches(unit):
+                if stretch.piece != number:
+                    continue
+                offset = stretch.start[1]
+                if self._kind == "row" and (offset >= 0 or start == 0):
+                    place = max(offset, 0)
+                result[stretch] = place
+                # Rows of a damaged table are no records.
+                lost = self._kind == "row" and stretch.damaged
+                place = None if place is None or lost else place + stretch.length
+            if not self._has_all_receipts(unit):
+                break
+        return result
+
+    def _has_all_receipts(self, unit: int) -> bool:
+        receipts = self._receipts(unit)
+        return bool(receipts) and bool(receipts[-1]["last"])
+
+    def _is_complete(self, file: int) -> bool:
+        return all(self._has_all_receipts(unit) for _, unit, _ in self._pieces[file])
+
+    def _without_receipts(self, path: str) -> UserError:
+        return UserError(f"--row: receipts of {path} are missing in {self.folder / 'receipts'}; {REPAIR}")
+
+    def _place_of(self, stretch: _Stretch) -> int | None:
+        """First line or row, from 0, of a stretch."""
+        return self._places(self._file_of(stretch)).get(stretch)
+
+    def _place(self, stretch: _Stretch, row: int) -> Origin:
+        """Where a record is as far as the receipts tell."""
+        file = self._file(self._file_of(stretch))
+        if self._kind == "text":
+            return Origin(file.path, "text", id=file.name)
+        first = self._place_of(stretch) if stretch.direct else None
+        if first is None:
+            return Origin(file.path, self._kind)
+        place = first + row - stretch.row
+        if self._kind == "line":
+            return Origin(file.path, "line", place + 1)
+        return Origin(file.path, "row", place, id=f"{file.name}#{place}")
+
+    def _documents(self, stretch: _Stretch) -> Iterator[Document]:
+        """Read the records of a stretch."""
+        file = self._file(self._file_of(stretch))
+        if self._reader.type != "hub" and (now := os.stat(file.path).st_size) != file.size:
+            raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was tokenized, now {now:,}")
+        cut = self._plan["units"][stretch.unit]
+        pieces = tuple(Piece(self._file(file), start, end) for file, start, end in cut)
+        unit = Unit(stretch.unit, self._plan["settings"]["name"], pieces)
+        yield from itertools.islice(UnitReader(unit, self._reader, stretch.start), stretch.records)
+
+    def _read(self, stretch: _Stretch, rows: set[int]) -> dict[int, Document]:
+        """Records of a stretch by row, without their texts."""
+        found = {}
+        for document in self._documents(stretch):
+            if document.row in rows:
+                document.text = ""
+                found[document.row] = document
+                if len(found) == len(rows):
+                    break
+        return found
+
+    def _number(self, stretch: _Stretch, document: Document) -> int | None:
+        """Line, or row, of a document that was read."""
+        if self._kind != "line":
+            return document.byte if self._kind == "row" else None
+        first = self._place_of(stretch)
+        # Lines are counted from the beginning of the piece.
+        return None if first is None or document.line is None else first - stretch.start[2] + document.line + 1
+
+
+class AdoptedOrigins:
+    """The places of documents of .bin/.idx files that were adopted.
+
+    Args:
+        folder: of the dataset.
+        manifest: of it.
+    """
+
+    id_key = None
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._names: list[str] = manifest.settings["adopted"]
+
+    def places(
+        self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
+    ) -> dict[Key, Origin]:
+        """Prefix of the .bin and .idx, and the document's number in it."""
+        return {
+            (unit, row): Origin(self._prefix(unit), "document", row, id=f"{self._names[unit]}#{row}")
+            for unit, row in keys
+        }
+
+    def find(self, file: str, number: int | None) -> Key:
+        """The document at a place.
+
+        Raises:
+            UserError: no such file was adopted.
+        """
+        name = file.removesuffix(".bin").removesuffix(".idx")
+        found = [unit for unit, own in enumerate(self._names) if name in (own, self._prefix(unit))]
+        if len(found) != 1:
+            raise UserError(f"--row: {file} is none of the files that {self._folder} adopted: {_some(self._names)}")
+        if number is None:
+            raise UserError(f"--row: say which document of {file}, as in {file}:7; they are counted from 0")
+        return found[0], number
+
+    def rejected(self, key: Key) -> str | None:
+        """None: what was adopted has no rejected records."""
+        return None
+
+    def _prefix(self, unit: int) -> str:
+        path = part_files(part_prefix(self._folder, unit))[0]
+        return str(path.resolve().with_suffix("")) if path.is_symlink() else self._names[unit]
+
+
+def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins | None:
+    """Where the documents of a dataset came from; None if nothing beside it says so.
+
+    Args:
+        folder: of the dataset.
+        manifest: of it.
+    """
+    if "adopted" in manifest.settings:
+        return AdoptedOrigins(folder, manifest)
+    try:
+        origins = Origins(folder.parent)
+        return origins if origins.is_of(manifest) else None
+    except (FileNotFoundError, UserError):
+        return None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,250 @@
+"""`pipeline data where`: from a step of a run to the documents in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.common.errors import UserError
+from pipeline.data.order.locate import Share
+from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.provenance.run import (
+    AskedRun,
+    Described,
+    Range,
+    Say,
+    hint_of_ids,
+    in_brackets,
+    newest_ranks,
+    numbered,
+    unknown_origins,
+)
+from pipeline.data.sources.records import printable
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document in a sample.
+
+    Attributes:
+        about: the document.
+        tokens: those of it that are in the sample.
+        targets: those that are targets; all but the first token of the sample, which may leave none.
+        words: the first of them as text.
+        masked: why they have no weight; None if they have.
+    """
+
+    about: Described
+    tokens: Range
+    targets: Range
+    words: str
+    masked: str | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a step.
+
+    Attributes:
+        sample: global index.
+        micro_batch: which one it is in, if a rank was asked for.
+        masked: why it has no weight; None if it has.
+    """
+
+    sample: int
+    source: str
+    lap: int
+    position: int
+    micro_batch: int | None
+    masked: str | None
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a step is made of.
+
+    Attributes:
+        step: from 1.
+        steps: of the whole run.
+        done: whether it was trained.
+        skipped: whether it is passed over.
+        samples: global indices [first, end) of the step.
+        tokens: target tokens of the run [first, end).
+        rank: (rank, ranks, micro-batch size), if the samples are those of a rank.
+        shown: the samples.
+        warnings: what is to be known first.
+        notes: what else is to be said.
+        hints: what else is to be said to people.
+    """
+
+    step: int
+    steps: int
+    done: bool
+    skipped: bool
+    samples: Range
+    tokens: Range
+    rank: tuple[int, int, int] | None
+    shown: list[Sample]
+    warnings: list[str]
+    notes: list[str]
+    hints: list[str]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """For `--json`."""
+        rank = dict(zip(("rank", "ranks", "micro_batch_size"), self.rank, strict=True)) if self.rank else {}
+        return {
+            "step": self.step,
+            "steps": self.steps,
+            "done": self.done,
+            "skipped": self.skipped,
+            "first_sample": self.samples[0],
+            "end_sample": self.samples[1],
+            "first_token": self.tokens[0],
+            "end_token": self.tokens[1],
+            **rank,
+            "samples": [
+                {
+                    "sample": sample.sample,
+                    "source": sample.source,
+                    "lap": sample.lap,
+                    "position": sample.position,
+                    **({} if sample.micro_batch is None else {"micro_batch": sample.micro_batch}),
+                    "masked": sample.masked,
+                    "documents": [
+                        piece.about.json
+                        | {
+                            "tokens": piece.tokens,
+                            "targets": piece.targets,
+                            "text": piece.words,
+                            "masked": piece.masked,
+                        }
+                        for piece in sample.pieces
+                    ],
+                }
+                for sample in self.shown
+            ],
+            "notes": [*self.warnings, *self.notes],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        state = "passed over" if self.skipped else "done" if self.done else "not yet trained"
+        samples, tokens = (
+            numbered(noun, first, end - 1)
+            for noun, (first, end) in (("sample", self.samples), ("target token", self.tokens))
+        )
+        yield from (f"note: {warning}" for warning in self.warnings)
+        yield f"step {self.step:,} of {self.steps:,}: {samples}, {tokens} of the run; {state}"
+        if self.rank:
+            padding = "" if self.shown else ": all its samples of this step are padding"
+            yield f"rank {self.rank[0]:,} of {self.rank[1]:,}, with micro-batches of {self.rank[2]:,}{padding}"
+        for sample in self.shown:
+            micro_batch = "" if sample.micro_batch is None else f", micro-batch {sample.micro_batch:,}"
+            masked = f"; masked: {sample.masked}" if sample.masked else ""
+            yield (
+                f"sample {sample.sample:,}: {sample.source}, lap {sample.lap:,}, position {sample.position:,}"
+                f"{micro_batch}{masked}"
+            )
+            for piece in sample.pieces:
+                masked = f"; masked: {piece.masked}" if piece.masked and piece.masked != sample.masked else ""
+                first, end = piece.targets
+                tokens = f"tokens {in_brackets(piece.targets)}" if first < end else f"token {end - 1}, input only,"
+                yield (
+                    f"  document {piece.about.document}: {piece.about}, {tokens} of "
+                    f'{piece.about.tokens:,}{masked}: "{printable(piece.words)}"'
+                )
+        yield from self.notes
+        yield from self.hints
+
+
+def where(
+    run: AskedRun, step: int, *, rank: int | None = None, ranks: int | None = None, ids: bool = False, say: Say
+) -> Where:
+    """The samples of a step, and the documents in them.
+
+    Args:
+        run: the run.
+        step: from 1.
+        rank: only the samples of this data-parallel rank.
+        ranks: how many there are; by default as many as saved the newest checkpoint.
+        ids: read ids from the source files where they are not known without.
+        say: called with what is about to be read.
+
+    Raises:
+        UserError: there is no such step, or no such rank.
+    """
+    if run.trained is not None and step <= run.trained.done:
+        run = run.trained
+    if not 1 <= step <= run.steps:
+        raise UserError(
+            f"--step: {step}: the run has {numbered('step', 1, run.steps)} only ({run.length.reason} ends it)"
+        )
+    step -= 1
+    journal = run.journal
+    samples, draws = journal.samples(step), run.sampler.step(step)
+    number = journal.segment_number(step)
+    chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
+    share = _share(run, number, rank, ranks)
+    if share is not None:
+        micro_batches = Share(len(samples), share[2], *share[:2]).micro_batches
+        chosen = [(index, micro_batch) for micro_batch, part in enumerate(micro_batches) for index in part]
+    drawn = []
+    for index, micro_batch in chosen:
+        name = journal.names[int(draws.source[index])]
+        lap, position = int(draws.lap[index]), int(draws.position[index])
+        spans = run.windows[number][name].at(lap, position)
+        drawn.append((samples[index], name, lap, position, micro_batch, spans))
+    wanted: dict[str, set[int]] = defaultdict(set)
+    for _, name, _, _, _, spans in drawn:
+        wanted[name].update(span.document for span in spans)
+    described = {name: run.describe(name, sorted(documents), ids, say) for name, documents in wanted.items()}
+    shown = []
+    for sample, name, lap, position, micro_batch, spans in drawn:
+        pieces = []
+        for place, span in enumerate(spans):
+            tokens = span.start, span.start + span.length
+            about = described[name][span.document]
+            pieces.append(
+                Piece(
+                    about,
+                    tokens,
+                    (tokens[0] + (place == 0), tokens[1]),  # the first token of a window is an input only
+                    run.words(name, about, tokens),
+                    run.masked(step, sample, name, span.document),
+                )
+            )
+        shown.append(Sample(sample, name, lap, position, micro_batch, run.masked(step, sample, name), pieces))
+    everything = [about for of_source in described.values() for about in of_source.values()]
+    return Where(
+        step=step + 1,
+        steps=run.steps,
+        done=step < run.done,
+        skipped=journal.is_skipped(step),
+        samples=(samples.start, samples.stop),
+        tokens=(journal.tokens(step), journal.tokens(step + 1)),
+        rank=share,
+        shown=shown,
+        warnings=[*run.warnings],
+        notes=[*unknown_origins(everything), *run.notes],
+        hints=hint_of_ids(everything, ids),
+    )
+
+
+def _share(run: AskedRun, segment: int, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
+    """(rank, ranks, micro-batch size) that were asked for; None if nothing was."""
+    if rank is None and ranks is None:
+        return None
+    if rank is None:
+        raise UserError(f"--ranks: {ranks}: say which of them, with --rank, from 0")
+    ranks = ranks if ranks is not None else newest_ranks(run.folder)
+    if ranks is None:
+        raise UserError(f"--rank: {rank}: say of how many with --ranks; {run.folder} has no checkpoint that tells")
+    if not 0 <= rank < ranks:
+        raise UserError(
+            f"--rank: {rank}: the run has {numbered('rank', 0, ranks - 1)} only; --ranks gives another number of them"
+        )
+    return rank, ranks, micro_batch_size(run.config, run.journal, segment, ranks)

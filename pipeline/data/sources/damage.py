@@ -1,0 +1,114 @@
+"""Files that cannot be read to their end: what was found of them, and what a user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+from pipeline.common.errors import UserError
+from pipeline.data.sources.compression import MAGIC, Decompressed, StreamError, compression_of
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.records import Damage, Reader, Unit
+
+DAMAGED_FILE = "damaged.jsonl"
+"""In a source's folder: what could not be read, a line for each place."""
+_SHOWN = 20
+_WAYS = "Fetch them again, or leave them out with exclude"
+_READERS = 8
+"""Files that are looked at at once: a network file system takes its time for each."""
+_PARQUET_ENDS = (b"PAR1", b"PARE")
+
+
+class DamagedFile(NamedTuple):
+    """A file that cannot be read to its end."""
+
+    file: File
+    reason: str
+    detail: str
+    lost: int
+    """Bytes on disk whose text is missing."""
+
+    def __str__(self) -> str:
+        from pipeline.data.work.progress import size
+
+        lost = "all of it" if self.lost >= self.file.size else f"{size(self.lost)} of {size(self.file.size)}"
+        return f"{self.file.path}: {self.reason}, {lost} is lost: {self.detail}"
+
+
+def damaged_files(unit: Unit, damage: Sequence[Damage]) -> list[DamagedFile]:
+    """Damage of pieces of a unit, with their files."""
+    return [
+        DamagedFile(unit.pieces[each.piece].file, each.reason, each.detail, each.lost)
+        for each in damage
+        if each.piece < len(unit.pieces)
+    ]
+
+
+def damage_in(unit: Unit, receipt: Any) -> list[DamagedFile]:
+    """What could not be read of the files of a link, by its receipt."""
+    return damaged_files(unit, [Damage(**damage) for damage in receipt.get("damaged", [])])
+
+
+def in_words(damaged: Sequence[DamagedFile], total: int) -> str:
+    """How many files are damaged, and what that costs.
+
+    Args:
+        damaged: what was found.
+        total: bytes of all files of the source.
+    """
+    from pipeline.data.work.progress import counted, size
+
+    files, lost = len({each.file.name for each in damaged}), sum(each.lost for each in damaged)
+    return (
+        f"{counted(files, 'file')} cannot be read to {'its' if files == 1 else 'their'} end; {size(lost)} of "
+        f"{size(total)} ({100 * lost / max(total, 1):.3g} %) {'is' if files == 1 else 'are'} lost"
+    )
+
+
+def damaged_error(source: str, damaged: Sequence[DamagedFile], total: int, ways: str = _WAYS) -> UserError:
+    """The error about damaged files of a source.
+
+    Args:
+        source: its name.
+        damaged: what was found.
+        total: bytes of all its files.
+        ways: what a user may do besides setting `on_damaged_file`.
+    """
+    lines = "\n".join(f"  {each}" for each in damaged[:_SHOWN])
+    more = f"\n  and {len(damaged) - _SHOWN:,} more" if len(damaged) > _SHOWN else ""
+    return UserError(
+        f"source {source!r}: {in_words(damaged, total)}:\n{lines}{more}\n{ways}. Or set "
+        "data.preprocess.on_damaged_file: keep for the text before the damage, drop to take nothing of these files"
+    )
+
+
+def look_at_ends(files: Sequence[File], reader: Reader) -> list[DamagedFile]:
+    """Files of which their first or last bytes say that they are damaged: empty, of another kind, without a footer.
+
+    Most damage is seen only by reading a file to its end. This costs one read a file.
+    """
+    if reader.type not in ("text", "jsonl", "parquet"):
+        return []
+    suspects = [file for file in files if reader.type == "parquet" or compression_of(file.path)]
+    with ThreadPoolExecutor(_READERS) as readers:
+        return [found for found in readers.map(partial(_look, reader.type), suspects) if found is not None]
+
+
+def _look(type: str, file: File) -> DamagedFile | None:
+    with open(file.path, "rb", buffering=0) as raw:
+        if type == "parquet":
+            raw.seek(max(0, file.size - 4))
+            if raw.read(4) in _PARQUET_ENDS:
+                return None
+            raw.seek(0)
+            head = raw.read(8)
+            kinds = [f"; it is {name}-compressed: decompress it" for name in MAGIC if head.startswith(MAGIC[name])]
+            detail = "it does not end with a footer" + "".join(kinds)
+            return DamagedFile(file, "damaged Parquet file", detail, file.size)
+        try:
+            Decompressed(raw, compression_of(file.path) or "", verify=False).check_begin()
+        except StreamError as error:
+            return DamagedFile(file, error.reason, error.detail, file.size)
+    return None

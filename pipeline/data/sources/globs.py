@@ -1,0 +1,256 @@
+"""The files of a source: globs with `**`, and what to leave out."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.common.errors import UserError
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a source. `name` is its path below the fixed part of the glob: equal wherever the corpus lies."""
+
+    name: str
+    path: str
+    size: int
+    mtime_ns: int
+
+
+def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text") -> list[File]:
+    """The files that globs match, without those excluded, each once, sorted by name.
+
+    Args:
+        paths: globs; `**` matches any folders. `~` and relative paths are understood.
+        exclude: globs. One without a slash is compared with the file's name alone; others with its path, and with
+            its path below the fixed part of the glob that found it.
+        key: config key of the source, for messages (`data.sources.0`).
+        type: of the source. With `arrow` a path may be a folder of `Dataset.save_to_disk`, which stands for its data.
+
+    Raises:
+        UserError: a pattern matches no file, or something that cannot be read as one.
+    """
+    unwanted = [_Exclude(pattern) for pattern in exclude]
+    found: dict[str, str] = {}
+    for pattern in paths:
+        full = os.path.abspath(os.path.expanduser(pattern))
+        # A file whose own name has a bracket in it is that file. `_is_no_folder` would raise with the glob, not
+        # with the folder that may not be read.
+        literal = os.path.lexists(full) and not os.path.isdir(full)
+        if type == "arrow" and os.path.isdir(full):
+            for path in _saved_dataset(full, f"{key}.paths"):
+                found.setdefault(path, os.path.relpath(path, full))
+            continue
+        matches = [full] if literal else list(_matches("/", full.split("/")[1:], frozenset()))
+        if not matches:
+            raise UserError(f"{key}.paths: {pattern!r} matches no file{_why_nothing(full)}")
+        base = os.path.dirname(full) if literal else full[: glob_start(full)].rpartition("/")[0] or "/"
+        for path in matches:
+            name = os.path.relpath(path, base)
+            if not any(excluded(path, name) for excluded in unwanted):
+                found.setdefault(path, name)
+    if not found:
+        raise UserError(f"{key}.exclude: {exclude} leaves no file of {paths}")
+    # Two globs may find different files under one name; their paths tell them apart.
+    times = Counter(found.values())
+    files = []
+    strange: dict[str, str] = {}
+    for path, name in found.items():
+        try:
+            about = os.stat(path)
+        except OSError as error:
+            if isinstance(error, PermissionError) or not os.path.islink(path):
+                raise
+            is_loop = error.errno == errno.ELOOP
+            strange[path] = (
+                "a link that leads back to itself" if is_loop else f"a link to {os.readlink(path)}, which is not there"
+            )
+            continue
+        if not stat.S_ISREG(about.st_mode):
+            strange[path] = "no file but a pipe, a socket or a device"
+            continue
+        if not _is_utf8(path):
+            raise UserError(
+                f"{key}.paths: the name of the file {os.fsencode(path)!r} is not UTF-8; rename it (`convmv` does many)"
+            )
+        files.append(File(path if times[name] > 1 else name, path, about.st_size, about.st_mtime_ns))
+    if strange:
+        first = [f"{path} is {what}" for path, what in sorted(strange.items())[:_SHOWN]]
+        more = f" and {len(strange) - _SHOWN:,} more like these" if len(strange) > _SHOWN else ""
+        raise UserError(
+            f"{key}.paths: {'; '.join(first)}{more}; put the {'files' if len(strange) > 1 else 'file'} there, or leave "
+            f"{'them' if len(strange) > 1 else 'it'} out with {key}.exclude"
+        )
+    return sorted(files, key=lambda file: file.name)
+
+
+def _saved_dataset(folder: str, key: str) -> list[str]:
+    """The data files of a folder that `Dataset.save_to_disk` wrote.
+
+    Raises:
+        UserError: it is another folder, or holds several splits, or its rows are in another order than its files.
+    """
+    splits, state = os.path.join(folder, "dataset_dict.json"), os.path.join(folder, "state.json")
+    try:
+        if os.path.isfile(splits):
+            with open(splits, "rb") as file:
+                names = json.load(file)["splits"]
+            ways = ", ".join(os.path.join(folder, name) for name in names)
+            raise UserError(f"{key}: {folder} holds the splits {names}; give the folder of one: {ways}")
+        with open(state, "rb") as file:
+            content = json.load(file)
+        if any(content.get(name) for name in ("_indices_files", "_indices_data_files")):
+            raise UserError(
+                f"{key}: the rows of {folder} are chosen by an indices mapping, which a plain reading of its files "
+                "would ignore; save it again with `dataset.flatten_indices().save_to_disk(FOLDER)`"
+            )
+        found = [os.path.join(folder, entry["filename"]) for entry in content["_data_files"]]
+    except FileNotFoundError:
+        raise UserError(
+            f"{key}: {folder} is a folder, but not one of `Dataset.save_to_disk` (it has no state.json); for plain "
+            f"Arrow files write {os.path.join(folder, '*.arrow')!r}"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{key}: state.json or dataset_dict.json of {folder} is damaged; save the dataset again"
+        ) from None
+    if missing := [path for path in found if not os.path.isfile(path)]:
+        raise UserError(
+            f"{key}: {folder} lacks its file {missing[0]}; copy the whole folder, or save the dataset again"
+        )
+    return found
+
+
+def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """The files below `folder` that the parts of a glob match, and whatever else is no folder.
+
+    Like `glob.iglob`: links are followed and hidden names need a dot in the glob. But a link to a folder that it lies
+    in is passed over, which would give every document dozens of times, and a folder that cannot be read is an error.
+
+    Args:
+        folder: where to look.
+        parts: the rest of the glob, split at its slashes.
+        above: (device, inode) of the folders that `**` came through.
+    """
+    part, rest = parts[0], parts[1:]
+    if parts[:2] == ["**", "**"]:
+        yield from _matches(folder, rest, above)
+        return
+    if part != "**" and glob_start(part) == len(part):
+        path = os.path.join(folder, part)
+        if rest:
+            yield from _matches(path, rest, above)
+        elif _is_no_folder(path):
+            yield path
+        return
+    if part == "**":
+        try:
+            about = os.stat(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if (about.st_dev, about.st_ino) in above:
+            return
+        above |= {(about.st_dev, about.st_ino)}
+        yield from _matches(folder, rest or ["*"], above)
+    for name, is_folder in _entries(folder, hidden=part.startswith(".")):
+        path = os.path.join(folder, name)
+        if part == "**":
+            if is_folder:
+                yield from _matches(path, parts, above)
+        elif fnmatch.fnmatchcase(name, part):
+            if rest and is_folder:
+                yield from _matches(path, rest, above)
+            elif not rest and not is_folder and _is_no_folder(path):
+                yield path
+
+
+def _entries(folder: str, hidden: bool) -> list[tuple[str, bool]]:
+    """(name, whether it is a folder) of what is in a folder; nothing if there is none."""
+    try:
+        with os.scandir(folder) as entries:
+            return [
+                # A link to itself is an error to the entry, and no folder to `isdir`.
+                (entry.name, os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir())
+                for entry in entries
+                if hidden or not entry.name.startswith(".")
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_no_folder(path: str) -> bool:
+    """Whether there is something that may be meant as a file. What may not be known is an error: no file is lost."""
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except PermissionError:
+        raise
+    except OSError:
+        return os.path.islink(path)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:  # the system's bytes are kept in lone surrogates
+        return False
+    return True
+
+
+def glob_start(pattern: str) -> int:
+    """Index of the first glob character of a pattern; its length if there is none."""
+    found = re.search(r"[*?\[]", pattern)
+    return found.start() if found else len(pattern)
+
+
+def _why_nothing(full: str) -> str:
+    """What a user may have meant by a pattern that matches no file."""
+    if os.path.isfile(os.path.join(full, "state.json")):
+        return "; it is a folder of `Dataset.save_to_disk`: set type: arrow"
+    if os.path.isdir(full):
+        return f"; it is a folder: write {os.path.join(full, '**', '*.txt')!r} for the .txt files in it"
+    base = full[: glob_start(full)].rpartition("/")[0] or "/"
+    if not os.path.isdir(base):
+        return f"; there is no folder {base}"
+    with os.scandir(base) as entries:
+        empty = next(entries, None) is None
+    return f"; the folder {base} is empty" if empty else f"; the folder {base} exists, but nothing in it fits"
+
+
+class _Exclude:
+    """A glob to leave files out by."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(_glob_regex(pattern))
+        self._full = re.compile(_glob_regex(os.path.abspath(os.path.expanduser(pattern))))
+        self._bare = "/" not in pattern
+
+    def __call__(self, path: str, name: str) -> bool:
+        if self._full.fullmatch(path) or self._pattern.fullmatch(name):
+            return True
+        return self._bare and bool(self._pattern.fullmatch(os.path.basename(path)))
+
+
+def _glob_regex(pattern: str) -> str:
+    """A regular expression for a glob with `**` (`glob.translate` came with Python 3.13)."""
+    tokens = {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+    def one(found: re.Match[str]) -> str:
+        token = found[0]
+        if token in tokens:
+            return tokens[token]
+        if len(token) > 1:  # a character class
+            inside = token[1:-1].replace("\\", "\\\\")
+            return f"[^{inside[1:]}]" if inside[0] == "!" else f"[{inside}]"
+        return re.escape(token)
+
+    return "(?s:" + re.sub(r"\*\*/|/\*\*$|\*\*|\*|\?|\[!?[^\]]+\]|.", one, pattern, flags=re.DOTALL) + ")"

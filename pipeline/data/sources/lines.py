@@ -1,0 +1,288 @@
+"""Text files and JSON lines, plain and compressed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import orjson
+
+from pipeline.data.sources.compression import Decompressed, StreamError, compression_of, open_stream
+from pipeline.data.sources.records import EMPTY, NOT_UTF8, Cursor, Document, Piece, Reader
+
+_BOM = b"\xef\xbb\xbf"
+_BUFFER_BYTES = 2**18
+_CHUNK_BYTES = 2**18
+CUT_FILE = "truncated JSON lines file"
+"""The reason where a file ends inside of a record: nobody knows what was behind it."""
+_NESTING = 500
+"""Levels of records that only Python's `json` reads: below what any version of Python takes."""
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|([\[{])|([\]}])', re.DOTALL)
+"""A string, also one that is cut, or a bracket outside of strings."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
+    """One document a file. A byte order mark is no part of the text; line ends stay as they are."""
+    path, longest = piece.file.path, cursor.reader.max_record_bytes
+    try:
+        with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
+            # A plain file that is too long is not even begun to be held; of a compressed one nobody knows before.
+            limit = longest + 1 if compression_of(path) or piece.file.size <= longest else 0
+            raw = b"".join(_chunks(stream, limit))
+            cursor.digest.update(raw)
+            size = len(raw)
+            if too_long := size == limit:
+                raw = b""
+                while chunk := stream.read(_CHUNK_BYTES):
+                    cursor.digest.update(chunk)
+                    size += len(chunk)
+    except StreamError as error:
+        cursor.give_up(piece, error.reason, error.detail)  # a part of a text is none
+        return
+    cursor.input_bytes += size
+    cursor.bytes_read += piece.file.size
+    cursor.offset = size
+    cursor.ended = True
+    if too_long:
+        yield cursor.rejected(None, 0, cursor.reader.too_long, f"{size} bytes")
+        return
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # utf-8-sig counts from behind the mark.
+        byte = error.start + (len(_BOM) if raw.startswith(_BOM) else 0)
+        around = raw[max(0, byte - 20) : byte + 20]
+        yield cursor.rejected(None, byte, NOT_UTF8, f"byte 0x{raw[byte]:02x} at {byte}", around)
+        return
+    row = cursor.row
+    cursor.row += 1
+    reason = None if text else EMPTY
+    metadata = b"{}" if cursor.kept else None
+    yield Document(text, piece.file.name, cursor.unit.index, row, cursor.piece, None, 0, reason, "", metadata)
+
+
+def _chunks(stream: BinaryIO, limit: int) -> Iterator[bytes]:
+    """At most `limit` bytes. `read(limit)` would allocate as much for every small file."""
+    while limit > 0 and (chunk := stream.read(min(limit, _CHUNK_BYTES))):
+        yield chunk
+        limit -= len(chunk)
+
+
+def read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
+    """One JSON object a line; blank lines hold no record. Of a key that is there twice the last value counts.
+
+    Of a compressed file that is cut or damaged, the records of its sound members are given.
+    """
+    path = piece.file.path
+    if compression_of(path) is None:
+        with open(path, "rb", buffering=min(_BUFFER_BYTES, max(piece.file.size, 1024))) as file:
+            _seek(file, piece, cursor)
+            yield from _lines(cursor, piece, file, piece.end, None)
+        return
+    with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
+        source = stream.raw
+        assert isinstance(source, Decompressed)
+        try:
+            _skip(stream, cursor)
+            yield from _lines(cursor, piece, stream, 2**63, source)
+        except StreamError as error:
+            cursor.ended = True
+            cursor.bytes_read += piece.file.size - error.sound
+            taken = f"{error.detail}; {cursor.line:,} lines before that are sound"
+            cursor.damaged(error.reason, taken, piece.file.size - error.sound)
+
+
+def _seek(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
+    """Go to the first line that belongs to a piece, or to where the reading goes on."""
+    if cursor.offset >= 0:
+        file.seek(cursor.offset)
+        return
+    position = 0
+    if piece.start:
+        # The line that runs over the start belongs to the piece before; if one ends there, this skips nothing.
+        file.seek(piece.start - 1)
+        position = piece.start - 1
+        while position < piece.end and (skipped := file.readline(_CHUNK_BYTES)):
+            position += len(skipped)
+            if skipped.endswith(b"\n"):
+                break
+    cursor.offset = position
+
+
+def _skip(stream: BinaryIO, cursor: Cursor) -> None:
+    """Decompress and forget what was read before."""
+    cursor.offset = max(cursor.offset, 0)
+    left = cursor.offset
+    while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
+        left -= len(chunk)
+
+
+def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None) -> Iterator[Document]:
+    """The records of the lines that begin before `end`. This is the loop that runs for every record of a corpus."""
+    reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
+    text_key, id_key, prefix = reader.text_key, reader.id_key, f"{piece.file.name}@"
+    longest = reader.max_record_bytes
+    readline, update, loads = file.readline, cursor.digest.update, orjson.loads
+    position, line = cursor.offset, cursor.line
+    consumed = source.consumed if source else 0
+    while position < end and (raw := readline(longest)):
+        byte, size = position, len(raw)
+        update(raw)
+        position += size
+        too_long = size == longest and not raw.endswith(b"\n")
+        if too_long:
+            raw = raw[:200]
+            while rest := readline(_CHUNK_BYTES):
+                update(rest)
+                position += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+        line += 1
+        cursor.offset = position
+        cursor.line = line
+        # Added up, because who reads may set the counts to zero in between.
+        cursor.input_bytes += position - byte
+        if source is None:
+            cursor.bytes_read += position - byte
+        else:
+            cursor.bytes_read += source.consumed - consumed
+            consumed = source.consumed
+        if too_long:
+            yield cursor.rejected(line - 1, byte, reader.too_long, f"{position - byte} bytes", raw)
+            continue
+        if byte == 0 and raw.startswith(_BOM):
+            raw = raw[len(_BOM) :]
+        try:
+            record = loads(raw)
+        except orjson.JSONDecodeError as error:
+            if not raw or raw.isspace():
+                continue
+            try:
+                record = _as_python_reads(raw, error, reader)
+            except _Rejected as rejected:
+                reason, detail = rejected.args
+                if reason == CUT_FILE:
+                    lost = size if source is None else piece.file.size * size // position
+                    cursor.damaged(reason, f"the line of byte {byte} ends inside of its record", lost)
+                    continue
+                yield cursor.rejected(line - 1, byte, reason, detail, raw)
+                continue
+        text = record.get(text_key) if type(record) is dict else None
+        if type(text) is not str:
+            reason, detail = _text_reason(record, text_key)
+            yield cursor.rejected(line - 1, byte, reason, detail, raw)
+            continue
+        own = record.get(id_key)
+        if type(own) is not str:
+            own = str(own) if type(own) is int else ""
+        metadata = metadata_json({key: record[key] for key in kept if key in record}) if kept else None
+        row = cursor.row
+        cursor.row = row + 1
+        yield Document(
+            text, own or f"{prefix}{byte}", unit, row, number, line - 1, byte, None if text else EMPTY, "", metadata
+        )
+    if source is not None:
+        cursor.bytes_read += source.consumed - consumed
+
+
+class _Rejected(Exception):
+    """A record cannot be used: (one of a few reasons, the detail)."""
+
+
+def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) -> Any:
+    """The value of a line that orjson refuses, if Python's `json` takes it: NaN, infinities and lone surrogates.
+
+    Raises:
+        _Rejected: it does not, or such a surrogate is in the text.
+    """
+    if raw.count(b"[") + raw.count(b"{") > _NESTING and _depth(raw) > _NESTING:
+        reason = CUT_FILE if _is_cut(raw) else "invalid JSON"
+        raise _Rejected(reason, f"nested deeper than {_NESTING} levels, or not closed")
+    try:
+        record = json.loads(raw.decode(), parse_int=_number)
+    except ValueError as again:
+        if _is_cut(raw, again):
+            raise _Rejected(CUT_FILE, "") from None
+        raise _Rejected(*_json_reason(raw, error)) from None
+    if isinstance(record, dict):
+        text, own = record.get(reader.text_key), record.get(reader.id_key)
+        if isinstance(text, str) and _LONE_SURROGATE.search(text):
+            raise _Rejected("lone surrogate", f"in the value of {reader.text_key!r}")
+        if isinstance(own, str):
+            record[reader.id_key] = _escaped(own)
+    return record
+
+
+def _is_cut(raw: bytes, error: ValueError | None = None) -> bool:
+    """Whether a record that cannot be read is cut by the end of its file. `error`: what Python's `json` says of it."""
+    if raw.endswith(b"\n") or not raw.lstrip().startswith(b"{"):
+        return False
+    if not raw.rstrip().endswith(b"}"):
+        return True
+    return isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip())
+    )
+
+
+def _depth(raw: bytes) -> int:
+    """How deep JSON is nested at most."""
+    depth = deepest = 0
+    for found in _BRACKETS.finditer(raw):
+        depth += (found[1] is not None) - (found[2] is not None)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _number(digits: str) -> int | float:
+    """A whole number as orjson reads it: as a float if it does not fit into 64 bits."""
+    value = float(digits)
+    return int(digits) if abs(value) <= 2**64 and -(2**63) <= int(digits) < 2**64 else value
+
+
+def _escaped(text: str) -> str:
+    """Lone surrogates spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def metadata_json(values: dict[str, Any]) -> bytes:
+    """Kept values as a JSON object: dates in ISO form, numbers that are none as null, all else as text."""
+    try:
+        return orjson.dumps(values, default=_as_text, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # nested deeper than can be written, or with lone surrogates
+        return orjson.dumps({key: _writable(value) for key, value in values.items()}, option=orjson.OPT_SORT_KEYS)
+
+
+def _writable(value: Any) -> orjson.Fragment | None:
+    if isinstance(value, str):
+        value = _escaped(value)
+    try:
+        return orjson.Fragment(orjson.dumps(value, default=_as_text, option=orjson.OPT_SORT_KEYS))
+    except orjson.JSONEncodeError:
+        return None
+
+
+def _as_text(value: Any) -> str:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def _text_reason(record: Any, text_key: str) -> tuple[str, str]:
+    """Why a JSON value has no text: (one of a few reasons, the detail)."""
+    if not isinstance(record, dict):
+        return "not a JSON object", ""
+    if text_key not in record:
+        return f"no key {text_key!r}", f"keys: {', '.join(map(repr, list(record)[:10])) or 'none'}"
+    return "text is not a string", ""
+
+
+def _json_reason(raw: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
+    """Why a line is no JSON: (one of a few reasons, the detail)."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as bad:
+        return NOT_UTF8, f"byte 0x{raw[bad.start]:02x} at column {bad.start + 1}"
+    if error.pos >= len(text.rstrip("\r\n")):
+        return "cut line", f"the line ends inside {'a string' if 'in string' in error.msg else 'the record'}"
+    return "invalid JSON", str(error)

@@ -1,0 +1,310 @@
+"""Tokenizer: train one, load one, and say which one it is.
+
+The `tokenizers` library defines the ids. Special tokens are declared in the config and cannot come out of text, but for
+those that `allow_special` names: a document that contains `<|endoftext|>` literally gets ordinary tokens for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.data.datasets.indexed import token_dtype
+
+if TYPE_CHECKING:
+    from pipeline.config.tokenizer import TokenizerConfig
+
+TOKENIZER_FILE = "tokenizer.json"
+SPECIAL_FILE = "special_tokens.json"
+_CACHED_WORDS = 10_000
+"""As many as the library caches by itself."""
+
+# The split of Llama 3 (after tiktoken's cl100k): contractions, words with one leading mark, up to three digits,
+# punctuation with its line ends, line ends, spaces. Nothing is dropped, so decoding gives the text back.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with the special tokens of the run."""
+
+    def __init__(
+        self,
+        engine: tokenizers.Tokenizer,
+        end_of_document: str,
+        special_tokens: list[str],
+        allow_special: Sequence[str] = (),
+    ) -> None:
+        engine.no_padding()
+        engine.no_truncation()
+        # A declared token that the file does not flag as special would be matched in text; flagging keeps its id.
+        engine.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in (end_of_document, *special_tokens)]
+        )
+        if allow_special:
+            # The library finds added tokens in a text that are not flagged as special, and offers no way to take the
+            # flag away again.
+            engine = tokenizers.Tokenizer.from_str(_flagged(engine.to_str(), allow_special, special=False))
+        engine.encode_special_tokens = True
+        self._engine = engine
+        vocabulary = engine.get_vocab(with_added_tokens=True)
+        self.end_of_document_token = end_of_document
+        self.special_tokens = {token: vocabulary[token] for token in special_tokens}
+        """Further special tokens and their ids."""
+        self.allow_special = sorted(set(allow_special))
+        """Those of them that a text can contain as such."""
+        self.end_of_document = vocabulary[end_of_document]
+        """Id of the token that closes every document."""
+        self.vocab_size = max(vocabulary.values()) + 1
+        """Largest id + 1."""
+        self.dtype = token_dtype(self.vocab_size)
+        """What ids are stored in."""
+        for token in (end_of_document, *special_tokens):
+            if token not in allow_special and vocabulary[token] in self.encode(f"{token} {token}"):
+                raise UserError(
+                    f"tokenizer: ordinary text can become the special token {token!r}, because it reads as a plain "
+                    "word; choose one that text does not have, like '<|endoftext|>'"
+                )
+
+    @classmethod
+    def load(cls, path: Path, config: TokenizerConfig) -> Tokenizer:
+        """Load a `tokenizer.json`, or the one in a folder.
+
+        Raises:
+            UserError: no such file, not a tokenizer, or a declared special token is not in it.
+        """
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"tokenizer.path: {file} does not exist; give a tokenizer.json or a folder that has one")
+        try:
+            engine = _read(file)
+        except UserError as error:
+            raise UserError(f"tokenizer.path: {error}") from None
+        if getattr(engine.model, "dropout", None):
+            raise UserError(
+                f"tokenizer.path: {file} has dropout, so a text has no fixed ids; set model.dropout to null in it"
+            )
+        vocabulary = engine.get_vocab(with_added_tokens=True)
+        for key, token in [
+            ("end_of_document", config.end_of_document),
+            *(("special_tokens", token) for token in config.special_tokens),
+        ]:
+            if token not in vocabulary:
+                raise UserError(f"tokenizer.{key}: {file} has no token {token!r}; {_candidates(engine, token)}")
+        return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
+
+    @classmethod
+    def train(cls, texts: Iterator[str], config: TokenizerConfig) -> Tokenizer:
+        """Train a byte-level BPE (Sennrich et al. 2016; bytes after Radford et al. 2019). Equal texts, equal result.
+
+        All 256 bytes are in the alphabet: every text can be encoded, and decoding gives it back.
+
+        Args:
+            texts: the documents of the sample; their order does not matter.
+            config: with `train`; special tokens get the first ids, `end_of_document` is 0.
+        """
+        assert config.train is not None
+        special = [config.end_of_document, *config.special_tokens]
+        if config.train.vocab_size < 256 + len(special):
+            raise UserError(
+                f"tokenizer.train.vocab_size: {config.train.vocab_size} is too small; 256 bytes and {len(special)} "
+                f"special tokens need {256 + len(special)}"
+            )
+        engine = tokenizers.Tokenizer(models.BPE())
+        engine.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        engine.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=config.train.vocab_size,
+            min_frequency=config.train.min_frequency,
+            special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        engine.train_from_iterator(texts, trainer)
+        return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
+
+    @classmethod
+    def open(cls, folder: Path) -> Tokenizer:
+        """Open what `save` wrote: the tokenizer of a dataset, a checkpoint or a run."""
+        file = folder / TOKENIZER_FILE
+        if not file.is_file() or not (folder / SPECIAL_FILE).is_file():
+            raise UserError(f"{folder} has no tokenizer ({TOKENIZER_FILE} and {SPECIAL_FILE})")
+        special = storage.get_json(folder / SPECIAL_FILE, "end_of_document", "special_tokens")
+        end, tokens, allowed = special["end_of_document"], special["special_tokens"], special.get("allow_special", [])
+        if not all(isinstance(value, list) for value in (tokens, allowed)) or not all(
+            isinstance(token, str) for token in (end, *tokens, *allowed)
+        ):
+            raise UserError(f"{folder / SPECIAL_FILE} is damaged: its tokens are texts, and lists of texts")
+        return cls(_read(file), end, tokens, allowed)
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in self._files.items():
+            storage.put(folder / name, data)
+
+    def is_saved_in(self, folder: Path) -> bool:
+        """Whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
+        try:
+            if all(storage.read_bytes(folder / name) == data for name, data in self._files.items()):
+                return True
+            return Tokenizer.open(folder).fingerprint == self.fingerprint
+        except (UserError, OSError):
+            return False
+
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
+        text = self._engine.to_str(pretty=True)
+        special = {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)}
+        if self.allow_special:
+            text = _flagged(text, self.allow_special, special=True)  # what they are for every other reader
+            special["allow_special"] = self.allow_special
+        return {TOKENIZER_FILE: text.encode(), SPECIAL_FILE: storage.json_bytes(special)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what decides the ids: model, pre-tokenizer, normalizer, added tokens, end of document.
+
+        It does not depend on the formatting of the file, nor on parts that are absent or off.
+        """
+        state = orjson.loads(self.definition)
+        decisive = {name: state.get(name) for name in ("model", "pre_tokenizer", "normalizer", "added_tokens")}
+        return value_hash(_without_defaults(decisive | {"end_of_document": self.end_of_document}))
+
+    @cached_property
+    def definition(self) -> str:
+        """A `tokenizer.json` where the added tokens without the flag `special` are those that texts can contain."""
+        return str(self._engine.to_str())
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """The added tokens, special or not, by id."""
+        return [entry.content for _, entry in sorted(self._engine.get_added_tokens_decoder().items())]
+
+    def encode_flat(self, texts: list[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """`encode_batch` as one array: (the ids of all texts, how many each text has)."""
+        # The library encodes a text that is alone in the calling thread, whose heap makes it a fifth slower (see
+        # `_serve` in worker_pool.py), and others in threads of its own.
+        batch = [*texts, ""] if len(texts) == 1 else texts
+        with _readable_errors():
+            encodings = self._engine.encode_batch_fast(batch, add_special_tokens=False)
+        # From a list to memory in one pass, which is faster than any constructor of numpy.
+        letter = self.dtype.char
+        packed = []
+        lengths = np.empty(len(texts), np.int64)
+        for i in range(len(texts)):
+            ids = encodings[i].ids
+            lengths[i] = len(ids)
+            packed.append(struct.pack(f"<{len(ids)}{letter}", *ids))
+        return np.frombuffer(b"".join(packed), self.dtype), lengths
+
+    def cache_words(self, texts: list[str]) -> None:
+        """Have the library forget the words that it caches, and cache the most frequent ones of some texts.
+
+        Ids do not depend on it. Nothing is done for models without such a cache.
+        """
+        pre_tokenizer, model = self._engine.pre_tokenizer, self._engine.model
+        if pre_tokenizer is None or not hasattr(model, "_clear_cache"):  # it has no public name
+            return
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update([text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)])
+        model._clear_cache()
+        words = [word for word, _ in counts.most_common(_CACHED_WORDS)]
+        for first in range(0, len(words), 100):  # few at a time, so that what is cached lies close together in memory
+            self.encode_flat(words[first : first + 100])
+
+    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+        """Ids of each text, without end of document, in the dtype of `dtype`.
+
+        Special-token text is ordinary text; nothing is added before or after.
+        """
+        ids, lengths = self.encode_flat(texts)
+        return np.split(ids, np.cumsum(lengths)[:-1]) if texts else []
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one text, without end of document."""
+        with _readable_errors():
+            ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Any) -> str:
+        """Text of ids (a list or an array). Special tokens appear as their text; cut characters as U+FFFD."""
+        return self._engine.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _read(file: Path) -> tokenizers.Tokenizer:
+    data = storage.read_bytes(file)
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        try:
+            value = orjson.loads(data)
+        except orjson.JSONDecodeError as bad:
+            raise UserError(f"{file} is not JSON ({bad})") from None
+        if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
+            raise UserError(f"{file} has no model: it is no tokenizer.json of the tokenizers library") from None
+        raise UserError(f"{file} is no tokenizer.json of the tokenizers library: {error}") from None
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """The library raises plain Exception for text that a model has no ids for, like a WordLevel without [UNK]."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"tokenizer: it cannot encode every text: {error}; use one with byte fallback or an unknown token"
+        ) from None
+
+
+def _candidates(engine: tokenizers.Tokenizer, token: str) -> str:
+    """What to use instead of a special token that a tokenizer does not have."""
+    added = [entry.content for entry in engine.get_added_tokens_decoder().values()]
+    marked = [name for name in engine.get_vocab() if name[:1] in "<[" and name[-1:] in ">]" and len(name) > 2]
+    if near := difflib.get_close_matches(token, {*added, *marked}, n=3, cutoff=0.6):
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    if known := added or sorted(marked):
+        more = f" and {len(known) - 10} more" if len(known) > 10 else ""
+        return f"it has the special tokens {', '.join(map(repr, known[:10]))}{more}"
+    return "it has no special tokens at all; add the token to the file"
+
+
+def _flagged(definition: str, tokens: Sequence[str], special: bool) -> str:
+    """A `tokenizer.json` with other flags `special` of some added tokens."""
+    state = orjson.loads(definition)
+    for entry in state["added_tokens"]:
+        if entry["content"] in tokens:
+            entry["special"] = special
+    return orjson.dumps(state, option=orjson.OPT_INDENT_2).decode()
+
+
+def _without_defaults(value: Any) -> Any:
+    """Drop nulls and falses, which a later version of the library may add or leave out."""
+    if isinstance(value, dict):
+        return {k: _without_defaults(v) for k, v in value.items() if v is not None and v is not False}
+    if isinstance(value, list):
+        return [_without_defaults(v) for v in value]
+    return value

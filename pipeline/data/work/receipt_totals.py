@@ -1,0 +1,192 @@
+"""Sums over the receipts of a source, for whoever looks on while it is being made: read fast, and never trusted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.data.sources.records import Damage
+
+_MAX_RECEIPT = 2**26
+"""A longer file is no receipt."""
+_READERS = 8
+"""Folders that are read at once: a network file system takes its time for each file."""
+_RECEIPT = re.compile(r"(\d{8,})(?:-(\d{5,}))?\.json")
+
+
+@dataclass
+class Counts:
+    """What is in a split so far."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Add those of another part."""
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.text_bytes += other.text_bytes
+
+
+@dataclass(frozen=True)
+class _Receipt:
+    link: int
+    last: bool
+    read: int
+    records: int
+    rejected: dict[str, int]
+    engine: str
+    splits: dict[str, Counts]
+    time: float
+    damaged: list[Damage]
+
+
+@dataclass
+class Tally:
+    """Sums over the receipts of some units.
+
+    Attributes:
+        sizes: bytes on disk of all units of the plan.
+        config_hash: of the plan; receipts of others are passed over.
+        condemned: engines whose links are made again.
+        done: units whose links are all there.
+        redo: units with a link of a condemned engine.
+        open: of units that have links, but not all: bytes on disk that were read.
+        links: (time, bytes on disk, unit) of every link.
+        splits: by name.
+        records: read.
+        rejected: records by reason.
+        engines: links by the engine that made them.
+        unreadable: receipts that are damaged.
+        damaged: (unit, what could not be read of its input).
+    """
+
+    sizes: list[int]
+    config_hash: str
+    condemned: frozenset[str] = frozenset()
+    done: set[int] = field(default_factory=set)
+    redo: set[int] = field(default_factory=set)
+    open: dict[int, int] = field(default_factory=dict)
+    links: list[tuple[float, int, int]] = field(default_factory=list)
+    splits: dict[str, Counts] = field(default_factory=dict)
+    records: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    engines: Counter[str] = field(default_factory=Counter)
+    unreadable: int = 0
+    damaged: list[tuple[int, Damage]] = field(default_factory=list)
+
+    def read(self, receipts: Path) -> None:
+        """Add all receipts below a folder."""
+        try:
+            with os.scandir(receipts) as entries:
+                folders = sorted(entry.path for entry in entries)
+        except FileNotFoundError:
+            return
+        with ThreadPoolExecutor(_READERS) as readers:
+            for tally in readers.map(self._read_folder, folders):
+                self._merge(tally)
+
+    def _read_folder(self, folder: str) -> Tally:
+        """The receipts of a folder, which has all links of its units."""
+        tally = Tally(self.sizes, self.config_hash, self.condemned)
+        units: dict[int, list[_Receipt]] = {}
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if name := _RECEIPT.fullmatch(entry.name):
+                        receipt = tally._read(entry.path, int(name[1]), int(name[2] or 0))
+                        if receipt is not None:
+                            units.setdefault(int(name[1]), []).append(receipt)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        for unit, found in units.items():
+            tally._add(unit, sorted(found, key=lambda receipt: receipt.link))
+        return tally
+
+    def _read(self, path: str, unit: int, link: int) -> _Receipt | None:
+        """A receipt; None if it is damaged, or of another plan."""
+        try:
+            with open(path, "rb", buffering=0) as file:
+                stat = os.fstat(file.fileno())
+                value = orjson.loads(file.read(_MAX_RECEIPT))
+            if value["config_hash"] != self.config_hash:
+                return None
+            if (value["unit"], value["link"]) != (unit, link) or unit >= len(self.sizes):
+                raise ValueError("another unit's")
+            return _Receipt(
+                link=link,
+                last=bool(value["last"]),
+                read=whole(value["input"]["read"]),
+                records=whole(value["records"]),
+                rejected={reason: whole(count) for reason, count in value["rejected"].items()},
+                engine=str(value["engine"]),
+                splits={
+                    name: Counts(whole(split["documents"]), whole(split["tokens"]), whole(split["text_bytes"]))
+                    for name, split in value["splits"].items()
+                },
+                time=stat.st_mtime,
+                damaged=[
+                    Damage(whole(each["piece"]), str(each["reason"]), str(each["detail"]), whole(each["lost"]))
+                    for each in value.get("damaged", [])
+                ],
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.unreadable += 1
+            return None
+
+    def _add(self, unit: int, receipts: list[_Receipt]) -> None:
+        links: list[_Receipt] = []
+        for receipt in receipts:
+            if receipt.link != len(links):
+                break  # one is missing, so those behind it are not looked at yet
+            if receipt.engine in self.condemned:
+                self.redo.add(unit)
+                break
+            links.append(receipt)
+            if receipt.last:
+                self.done.add(unit)
+                break
+        for receipt in links:
+            self.links.append((receipt.time, receipt.read, unit))
+            self.records += receipt.records
+            self.rejected.update(receipt.rejected)
+            self.damaged += [(unit, damage) for damage in receipt.damaged]
+            self.engines[receipt.engine] += 1
+            for name, counts in receipt.splits.items():
+                self.splits.setdefault(name, Counts()).add(counts)
+        if links and unit not in self.done:
+            self.open[unit] = min(sum(receipt.read for receipt in links), self.sizes[unit])
+
+    def _merge(self, other: Tally) -> None:
+        for name, counts in other.splits.items():
+            self.splits.setdefault(name, Counts()).add(counts)
+        self.done |= other.done
+        self.redo |= other.redo
+        self.open |= other.open
+        self.links += other.links
+        self.records += other.records
+        self.rejected.update(other.rejected)
+        self.engines.update(other.engines)
+        self.unreadable += other.unreadable
+        self.damaged += other.damaged
+
+
+def whole(value: Any) -> int:
+    """A number that is not negative.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

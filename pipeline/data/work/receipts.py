@@ -1,0 +1,180 @@
+"""Receipts: what was made of a link of a unit, and how to tell that it is still there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.indexed import metadata_file, numbered, part_files, part_prefix
+
+TRAIN = "train"
+"""The split of the documents that no other split takes."""
+MANIFEST_FILE = "manifest.json"
+RECEIPT_KEYS = (
+    "unit",
+    "link",
+    "last",
+    "start",
+    "next",
+    "input",
+    "config_hash",
+    "engine",
+    "pieces",
+    "records",
+    "rejected",
+    "checked",
+    "splits",
+)
+
+_Count = Annotated[int, Field(ge=0)]
+_Place = Annotated[list[int], Field(min_length=4, max_length=4)]
+
+_Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Input(_Strict):
+    hash: str
+    stat: str
+    read: _Count
+
+
+class _File(_Strict):
+    size: _Count
+    xxh3: Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
+
+
+class _Split(_Strict):
+    documents: _Count
+    tokens: _Count
+    text_bytes: _Count
+    files: dict[str, _File]
+
+
+class _Damage(_Strict):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    piece: _Count
+    reason: str
+    detail: str
+    lost: _Count
+
+
+class _Receipt(_Strict):
+    """What a receipt has to be; others may have written to its folder."""
+
+    unit: _Count
+    link: _Count
+    last: bool
+    start: _Place
+    next: _Place | None
+    input: _Input
+    config_hash: str
+    engine: str
+    pieces: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Pair]
+    records: _Count
+    rejected: dict[str, _Count]
+    checked: _Count
+    splits: dict[str, _Split]
+    damaged: list[_Damage] = []
+    dropped: list[str] = []
+
+
+def receipt_path(source: Path, unit: int, link: int = 0) -> Path:
+    """Receipt of a link."""
+    return _beside(source, unit, link, ".json")
+
+
+def rejected_path(source: Path, unit: int, link: int = 0) -> Path:
+    """Rejected records of a link; there is a file only if there are any."""
+    return _beside(source, unit, link, ".rejected.jsonl")
+
+
+def _beside(source: Path, unit: int, link: int, suffix: str) -> Path:
+    path = numbered(source / "receipts", unit, link)
+    return path.with_name(path.name + suffix)
+
+
+def read_receipt(source: Path, unit: int, link: int = 0) -> Any:
+    """The receipt of a link; None if there is none that can be read."""
+    try:
+        receipt = storage.get_json(receipt_path(source, unit, link), *RECEIPT_KEYS)
+    except (FileNotFoundError, UserError):
+        return None
+    try:
+        _Receipt.model_validate(receipt)
+    except ValueError:
+        return None
+    return receipt
+
+
+def read_receipts(source: Path, unit: int) -> Iterator[Any]:
+    """The receipts of a unit from its first link on; the last one says so, or the next is missing."""
+    for link in itertools.count():
+        receipt = read_receipt(source, unit, link)
+        if receipt is None:
+            return
+        yield receipt
+        if receipt["last"]:
+            return
+
+
+class Receipts:
+    """The receipts of a source, each as it was when it was asked for first: none is read twice.
+
+    Memory: about a kilobyte a link.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._read: dict[int, list[bytes]] = {}
+
+    def of(self, unit: int) -> Iterator[Any]:
+        """As `read_receipts`."""
+        if unit not in self._read:
+            self._read[unit] = [orjson.dumps(receipt) for receipt in read_receipts(self._source, unit)]
+        return map(orjson.loads, self._read[unit])
+
+
+def link_files(folder: Path, unit: int, link: int, split: dict[str, Any]) -> dict[str, Path]:
+    """Paths of the files of a link's part, by the names in its receipt.
+
+    Args:
+        folder: of the dataset.
+        unit: of the link.
+        link: its number.
+        split: what the receipt says of the split.
+    """
+    prefix = part_prefix(folder, unit, link)
+    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}
+    return {name: files[name] for name in split["files"]}
+
+
+def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> bool:
+    """Whether all files of a link have the sizes in its receipt.
+
+    Args:
+        source: folder of the source.
+        receipt: of the link.
+        below: sub-folder of the dataset's folders that the parts are in.
+    """
+    unit, link = receipt["unit"], receipt["link"]
+    try:
+        for listed, split in receipt["splits"].items():
+            name = storage.plain_name(listed, receipt_path(source, unit, link))
+            for file, path in link_files(source / name / below, unit, link, split).items():
+                if os.stat(path).st_size != split["files"][file]["size"]:
+                    return False
+        return not receipt["rejected"] or rejected_path(source, unit, link).exists()
+    except FileNotFoundError:
+        return False

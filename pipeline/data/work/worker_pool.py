@@ -1,0 +1,356 @@
+"""Worker processes that take jobs one at a time, report progress, and are missed when they die.
+
+Like a process pool, but it knows which job a dead worker held, and ends with its parent whatever ends that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, Generic, TypeVar, cast
+
+from pipeline.common import process_identity
+from pipeline.common.errors import UserError
+from pipeline.common.signals import ignore
+
+J = TypeVar("J")
+R = TypeVar("R")
+Progress = Callable[[int], None]
+"""A worker calls this with an amount of work done since the last call."""
+
+ATTEMPTS = 3
+"""A job that came to nothing so often is given up."""
+SILENT_S = 120.0
+"""A worker that has not been heard of for so long is told of, and again after each time twice as long."""
+_LOOK_S = 1.0
+_PATIENCE_S = 10.0
+"""How long workers may take to clean up before they are killed."""
+
+
+class _Abandoned(BaseException):
+    """The pipe to the parent is closed. No `Exception`: a job must not take it for an error of its own."""
+
+
+@dataclass(frozen=True)
+class Advanced(Generic[J]):
+    """A job got on by some amount."""
+
+    job: J
+    amount: int
+
+
+@dataclass(frozen=True)
+class Done(Generic[J, R]):
+    """A job has a result."""
+
+    job: J
+    result: R
+    advanced: int = field(default=0, compare=False)
+    """What the amounts of its `Advanced` add up to; of this attempt, if there were several. So below."""
+
+
+@dataclass(frozen=True)
+class Failed(Generic[J]):
+    """A job raised an exception."""
+
+    job: J
+    error: Exception
+    advanced: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Died(Generic[J]):
+    """The process that held a job ended without an answer; another one was started in its place."""
+
+    job: J
+    how: str
+    advanced: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Silent(Generic[J]):
+    """The process that holds a job has not been heard of for long."""
+
+    job: J
+    pid: int
+    seconds: float
+    is_stopped: bool
+    """By SIGSTOP, say."""
+
+    def __str__(self) -> str:
+        why = f"; it is stopped, `kill -CONT {self.pid}` has it go on" if self.is_stopped else ""
+        return f"worker process {self.pid} has not been heard of for {self.seconds:.0f} s, it holds {self.job}{why}"
+
+
+@dataclass(frozen=True)
+class Lost(Generic[J]):
+    """An attempt at a job came to nothing."""
+
+    job: J
+    how: str
+    attempt: int
+    """Its number, from 1."""
+    details: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.how} while it held {self.job}; attempt {self.attempt} of {ATTEMPTS}"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the job is given up."""
+        return self.attempt == ATTEMPTS
+
+
+Event = Advanced[J] | Done[J, R] | Failed[J] | Died[J] | Silent[J]
+
+
+class Workers(Generic[J, R]):
+    """`count` processes that run jobs. Use as a context manager: leaving it ends the processes.
+
+    Args:
+        make: an importable function called once in every process; it returns the function that runs a job.
+        args: its arguments.
+        count: processes.
+        clock: seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Callable[[J, Progress], R]],
+        args: tuple[Any, ...],
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._context = multiprocessing.get_context("spawn")
+        self._make = make
+        self._args = args
+        self._processes: dict[Connection, BaseProcess] = {}
+        self._waiting: deque[J] = deque()
+        self._attempts: Counter[J] = Counter()
+        try:
+            with _interrupts_wait():
+                for _ in range(count):
+                    self._start()
+        except BaseException:  # an interrupt that waited, say: nobody will leave the context that was never entered
+            self._end()
+            raise
+
+    def _start(self) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self._make, self._args), daemon=True)
+        with _no_main_module():
+            process.start()
+        theirs.close()
+        self._processes[ours] = process
+        return ours
+
+    def add(self, job: J) -> None:
+        """Give another job to the `run` that is under way; it comes last."""
+        self._waiting.append(job)
+
+    def run(self, jobs: Iterable[J]) -> Iterator[Event[J, R]]:
+        """Run jobs and what is added meanwhile; yields what happens, of all jobs in any order."""
+        self._waiting.extend(jobs)
+        holding: dict[Connection, J] = {}
+        advanced: Counter[Connection] = Counter()
+        heard: dict[Connection, float] = {}
+        limits: dict[Connection, float] = {}
+        while True:
+            for connection in self._processes:
+                if self._waiting and connection not in holding:
+                    holding[connection] = job = self._waiting.popleft()
+                    heard[connection], limits[connection] = self._clock(), SILENT_S
+                    with contextlib.suppress(ConnectionError):  # it is dead; reading its answer finds that out
+                        connection.send(job)
+            if not holding:
+                return
+            ready_ones = wait(list(holding), _LOOK_S)
+            for connection in holding.keys() - set(ready_ones):
+                silent = self._clock() - heard[connection]
+                if silent >= limits[connection]:
+                    limits[connection] = 2 * silent
+                    pid = self._processes[connection].pid or 0
+                    state = process_identity.process(pid)
+                    yield Silent(holding[connection], pid, silent, state is not None and state[0] in "Tt")
+            for ready in ready_ones:
+                connection = cast(Connection, ready)
+                job = holding[connection]
+                heard[connection], limits[connection] = self._clock(), SILENT_S
+                try:
+                    kind, value = connection.recv()
+                except (EOFError, OSError):  # it is gone, perhaps in the middle of an answer
+                    del holding[connection]
+                    yield Died(job, self._bury(connection), advanced.pop(connection, 0))
+                    continue
+                if kind == "progress":
+                    advanced[connection] += value
+                    yield Advanced(job, value)
+                    continue
+                del holding[connection]
+                amount = advanced.pop(connection, 0)
+                yield Failed(job, value, amount) if kind == "error" else Done(job, value, amount)
+
+    def insist(
+        self, jobs: Iterable[J], passes: Callable[[Exception], bool] = lambda _: False
+    ) -> Iterator[Advanced[J] | Done[J, R] | Lost[J] | Silent[J]]:
+        """`run`, where a job whose process died is run again, up to `ATTEMPTS` times in all.
+
+        What the lost attempt had advanced is taken back by a negative amount.
+
+        Args:
+            jobs: to run.
+            passes: of an exception that a job raised: whether the job is to be run again as if its process had died.
+
+        Raises:
+            Exception: a job raised it, and it does not pass.
+        """
+        for event in self.run(jobs):
+            if isinstance(event, Advanced | Done | Silent):
+                yield event
+                continue
+            if isinstance(event, Died):
+                how, details = event.how, ""
+            elif passes(event.error):
+                how = f"{type(event.error).__name__}: {event.error}"
+                details = "\n".join(getattr(event.error, "__notes__", []))
+            else:
+                raise event.error
+            self._attempts[event.job] += 1
+            lost = Lost(event.job, how, self._attempts[event.job], details)
+            if lost.is_last:
+                del self._attempts[event.job]
+            else:
+                self.add(event.job)
+            yield Advanced(event.job, -event.advanced)
+            yield lost
+
+    def _bury(self, connection: Connection) -> str:
+        """Start a process in place of one that is gone; how that one ended."""
+        process = self._processes.pop(connection)
+        connection.close()
+        process.join(_PATIENCE_S)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join()
+        with _interrupts_wait():
+            self._start()
+        if code is None:
+            return f"worker process {process.pid} closed its pipe, did not end within {_PATIENCE_S:g} s, and was killed"
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        memory = " (the system sends it when memory runs out; fewer data.preprocess.workers need less)"
+        return f"worker process {process.pid} died by {how}{memory if how == 'SIGKILL' else ''}"
+
+    def __enter__(self) -> Workers[J, R]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for connection, process in self._processes.items():
+            connection.close()  # an idle worker leaves by itself
+            if process.is_alive():
+                process.terminate()
+        for process in self._processes.values():
+            process.join(_PATIENCE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """A spawned process runs the main module again: the command line with all its packages. Workers need none of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C comes afterwards; processes started inside never get it (they inherit the mask), the parent ends them."""
+    # The first process of a program starts the tracker of resources, and that unblocks the signal.
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    # Another thread, of the bar say, may take the signal all the same; the main thread runs the handler for it.
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if in_main else None
+    try:
+        yield
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress], Any]], args: tuple[Any, ...]) -> None:
+    """What a worker process does."""
+    # The processes are the parallelism. One thread of its own, and not none: `tokenizers` takes a fifth less time in a
+    # thread, because that has another heap than the main one, which glibc keeps in worse order.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked so far
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal tells all its processes; the parent ends this one
+    signal.signal(signal.SIGTERM, _leave)  # so that files being written are removed
+
+    def progress(amount: int) -> None:
+        try:
+            connection.send(("progress", amount))
+        except ConnectionError:
+            raise _Abandoned from None
+
+    # A closed pipe means that the parent is gone or wants no more. What a job raises never gets here.
+    with contextlib.suppress(_Abandoned, EOFError, ConnectionError):
+        run: Callable[[Any, Progress], Any] | None = None
+        with contextlib.suppress(Exception):  # the first job will say why
+            run = make(*args)
+        while True:
+            job = connection.recv()
+            try:
+                run = run or make(*args)
+                result = run(job, progress)
+            except Exception as error:
+                if not isinstance(error, UserError):
+                    error.add_note(f"in a worker process, running {job}:\n{traceback.format_exc()}")
+                _send_error(connection, error)
+            else:
+                connection.send(("done", result))
+    ignore(signal.SIGTERM)  # it leaves by itself, and quietly
+
+
+def _leave(*_: object) -> None:
+    ignore(signal.SIGTERM)  # a second one would only interrupt the leaving
+    sys.exit(1)
+
+
+def _send_error(connection: Connection, error: Exception) -> None:
+    try:
+        data = pickle.dumps(("error", error))
+        pickle.loads(data)
+    except Exception:  # exceptions of other packages are not always made to be sent
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        plain.add_note("\n".join(getattr(error, "__notes__", [])))
+        data = pickle.dumps(("error", plain))
+    connection.send_bytes(data)

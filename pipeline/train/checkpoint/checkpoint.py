@@ -1,0 +1,215 @@
+"""One committed checkpoint: what it consists of, what is wrong with it, and what it descends from."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import storage
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.hashing import file_hash
+
+COMMIT = "COMMIT"
+STATE = "state.json"
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading the state or the list of files of a damaged checkpoint may raise."""
+
+
+@contextmanager
+def damage_named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Inside, whatever a damaged or forged state leads to becomes a message that names the checkpoint.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except UNREADABLE as error:
+        problems = checkpoint.problems(full=False)
+        said = "; ".join(problems) if problems else f"{type(error).__name__}: {storage.shown(str(error))}"
+        raise UserError(f"checkpoint {checkpoint.path} is damaged or forged: {said}") from error
+
+
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
+
+PATIENCE_S = 60.0
+"""So long a rank waits for what another machine has written: network file systems cache which names there are."""
+
+Files = dict[str, tuple[int, str]]
+"""File name -> (bytes, xxh3 in hexadecimal)."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """What a checkpoint descends from, as it was known when that was committed."""
+
+    name: str
+    step: int | None = None
+    fingerprint: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For state.json."""
+        return {"step": self.step, "name": self.name, "fingerprint": self.fingerprint}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint."""
+
+    path: Path
+    step: int
+
+    def state(self) -> dict[str, Any]:
+        """Step, journal, fingerprints, config, versions, layout, parent and attempt."""
+        return dict(storage.get_json(self.path / STATE))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of `COMMIT`, and so of everything in the checkpoint."""
+        return f"{file_hash(self.path / COMMIT):016x}"
+
+    def parent(self) -> Parent | None:
+        """What it descends from; None for the first one of a run.
+
+        Raises:
+            UNREADABLE: its state is damaged, or that of another step.
+        """
+        if self._commit()["step"] != self.step:
+            raise ValueError(f"{self.path / COMMIT} is of another step")
+        if record_of(self.path / STATE) != self.files()[STATE]:
+            raise ValueError(f"{self.path / STATE} has changed since it was written")
+        value = self.state()["parent"]
+        if value is None:
+            return None
+        if isinstance(value, str):  # as it was written before steps and fingerprints came with it
+            number = value.removeprefix("step-")
+            return Parent(value, int(number) if number.isdigit() else None)
+        return Parent(str(value["name"]), value["step"], value["fingerprint"])
+
+    def files(self) -> Files:
+        """What it consists of, besides `COMMIT` itself.
+
+        Raises:
+            UNREADABLE: `COMMIT` is damaged.
+        """
+        listed = self._commit()["files"].items()
+        where = self.path / COMMIT
+        files = {storage.plain_name(name, where): (int(size), str(digest)) for name, (size, digest) in listed}
+        if STATE not in files:
+            raise ValueError(f"it does not list {STATE}")
+        return files
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files but `COMMIT`.
+
+        Raises:
+            UNREADABLE: `COMMIT` is damaged.
+        """
+        return sum(size for size, _ in self.files().values())
+
+    @property
+    def time(self) -> float:
+        """When it was committed, in seconds since 1970."""
+        try:
+            return float(self._commit()["time"])
+        except UNREADABLE:
+            return self.path.stat().st_mtime
+
+    def _commit(self) -> Any:
+        return storage.get_json(self.path / COMMIT)
+
+    def problems(self, *, full: bool = True, advance: Callable[[int], None] = lambda size: None) -> list[str]:
+        """What is wrong with it, each with the file's name; empty if it can be trusted.
+
+        Args:
+            full: read every file and compare its hash; otherwise only existence and size.
+            advance: told how many bytes have been read, piece by piece.
+        """
+        try:
+            step, files = self._commit()["step"], self.files()
+        except FileNotFoundError:
+            return [f"{self.path / COMMIT} is missing"]
+        except UNREADABLE as error:
+            return [f"{self.path / COMMIT} is damaged: {error}"]
+        if step != self.step:
+            return [f"{self.path / COMMIT} is of step {step}: the folder is a copy of another one, or was renamed"]
+        found = []
+        for name, (size, digest) in files.items():
+            path = self.path / name
+            try:
+                there = path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(f"{path} is missing")
+                continue
+            if not stat.S_ISREG(there.st_mode):
+                found.append(f"{path} is {_KINDS.get(stat.S_IFMT(there.st_mode), 'no regular file')}, not a file")
+            elif there.st_size != size:
+                found.append(f"{path} has {there.st_size:,} bytes instead of {size:,}")
+            elif full and (problem := changed(path, digest, advance)):
+                found.append(problem)
+        return found
+
+
+def changed(
+    path: Path, digest: str, advance: Callable[[int], None] = lambda size: None, *, links: bool = False
+) -> str | None:
+    """What is wrong with the content of a file, in words; None if its hash is `digest`.
+
+    Args:
+        path: of the file.
+        digest: that it should have.
+        advance: as for `file_hash`.
+        links: whether it may be a symbolic link. In a checkpoint none is expected.
+
+    Raises:
+        OSError: it cannot be read, and that need not be the disk's fault.
+    """
+    try:
+        now = f"{file_hash(path, advance, links=links):016x}"
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"{path} cannot be read: {error.strerror}"
+    return None if now == digest else f"{path} has changed since it was written (xxh3 differs)"
+
+
+def record_of(path: Path) -> tuple[int, str]:
+    """Size and hash of a file as it is on disk, for `Files`."""
+    return path.lstat().st_size, f"{file_hash(path, links=False):016x}"
+
+
+def wait_until_visible(path: Path) -> None:
+    """Return as soon as a file or folder that another machine has made is seen from here.
+
+    Raises:
+        MachineError: it is not within `PATIENCE_S`.
+    """
+    until, pause = time.monotonic() + PATIENCE_S, 0.01
+    while True:
+        try:
+            os.listdir(path.parent)  # which makes NFS ask its server again
+            os.stat(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            if time.monotonic() > until:
+                raise MachineError(
+                    f"{path}, which rank 0 sees, is not visible from {socket.gethostname()} after {PATIENCE_S:.0f} s; "
+                    "run.dir must be the same folder on all machines, on a file system that they share"
+                ) from error
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)

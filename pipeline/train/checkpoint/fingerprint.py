@@ -1,0 +1,100 @@
+"""What a resumed run depends on, and how a difference is shown. The journal compares the order of the data itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipeline import __version__
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+
+Fingerprints = dict[str, Any]
+"""Aspect -> JSON value. The aspects are the names that resume.allow takes."""
+
+_KEYS = {"objective": "train.objective"}
+"""Aspects that are a section of the run file with another name."""
+
+
+def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) -> Fingerprints:
+    """The aspects of a run that decide what its steps compute, but for the order of the data.
+
+    Args:
+        config: resolved config.
+        datasets: source name -> fingerprint of its training split.
+        tokenizer: fingerprint of the tokenizer.
+    """
+    return {
+        "data": dict(datasets),
+        "tokenizer": tokenizer,
+        "objective": objective_fingerprint(config),
+        "model": model_fingerprint(config),
+        "code": __version__,
+    }
+
+
+def model_fingerprint(config: Config) -> dict[str, Any]:
+    """What decides the function that the weights compute: every key of `model:`."""
+    keys = config.model.model_dump(mode="json")
+    if config.model.positions == "learned":
+        # By default the longest windows decide, and a phase with longer ones may be appended.
+        keys["max_positions"] = config.max_positions
+    if keys["vocab_size"] is None:
+        del keys["vocab_size"]  # checkpoints from before this key have none
+    return keys
+
+
+def objective_fingerprint(config: Config) -> dict[str, Any]:
+    """What decides how a window becomes inputs and targets: the keys that the type of objective looks at."""
+    objective = config.train.objective
+    return objective.model_dump(mode="json", include={"type"} if objective.type == "causal" else None)
+
+
+def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> list[str]:
+    """Differences that were allowed, as lines to show.
+
+    Raises:
+        UserError: an aspect differs that `resume.allow` does not name; the message shows each difference.
+    """
+    allowed = set(allow)
+    accepted: list[str] = []
+    refused: list[str] = []
+    for aspect in sorted(now):
+        if saved.get(aspect) != now[aspect]:
+            lines = [
+                f"{name}: {shown(old)} -> {shown(new)}"
+                for name, old, new in differences(_KEYS.get(aspect, aspect), saved.get(aspect), now[aspect])
+            ]
+            (accepted if aspect in allowed else refused).extend(lines)
+            if aspect not in allowed:
+                fits = ", if the weights still fit" if aspect == "model" else ""
+                refused.append(f"  (resume.allow=[{aspect}] accepts this{fits})")
+    if refused:
+        raise UserError(
+            "this run differs from its checkpoint (checkpoint -> now):\n  "
+            + "\n  ".join(refused)
+            + "\nset the values back, or use another run.dir"
+        )
+    return accepted
+
+
+def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """Where two JSON values differ: dotted name below `name`, old and new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        rows: list[tuple[str, Any, Any]] = []
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                rows += differences(f"{name}.{key}", old.get(key), new.get(key))
+        return rows
+    return [(name, old, new)]
+
+
+def shown(value: Any) -> str:
+    """A JSON value in one line, as a run file has it; keys without a value are left out."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", False: "false", True: "true"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shown(below)}" for key, below in value.items() if below is not None) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    return '""' if value == "" else str(value)

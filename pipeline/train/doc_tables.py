@@ -1,0 +1,138 @@
+"""Tables of the documentation, written from the rules, the schedules and the other data that they show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from pipeline.common.storage import put
+from pipeline.config.reference import table as keys
+from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from pipeline.train.huggingface.families import FAMILIES
+from pipeline.train.huggingface.families import Rule as TensorRule
+from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.layout import RULES, WARNINGS
+from pipeline.train.parallel.schedules import SCHEDULES, play
+from pipeline.train.parallel.tested import TESTED, Combination
+from pipeline.train.resume import table as winners
+
+_END = "<!-- end -->"
+_P, _FEW, _MANY = 4, 8, 32
+"""Ranks and micro-batches of the figures in the table of schedules."""
+
+
+def rules(all_of: Sequence[Rule]) -> str:
+    """A table of rules."""
+    return _table(("keys", "rule"), ((", ".join(f"`{key}`" for key in rule.keys), rule.text) for rule in all_of))
+
+
+def schedules() -> str:
+    """A table of schedules with their formulas, and figures for a pipeline."""
+    rows = []
+    for name, facts in SCHEDULES.items():
+        few, many = (play(name, _P, facts.default_stages, m) for m in (_FEW, _MANY))
+        kept = max(many.activations) / facts.default_stages
+        rows.append(
+            (
+                f"`{name}`",
+                facts.what,
+                facts.stages,
+                facts.demand,
+                facts.bubble,
+                f"{100 * few.bubble:.1f} %, {100 * many.bubble:.1f} %",
+                facts.kept,
+                f"{kept:g}",
+            )
+        )
+    head = ("schedule", "what it does", "stages on a rank (v)", "micro-batches (m)", "bubble")
+    return _table((*head, f"p={_P}, m={_FEW} and {_MANY}", "kept", f"p={_P}, m={_MANY}"), rows)
+
+
+def tested() -> str:
+    """A table of the tested combinations, those that differ in the schedule alone in one row."""
+    groups: dict[tuple[str, str, str, str], list[Combination]] = {}
+    for row in TESTED:
+        kind, degrees = row.kind, {axis: degree for axis, degree in row.layout.degrees.items() if degree > 1}
+        key = (
+            " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()),
+            {None: "", True: "yes", False: "no"}[kind.sequence_parallel],
+            {None: "", True: "given back", False: "kept"}[kind.reshard],
+            "" if kind.cp_method is None else f"`{kind.cp_method}`",
+        )
+        groups.setdefault(key, []).append(row)
+    head = ("layout", "sequence_parallel", "weights after forward", "cp_method", "schedules")
+    return _table(head, ((*key, _schedules_of(rows)) for key, rows in groups.items()))
+
+
+def families() -> str:
+    """A table of the families of Hugging Face's models."""
+    rows = ((f"`{each.model_type}`", f"`{each.architecture}`", each.what) for each in FAMILIES.values())
+    return _table(("model_type", "class in transformers", "in `model:`"), rows)
+
+
+def tensors(model_type: str) -> str:
+    """A table of a family's tensors and ours."""
+
+    def ours(rule: TensorRule) -> str:
+        text = ", ".join(f"`{name}`" for name in rule.ours)
+        text = f"{text}, one below the other" if len(rule.ours) > 1 else text
+        return f"{text}, transposed" if rule.transposed else text
+
+    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in FAMILIES[model_type].rules)
+    return _table(("there", "here"), rows)
+
+
+def _schedules_of(rows: Sequence[Combination]) -> str:
+    if rows[0].layout.pp == 1:
+        return ""
+    even = [row.schedule for row in rows if row.layers_per_stage is None]
+    words = ["all"] if set(even) == SCHEDULES.keys() else [f"`{name}`" for name in even]
+    for row in rows:
+        if row.layers_per_stage is not None:
+            words.append(f"`{row.schedule}` with stages of {', '.join(map(str, row.layers_per_stage))} layers")
+    return "; ".join(words)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def page(name: str, text: str) -> str:
+    """A page of `docs/` with its tables replaced.
+
+    Args:
+        name: Of its file.
+        text: As it is now.
+    """
+    for part, table in PAGES[name]().items():
+        begin = f"<!-- {part}: written by `make docs` -->"
+        before, marker, rest = text.partition(begin)
+        _, end, after = rest.partition(_END)
+        assert marker and end, f"the page has no lines {begin} and {_END}"
+        text = f"{before}{begin}\n\n{table.rstrip()}\n\n{end}{after}"
+    return text
+
+
+PAGES: dict[str, Callable[[], dict[str, str]]] = {
+    "parallelism.md": lambda: {
+        "rules": rules(RULES),
+        "warnings": rules(WARNINGS),
+        "schedules": schedules(),
+        "tested": tested(),
+    },
+    "checkpoints.md": lambda: {"winners": winners()},
+    "huggingface.md": lambda: {
+        "families": families(),
+        "tensors of llama, mistral, qwen2 and qwen3": tensors("llama"),
+        "tensors of gpt2": tensors("gpt2"),
+    },
+    "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},
+}
+"""File name -> its tables by the name of their place."""
+
+
+if __name__ == "__main__":
+    for target in map(Path, sys.argv[1:]):
+        put(target, page(target.name, target.read_text(encoding="utf-8")).encode())

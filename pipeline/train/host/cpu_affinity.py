@@ -1,0 +1,201 @@
+"""Which cores of its machine a process runs on: those of several ranks are divided, near the GPU of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.common.process_identity import node_name
+from pipeline.train.distributed.process_group import Processes
+from pipeline.train.distributed.rank import LAUNCHER
+
+SYS = Path("/sys")
+_THREAD_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""With any of these, OpenMP has chosen cores for its threads from those that the process began with."""
+
+_given: list[frozenset[int]] = []
+"""What this process could use before `bind`, if that has bound it."""
+
+
+def available() -> frozenset[int]:
+    """CPUs that this process may use, together with other ranks of the machine if `bind` divided them."""
+    return _given[0] if _given else frozenset(os.sched_getaffinity(0))
+
+
+def bind(ranks: Processes, device: torch.device, environment: Mapping[str, str], system: Path = SYS) -> str | None:
+    """Give this rank cores of its own, of those that its process may use; threads that start later have the same.
+
+    It comes before the first operation of torch, whose threads keep the cores that they began with.
+
+    Args:
+        ranks: The place of this process; the others of the machine call this too.
+        device: Of this rank; on CUDA the one with its local number.
+        environment: To see who started the ranks, and who has bound them.
+        system: Where sysfs is.
+
+    Returns:
+        What was done, in words; None: nothing, as there is nothing to divide, or somebody else did.
+    """
+    if _given or ranks.local_world_size == 1 or any(name in environment for name in _THREAD_BINDING):
+        return None
+    mask = frozenset(os.sched_getaffinity(0))
+    if not _is_shared(mask, environment, system):
+        return None
+    nodes = _gpu_nodes(ranks.local_world_size, system) if device.type == "cuda" else None
+    own = share(mask, ranks.local_rank, ranks.local_world_size, system, nodes)
+    if own is None or own == mask:
+        return None
+    os.sched_setaffinity(0, own)
+    _given.append(mask)
+    line = f"rank {ranks.rank} runs on {len(own)} of {len(mask)} CPUs: {spans(own)}"
+    if nodes is None:
+        return line
+    node, place = nodes[ranks.local_rank], _nodes(system)
+    near = sum(place.get(cpu) == node for cpu in own)
+    count = "" if near == len(own) else f"{near} of them "
+    return f"{line}, {count}near its GPU (NUMA node {node})"
+
+
+def far_from_gpu(ranks: Processes, device: torch.device, system: Path = SYS) -> str | None:
+    """Where this rank has no core on the NUMA node of its GPU, and what to set; None: it has, or nobody can tell.
+
+    Args:
+        ranks: The place of this process.
+        device: Of this rank.
+        system: Where sysfs is.
+    """
+    if device.type != "cuda":
+        return None
+    index = device.index or 0
+    gpu, mask, place = _gpu_node(index, system), frozenset(os.sched_getaffinity(0)), _nodes(system)
+    nodes = {place[cpu] for cpu in mask if cpu in place}
+    if gpu is None or not nodes or gpu in nodes:
+        return None
+    return (
+        f"rank {ranks.rank} on node {node_name()} runs on CPUs {spans(mask)} (NUMA node "
+        f"{spans(frozenset(nodes))}), but its GPU {index} ({_gpu_address(index)}) is on NUMA node {gpu}: copies to it "
+        "are slow. In the profile of the site set cpu_bind (like none, which leaves it to launch.bind: auto, or "
+        "map_ldom:...), distribution, or options with gres-flags: enforce-binding, so that it gets cores there"
+    )
+
+
+def share(
+    mask: frozenset[int], rank: int, ranks: int, system: Path = SYS, nodes: Sequence[int] | None = None
+) -> frozenset[int] | None:
+    """The part of `mask` that one of several ranks gets; all parts are disjoint.
+
+    Args:
+        mask: What they have together.
+        rank: Which one.
+        ranks: How many.
+        system: Where sysfs is.
+        nodes: By rank, the NUMA node that it should be on; None: side by side over all of them. Cores of nodes that
+            are not named are dealt to all ranks.
+
+    Returns:
+        None if there are fewer CPUs than ranks.
+    """
+    if len(mask) < ranks:
+        return None
+    place = _nodes(system)
+    cores = sorted(_cores(mask, system), key=lambda core: (place.get(core[0], 0), core))
+    if nodes is not None:
+        peers = [peer for peer in range(ranks) if nodes[peer] == nodes[rank]]
+        near = [core for core in cores if place.get(core[0]) == nodes[rank]]
+        # Every rank decides alike: if one finds too little, all go side by side.
+        counts = {node: sum(place.get(core[0]) == node for core in cores) for node in nodes}
+        if all(counts[node] >= nodes.count(node) for node in nodes):
+            rest = [core for core in cores if place.get(core[0]) not in counts]
+            # Nodes whose numbers are close mostly share a socket.
+            order = sorted(range(ranks), key=lambda peer: (nodes[peer], peer))
+            return _part(near, peers.index(rank), len(peers)) | _part(rest, order.index(rank), ranks)
+    if len(cores) < ranks:  # then threads of a core are divided
+        cores = [(cpu,) for core in cores for cpu in core]
+    return _part(cores, rank, ranks)
+
+
+def _part(cores: Sequence[tuple[int, ...]], index: int, parts: int) -> frozenset[int]:
+    begin, end = len(cores) * index // parts, len(cores) * (index + 1) // parts
+    return frozenset(cpu for core in cores[begin:end] for cpu in core)
+
+
+def _is_shared(mask: frozenset[int], environment: Mapping[str, str], system: Path) -> bool:
+    """Whether the other ranks of the machine may use the same cores: their launcher has bound none of them.
+
+    Processes that torchrun or our own launcher starts have its mask, unless they are bound one by one. Otherwise,
+    whoever was given less than all CPUs of the job on this machine was bound.
+    """
+    if LAUNCHER in environment or "TORCHELASTIC_RUN_ID" in environment:
+        try:
+            return mask >= os.sched_getaffinity(os.getppid())
+        except OSError:  # it has ended, or is not to be seen from here
+            return True
+    job = environment.get("SLURM_CPUS_ON_NODE", "")
+    return len(mask) >= (int(job) if job.isdecimal() else len(_listed(system / "devices/system/cpu/online")))
+
+
+def _gpu_nodes(count: int, system: Path) -> list[int] | None:
+    """The NUMA nodes of the first GPUs; None if the machine does not tell."""
+    nodes = [node for node in (_gpu_node(index, system) for index in range(count)) if node is not None]
+    return nodes if len(nodes) == count else None
+
+
+def _gpu_node(index: int, system: Path) -> int | None:
+    """The NUMA node of a GPU; None if the machine does not tell, or has but one (-1)."""
+    try:
+        node = int((system / "bus/pci/devices" / _gpu_address(index) / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _gpu_address(index: int) -> str:
+    """On the PCI bus, as sysfs has it."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def _cores(mask: frozenset[int], system: Path) -> set[tuple[int, ...]]:
+    """Physical cores, each with those of its CPUs that are in `mask`."""
+    cores = set()
+    for cpu in mask:
+        siblings = _listed(system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") & mask
+        cores.add(tuple(sorted(siblings | {cpu})))
+    return cores
+
+
+def _nodes(system: Path) -> dict[int, int]:
+    """CPU -> NUMA node; empty if the machine does not tell."""
+    found = {}
+    for folder in (system / "devices/system/node").glob("node[0-9]*"):
+        for cpu in _listed(folder / "cpulist"):
+            found[cpu] = int(folder.name.removeprefix("node"))
+    return found
+
+
+def _listed(file: Path) -> frozenset[int]:
+    """The numbers of a list of the kernel's, like `0-3,8`; none if there is no such file."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return frozenset()
+    numbers: set[int] = set()
+    for span in filter(None, text.split(",")):
+        first, _, last = span.partition("-")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def spans(numbers: frozenset[int]) -> str:
+    """`0-3,8`, as the kernel writes it."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in found)

@@ -1,0 +1,142 @@
+"""Initial weights that do not depend on how the parameters are laid out.
+
+Every element of a parameter is a function of the seed, the parameter's name, and its row and column in the whole: a
+rank draws its own rows, and any sharding starts bitwise equal to one process. The bits are those of Philox-4x64-10
+(Salmon et al. 2011), a counter-based generator: the key is a hash of seed and name, the counter follows from the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from pipeline.config.model import InitConfig
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.parallel.torch_compat.core import strided_shard
+
+_HIDDEN = re.compile(r"layers\.\d+\.(?:mixer|mlp)\.w\w+\.weight")
+_TO_RESIDUAL = re.compile(r"layers\.\d+\.(?:mixer\.wo|mlp\.w2)\.weight")
+_TABLES = ("embedding.weight", "position_embedding.weight", "head.weight")
+_NORM = re.compile(r"(?:.*\.)?\w*norm\.weight")
+
+_CHUNK_ELEMENTS = 1 << 20  # elements drawn at once, which bounds the memory of the draw
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: int) -> None:
+    """Fills the parameters, plain tensors or DTensors sharded or replicated over any mesh.
+
+    Matrices are normal with the std of `weight_std`, norm weights are 1, biases 0.
+
+    Args:
+        model: A `Decoder`, or a part of one with the names of the whole.
+        spec: What the model was built from.
+        init: The `model.init:` section.
+        seed: The run's seed.
+    """
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        if name.endswith(".bias"):
+            local.zero_()
+        elif _NORM.fullmatch(name):
+            local.fill_(1)
+        else:
+            rows, columns = local_range(parameter, 0), local_range(parameter, 1)
+            _fill_normal(local, weight_std(name, spec, init), f"{seed}/{name}", rows, columns, parameter.shape[1])
+
+
+def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
+    """Standard deviation of a matrix.
+
+    - `normal`: `init.std` everywhere.
+    - `depth_scaled`: as normal, but matrices that write to the residual stream (wo, w2) get std / sqrt(2 * layers), so
+      that the stream's size does not grow with depth (Radford et al. 2019).
+    - `mup`: as depth_scaled, but all matrices of the layers are divided by sqrt(dim / mup_base_dim) too. Embedding and
+      head keep `init.std`; the head's input is multiplied by mup_base_dim / dim (`DecoderSpec.logit_scale`), and
+      attention logits are divided by head_dim instead of its root, scaled to agree for heads of 64
+      (`AttentionSpec.scale`). Learning rates: `lr_scale`. Source: Yang et al. 2022 (Tensor Programs V), table 8, Adam.
+    """
+    if name in _TABLES:
+        return init.std
+    assert _HIDDEN.fullmatch(name), f"no rule for the initial weights of {name}"
+    std = init.std
+    if init.scheme != "normal" and _TO_RESIDUAL.fullmatch(name):
+        std /= math.sqrt(2 * len(spec.layers))
+    if init.mup_base_dim is not None:
+        std *= math.sqrt(init.mup_base_dim / spec.dim)
+    return std
+
+
+def is_layer_matrix(name: str) -> bool:
+    """Whether a parameter is a matrix of a layer, and so none of embedding, position embedding and head."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:
+    """Factor on a parameter's learning rate (Adam): mup_base_dim / dim for the layers' matrices with muP, else 1."""
+    if init.mup_base_dim is not None and is_layer_matrix(name):
+        return init.mup_base_dim / spec.dim
+    return 1.0
+
+
+def local_range(parameter: Tensor, dim: int, coordinate: Sequence[int] | None = None) -> range:
+    """Indices along `dim` of the whole parameter that a rank holds; nothing is communicated.
+
+    Args:
+        parameter: Plain, or a DTensor.
+        dim: Of the parameter.
+        coordinate: Of the rank, on the parameter's mesh; by default this one.
+    """
+    indices = range(parameter.shape[dim])
+    if not isinstance(parameter, DTensor):
+        return indices
+    mesh, placements = parameter.device_mesh, parameter.placements
+    cuts = [axis for axis, placement in enumerate(placements) if placement == Shard(dim)]
+    # FSDP's axis comes before that of tp in the mesh, and yet it cuts the pieces that tp has made.
+    for axis, placement in enumerate(placements):
+        strided = strided_shard(placement)
+        assert strided or type(placement) in (Shard, Replicate), f"initial weights of a parameter placed {placement}"
+        if strided and strided[0] == dim:
+            assert strided[1] == math.prod(mesh.size(cut) for cut in cuts if cut > axis), f"{placements} over {mesh}"
+            cuts.append(axis)
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
+    assert coordinate is not None, f"a parameter of other processes: {mesh}"
+    for axis in cuts:
+        # As torch.chunk cuts: the last pieces may be smaller, or empty.
+        size = -(-len(indices) // mesh.size(axis))
+        indices = indices[coordinate[axis] * size : (coordinate[axis] + 1) * size]
+    return indices
+
+
+def _fill_normal(local: Tensor, std: float, key: str, rows: range, columns: range, width: int) -> None:
+    """Writes rows and columns of the whole matrix [., width] named by `key` into `local`."""
+    chunk = max(1, _CHUNK_ELEMENTS // width)
+    for start in range(0, len(rows), chunk):
+        part = rows[start : start + chunk]
+        values = normal_rows(key, part.start, len(part), width)[:, columns.start : columns.stop]
+        local[start : start + len(part)].copy_(torch.from_numpy(values * std))
+
+
+def normal_rows(key: str, first_row: int, rows: int, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Standard normal draws for some rows of a matrix, float64 [rows, width].
+
+    Every row owns a fixed stretch of the counter, so that consecutive rows are one stretch of the stream. A 64-bit word
+    makes two values by the transform of Box and Muller (1958): its high half the radius, its low half the angle.
+    """
+    blocks = -(-width // 8)  # a block of the generator is four words, eight values
+    digest = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), dtype="<u8")
+    words = np.random.Philox(key=digest, counter=first_row * blocks).random_raw(rows * blocks * 4)
+    # In (0, 1], for the logarithm.
+    radius = np.sqrt(-2.0 * np.log(((words >> np.uint64(32)) + 1.0) * 2.0**-32))
+    angle = (words & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)
+    pairs = np.empty((len(words), 2))
+    np.multiply(radius, np.cos(angle), out=pairs[:, 0])
+    np.multiply(radius, np.sin(angle), out=pairs[:, 1])
+    return pairs.reshape(rows, blocks * 8)[:, :width]

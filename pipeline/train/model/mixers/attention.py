@@ -1,0 +1,160 @@
+"""Causal grouped-query attention.
+
+Shapes: B batch, S positions, T keys (S, or more with a cache), D width, H query heads, K key and value heads, E head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.train.model.config import AttentionSpec
+from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
+from pipeline.train.model.kernels.sight import Kernel, Sight
+from pipeline.train.model.loss import Criterion
+from pipeline.train.model.norm import build_norm
+from pipeline.train.model.rope import apply_rope
+from pipeline.train.model.states import KVCache, MixerState, Places, States
+
+
+class Watch(Protocol):
+    """Is shown what a forward pass computes in its layers, and changes nothing of it."""
+
+    def attention(self, mixer: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
+        """Queries and keys as they are multiplied, and which keys a query sees."""
+
+    def output(self, block: nn.Module, x_BSD: Tensor) -> None:
+        """The residual stream behind a block."""
+
+
+Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Attention itself: q [B, C, H, E], k and v [B, T, K, E] and which piece of the queries this is -> [B, C, H, E]."""
+
+
+class SequenceCut(Protocol):
+    """How a sequence is cut over processes that have a share of it each and attend to all of it."""
+
+    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What this process has of x, whose dimension `dim` is positions."""
+
+    def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+        """Attention of this process's queries to the whole sequence, [B, L, H, E]; every process calls this."""
+
+
+@dataclass
+class Context:
+    """What the blocks of one forward pass are told besides their input.
+
+    The caller gives the first ten; the decoder adds, once and not in every layer, what follows from them.
+
+    Attributes:
+        bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
+            sequence is one document.
+        starts: With bounds, what `Batch.starts` is, on the host. None: taken from the bounds, for which the host waits.
+        positions_BS: Position of every token, for the position embedding. None: they restart at every bound, or go on
+            from what the states hold.
+        states: What the mixers keep of the rows so far, for generation. Not together with bounds.
+        counts: With states: how many tokens of each row count; the rest is padding on the right. None: all.
+        last_only: With states: only the last token of each row that counts gets logits, [B, 1, V].
+        length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
+            only its share of the residual stream.
+        criterion: What the head is to give the loss of; None: it gives logits.
+        watch: Is shown what the layers compute.
+        cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
+        rope: cos and sin of the positions, if they are rotary.
+        kernel: What computes attention, where there are no states.
+        sights: By window, which keys are seen; with a cut for each piece, else for one. Empty with states.
+        prepared: What the kernel prepared for `sights`.
+        masks: With states, by window, which keys are seen, see `attention_mask`.
+        places: Where the new positions go in the states.
+    """
+
+    bounds_BS: Tensor | None = None
+    starts: Tensor | None = None
+    positions_BS: Tensor | None = None
+    states: States | None = None
+    counts: Sequence[int] | None = None
+    last_only: bool = False
+    length: int | None = None
+    criterion: Criterion | None = None
+    watch: Watch | None = None
+    cut: SequenceCut | None = None
+    rope: tuple[Tensor, Tensor] | None = None
+    kernel: Kernel = field(default_factory=Sdpa)
+    sights: dict[int | None, tuple[Sight, ...]] = field(default_factory=dict)
+    prepared: dict[int | None, tuple[Any, ...]] = field(default_factory=dict)
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    places: Places | None = None
+
+
+class Attention(nn.Module):
+    """Scaled dot-product attention over `kv_heads` shared keys and values (Ainslie et al. 2023).
+
+    With `qk_norm` queries and keys are normalized a head before the rotary embedding (Qwen3). With tensor parallelism
+    a rank has some of the heads, and H and K are those it has.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.wq = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wk = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wv = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wo = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=spec.output_bias)
+        if spec.qk_norm is not None:
+            self.q_norm = build_norm(spec.qk_norm, spec.head_dim)
+            self.k_norm = build_norm(spec.qk_norm, spec.head_dim)
+
+    def new_state(self, max_length: int | None) -> KVCache:
+        """An empty cache for generation; see `Decoder.new_states`."""
+        return KVCache(max_length)
+
+    def forward(self, x_BSD: Tensor, context: Context, state: MixerState | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        spec = self.spec
+        q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, spec.head_dim))
+        k_BTKE = self.wk(x_BSD).unflatten(-1, (-1, spec.head_dim))
+        v_BTKE = self.wv(x_BSD).unflatten(-1, (-1, spec.head_dim))
+        if spec.qk_norm is not None:
+            q_BSHE, k_BTKE = self.q_norm(q_BSHE), self.k_norm(k_BTKE)
+        if context.rope is not None:
+            q_BSHE, k_BTKE = apply_rope(q_BSHE, *context.rope), apply_rope(k_BTKE, *context.rope)
+        if state is not None:
+            assert isinstance(state, KVCache) and context.places is not None
+            k_BTKE, v_BTKE = state.append(k_BTKE, v_BTKE, context.places)
+            mask = context.masks[spec.window]
+            if q_BSHE.shape[1] == 1:
+                return self._attend_once(q_BSHE, k_BTKE, v_BTKE, mask)
+            return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, spec.scale))
+
+        def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
+            if context.watch is not None:
+                context.watch.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece])
+            return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[spec.window][piece], spec.scale)
+
+        if context.cut is None:
+            return self._project(attend(q_BSHE, k_BTKE, v_BTKE, 0))
+        return self._project(context.cut.attend(q_BSHE, k_BTKE, v_BTKE, attend))
+
+    def _project(self, out_BSHE: Tensor) -> Tensor:
+        """What the heads found, [B, S, D]."""
+        out_BSD: Tensor = self.wo(out_BSHE.flatten(2))
+        return out_BSD
+
+    def _attend_once(self, q_B1HE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
+        """One query a row, at its last position: no mask means that it sees every key. [B, 1, D]."""
+        # The heads that share keys go in as queries of one head, so that no kernel has to repeat the keys.
+        q_BKGE = q_B1HE.reshape(len(q_B1HE), k_BTKE.shape[2], -1, self.spec.head_dim)
+        out_BKGE = F.scaled_dot_product_attention(
+            q_BKGE, k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), attn_mask=mask, scale=self.spec.scale
+        )
+        out_B1D: Tensor = self.wo(out_BKGE.flatten(1)[:, None])
+        return out_B1D

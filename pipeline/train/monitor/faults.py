@@ -1,0 +1,241 @@
+"""What the host does about steps that went wrong: record them, go on, go back, or end the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from pipeline.common import storage
+from pipeline.common.console import say
+from pipeline.common.errors import NumericalError
+from pipeline.config.train import FaultsConfig
+from pipeline.train.distributed.process_group import share
+from pipeline.train.run.folder import RunFolder
+
+Kind = Literal["nonfinite", "spike"]
+Action = Literal["stop", "skip", "rewind"]
+
+
+class Rewind(Exception):
+    """The run goes back to a checkpoint. Every rank raises it after the same step.
+
+    Args:
+        before: the checkpoint must not be of a later step.
+        skip: steps [first, end), counted from 0, that are passed over then.
+        reason: in words.
+    """
+
+    def __init__(self, before: int, skip: tuple[int, int], reason: str) -> None:
+        super().__init__(reason)
+        self.before = before
+        self.skip = skip
+        self.reason = reason
+
+
+class Faults:
+    """The policy of `train.faults`.
+
+    All ranks see the same metrics and come to the same end; rank 0 keeps the record, `faults.jsonl`.
+
+    Args:
+        config: it.
+        folder: of the run; rank 0 records there.
+        rank: of this process.
+        describe: step, counted from 0 -> its samples and their documents, for the record.
+        saved: steps of the checkpoints that could be gone back to, ascending; every rank calls it.
+        last_good: what the run would go on from, for messages; every rank calls it.
+        console: where rank 0 speaks.
+    """
+
+    def __init__(
+        self,
+        config: FaultsConfig,
+        folder: RunFolder,
+        rank: int,
+        describe: Callable[[int], Any],
+        saved: Callable[[], list[int]],
+        last_good: Callable[[], str],
+        console: Console,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._rank = rank
+        self._describe = describe
+        self._saved = saved
+        self._last_good = last_good
+        self._console = console
+        self._in_a_row = 0
+        self._rewinds = 0
+        self._updates = self._withheld = 0
+        self._fp16 = False
+
+    @property
+    def record(self) -> Path:
+        """One JSON object a fault."""
+        return self._folder.path / "faults.jsonl"
+
+    @property
+    def troubled(self) -> bool:
+        """Whether the last step went wrong: what is saved now may not be worth keeping."""
+        return self._in_a_row > 0
+
+    def recall(self) -> None:
+        """Learn from the record how often the run has gone back; every rank calls this.
+
+        A checkpoint alone does not know: it is from before the fault that led back to it.
+        """
+
+        def count() -> int:
+            return sum(row.get("action") == "rewind" for row in storage.read_json_lines(self.record))
+
+        self._rewinds = max(self._rewinds, share(count))
+
+    def after(self, row: dict[str, Any]) -> None:
+        """Look at the metrics of a step; every rank calls this.
+
+        Raises:
+            Rewind: the policy is to go back.
+            NumericalError: it is to stop, or there were too many faulty steps.
+        """
+        if not row["skipped"]:
+            self._in_a_row = 0
+            self._updates += 1
+            return
+        self._withheld += 1
+        self._fp16 = "loss_scale" in row
+        kind: Kind = "spike" if row.get("spike") else "nonfinite"
+        # An overflow of fp16 that a smaller scale prevents next time is part of the method. The loss itself is not
+        # scaled, so no scale explains it.
+        if kind == "nonfinite" and row.get("loss_scale", 1.0) > 1.0 and math.isfinite(row["loss"]):
+            return
+        self._in_a_row += 1
+        step = row["step"]
+        what = f"step {step}: {_in_words(kind, row)}"
+        policy = self._config.on_spike if kind == "spike" else self._config.on_nonfinite
+        if policy == "stop":
+            self._end(row, kind, f"{what}, and train.faults.on_{kind} is stop", "it")
+        if policy == "rewind":
+            back = self._way_back(step - 1)
+            if back is not None and self._rewinds >= self._config.max_rewinds:
+                times = (
+                    f"the run has gone back {self._rewinds} times already, as often as train.faults.max_rewinds allows"
+                )
+                self._end(row, kind, f"{what}, and {times}", "it")
+            if back is not None:
+                self._rewinds += 1
+                self._in_a_row = 0
+                self._write(row, kind, "rewind", skip=back)
+                raise Rewind(back[0], back, f"{what} (its samples are in {self.record})")
+            what += ", and there is no checkpoint from before it to go back to"
+        if self._in_a_row >= self._config.max_in_a_row:
+            were = "were not finite" if self._config.on_spike == "ignore" else "were spikes or not finite"
+            lowest = ", with the loss scale at its lowest" if row.get("loss_scale") == 1.0 else ""
+            self._end(row, kind, f"{self._in_a_row} steps in a row up to step {step} {were}{lowest}", "them")
+        self._write(row, kind, "skip")
+        say(self._console, f"warning: {what}; the weights were not updated (the step's samples are in {self.record})")
+
+    def at_end(self, step: int) -> None:
+        """All steps are trained, and the last one is not saved yet; every rank calls this.
+
+        Raises:
+            NumericalError: no update was made. With fp16 that may be before the loss scale is at its lowest.
+        """
+        if self._withheld and not self._updates:
+            raise NumericalError(
+                f"{self.withheld} and none was made up to the last step ({step}): the weights are those that "
+                f"the run began with, so this is not saved as its end. {self._advice()}, and run the same command in a "
+                "new folder (run.dir)"
+            )
+
+    @property
+    def withheld(self) -> str:
+        """How many updates were withheld, without those of steps that a rewind has undone, in words; "" for none."""
+        if not self._withheld:
+            return ""
+        return "1 update was withheld" if self._withheld == 1 else f"{self._withheld:,} updates were withheld"
+
+    def _way_back(self, fault: int) -> tuple[int, int] | None:
+        """Steps to pass over, [first, end), where they begin at a checkpoint or after one; None without such.
+
+        Args:
+            fault: the faulty step, counted from 0.
+        """
+        before = [step for step in self._saved() if step <= fault]
+        # Where all checkpoints are newer than wanted, the oldest one has to do.
+        return (max(fault - self._config.rewind_steps, before[0]), fault + 1) if before else None
+
+    def _end(self, row: dict[str, Any], kind: Kind, why: str, them: str) -> None:
+        self._write(row, kind, "stop")
+        last, first = row["step"], row["step"] - max(self._in_a_row, 1) + 1
+        these = f"the step (blend.skip: [{{steps: {last}}}])"
+        if first < last:
+            these = f"the steps (blend.skip: [{{steps: {first}-{last}}}])"
+        raise NumericalError(
+            f"{why} ({self.withheld} in all). {self._last_good()} is from before {them}. {self._advice()}, look at the "
+            f"samples in {self.record}, or pass over {these} and run the same command; resume.from goes back to an "
+            "earlier checkpoint, where there is one"
+        )
+
+    def _advice(self) -> str:
+        """What to change where steps go wrong."""
+        if self._fp16:
+            return (
+                "Set train.precision.compute: bf16 (or fp32), whose range is larger, lower train.optimizer.lr, "
+                "lengthen train.schedule.warmup"
+            )
+        return "Lower train.optimizer.lr, lengthen train.schedule.warmup"
+
+    def _write(self, row: dict[str, Any], kind: Kind, action: Action, skip: tuple[int, int] | None = None) -> None:
+        """Append the fault to the record, on rank 0."""
+        if self._rank > 0:
+            return
+        numbers = ("loss", "grad_norm", "loss_zscore", "grad_norm_zscore", "loss_scale")
+        fault = {
+            "step": row["step"],
+            "attempt": self._folder.attempt,
+            "time": time.time(),
+            "kind": kind,
+            "action": action,
+            **({"passes_over": [skip[0] + 1, skip[1]]} if skip else {}),
+            **{name: row[name] for name in numbers if name in row},
+            "samples": self._describe(row["step"] - 1),
+        }
+        try:
+            lines = storage.JsonLines(self.record)
+            try:
+                lines.write(fault)
+            finally:
+                lines.close()
+        except OSError as error:  # a full disk ends no run
+            say(self._console, f"warning: {self.record} could not be written: {error.strerror or error}")
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {
+            "in_a_row": self._in_a_row,
+            "rewinds": self._rewinds,
+            "updates": self._updates,
+            "withheld": self._withheld,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        self._in_a_row = int(state["in_a_row"])
+        # A rewind is not forgotten by going back to before it.
+        self._rewinds = max(self._rewinds, int(state["rewinds"]))
+        # Checkpoints of earlier versions do not have these; they had made an update, as far as is known.
+        self._updates, self._withheld = int(state.get("updates", 1)), int(state.get("withheld", 0))
+
+
+def _in_words(kind: Kind, row: dict[str, Any]) -> str:
+    if kind == "nonfinite":
+        return "loss or gradient is not finite"
+    return (
+        f"a spike, loss {row['loss']:.4f} (z-score {row['loss_zscore']:.1f}), "
+        f"gradient norm {row['grad_norm']:.3f} (z-score {row['grad_norm_zscore']:.1f})"
+    )

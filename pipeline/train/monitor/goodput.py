@@ -1,0 +1,195 @@
+"""How much of the time that a run has taken has brought it forward, and where the rest went."""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pipeline.common import storage
+from pipeline.train.run.attempts import Attempt, attempts, metrics_path
+
+_MEASURED = ("step_seconds", "save_blocked", "validation_seconds")
+MOST_STEPS = 10**12
+"""A step beyond is none of a run, but damage."""
+MOST = 1e100
+"""What is larger is no figure: sums and squares of such would leave the range of floats."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of a run over all attempts. All but `wall` add up to it."""
+
+    wall: float
+    """From the start of the first attempt until now, or until the last sign of life."""
+    productive: float
+    """In steps that count: those that were lost and made again count once. Waiting for data is not in it."""
+    lost: float
+    """In steps that were not in the checkpoint that a later attempt went on from."""
+    waiting: float
+    """For data."""
+    saving: float
+    """What steps waited for: a copy to the memory of the host, or the whole of a save that was waited for."""
+    validating: float
+    starting: float
+    """From the start of an attempt until its first step: processes, packages, data, model, checkpoint."""
+    down: float
+    """Between attempts."""
+    other: float
+    """Within attempts, and none of these: leaving, waiting for a hang to be noticed."""
+    attempts: int
+
+    @property
+    def share(self) -> float:
+        """Productive over wall."""
+        return self.productive / self.wall if self.wall else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        """All of it, with `share`."""
+        return {**asdict(self), "share": self.share}
+
+    def __str__(self) -> str:
+        parts = {
+            "lost": self.lost,
+            "waiting for data": self.waiting,
+            "saving": self.saving,
+            "validating": self.validating,
+            "starting": self.starting,
+            "down": self.down,
+            "other": self.other,
+        }
+        rest = ", ".join(f"{name} {seconds / self.wall:.1%}" for name, seconds in parts.items() if seconds)
+        tries = "1 attempt" if self.attempts == 1 else f"{self.attempts:,} attempts"
+        whole = f"{self.share:.1%} of {_duration(self.wall)} in {tries} went into steps that count"
+        return f"{whole}; {rest}" if rest else whole
+
+
+def goodput(
+    run: Path, tries: Sequence[Attempt] | None = None, rows: Iterable[dict[str, Any]] | None = None
+) -> Goodput | None:
+    """Of a run folder; None before its first attempt. An attempt that still runs counts until now.
+
+    Args:
+        run: folder.
+        tries: its attempts, where they are known already.
+        rows: its metrics, where somebody reads them anyway; all of them are taken if there was an attempt.
+    """
+    tries = attempts(run) if tries is None else tries
+    if not tries:
+        return None
+    now, used = time.time(), _Use(tries)
+    for row in storage.json_lines(metrics_path(run)) if rows is None else rows:
+        used.add(row)
+    used.finish()
+    starting = other = inside = down = 0.0
+    end = None
+    for attempt in tries:
+        measured, first = used.measured[attempt.number], used.first_step_began.get(attempt.number)
+        length = max(0.0, (now if attempt.end is None else attempt.end) - attempt.begin)
+        before = length if first is None else min(max(0.0, first - attempt.begin), length)
+        # Clocks that are set while a run lasts must not make parts that are more than the whole.
+        length = max(length, before + measured)
+        starting, other, inside = starting + before, other + length - before - measured, inside + length
+        if end is not None:
+            down += max(0.0, attempt.begin - end)
+        end = attempt.begin + length
+    return Goodput(
+        wall=inside + down,
+        productive=sum(used.productive),
+        lost=used.lost,
+        waiting=used.waiting,
+        saving=used.saving,
+        validating=used.validating,
+        starting=starting,
+        down=down,
+        other=other,
+        attempts=len(tries),
+    )
+
+
+class _Use:
+    """Sums over the rows of metrics.jsonl, which come in the order of the attempts."""
+
+    def __init__(self, tries: Iterable[Attempt]) -> None:
+        self._begun = [(attempt.number, attempt.first_step) for attempt in tries]
+        self._known = {number for number, _ in self._begun}
+        self._attempt = 0
+        self.productive = array("d")
+        """Of each step that still counts, in order."""
+        self._steps = array("q")
+        """The number of each of them."""
+        self.lost = self.waiting = self.saving = self.validating = 0.0
+        self.measured: dict[int, float] = defaultdict(float)
+        """By attempt, in steps, saves and validations."""
+        self.first_step_began: dict[int, float] = {}
+        """By attempt, in seconds since 1970."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        attempt, step, ended = row.get("attempt"), row.get("step"), number(row.get("time"))
+        if not is_step(step) or type(attempt) is not int or attempt not in self._known or not math.isfinite(ended):
+            return  # it is damaged, or nothing else is known of that attempt
+        if attempt < self._attempt:
+            return  # of a process that had lost the run's lock and had not noticed yet
+        if attempt > self._attempt:
+            self._go_on_as(attempt)
+        seconds, saving, validating = (_seconds(row, key) for key in _MEASURED)
+        self.saving += saving
+        self.validating += validating
+        self.measured[attempt] += seconds + saving + validating
+        if attempt not in self.first_step_began and ("step_seconds" in row or "passed_over" in row):
+            self.first_step_began[attempt] = ended - seconds
+        if "step_seconds" in row:
+            waiting = min(_seconds(row, "data_wait"), seconds)
+            self.waiting += waiting
+            self._lose(step - 1)
+            self._steps.append(step)
+            self.productive.append(seconds - waiting)
+
+    def finish(self) -> None:
+        """No more rows: attempts that did not come to their first step have gone back, too."""
+        if self._begun:
+            self._go_on_as(self._begun[-1][0])
+
+    def _go_on_as(self, attempt: int) -> None:
+        self._attempt = attempt
+        while self._begun and self._begun[0][0] <= attempt:
+            self._lose(self._begun.pop(0)[1])
+
+    def _lose(self, first: int) -> None:
+        """Steps from `first` on, counted from 0, do not count."""
+        keep = bisect_right(self._steps, first)
+        if keep < len(self._steps):
+            self.lost += sum(self.productive[keep:])
+            del self.productive[keep:], self._steps[keep:]
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a row of metrics.jsonl can be of such a step."""
+    return type(value) is int and 0 <= value <= MOST_STEPS
+
+
+def number(value: Any) -> float:
+    """A figure of a row as a float; NaN for what is none, or absurdly large."""
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST
+    return float(value) if is_one else math.nan
+
+
+def _seconds(row: dict[str, Any], key: str) -> float:
+    """A length of time; 0 for what is none."""
+    value = number(row.get(key))
+    return value if value > 0 else 0.0
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"

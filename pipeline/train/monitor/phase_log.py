@@ -1,0 +1,66 @@
+"""The course of a run in words: what its steps are made of, and what changes on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from pipeline.config import Config
+from pipeline.data.order.blend import UNIT
+from pipeline.data.order.journal import Journal, Segment
+from pipeline.data.order.phases import label
+from pipeline.data.order.run_length import documents_text
+
+_MOST_VALUES = 4
+_MOST_SOURCES = 6
+
+
+def describe_run(config: Config, journal: Journal, first: int, last: int) -> str:
+    """Steps [first, last): `steps 1 to 300 in 2 phases, 64 -> 512 windows of 2,048 tokens`."""
+    numbers = range(journal.segment_number(first), journal.segment_number(last - 1) + 1)
+    segments = [journal.segments[number] for number in numbers]
+    phases = len({label(config, journal, number) for number in numbers})
+    return (
+        f"steps {first + 1:,} to {last:,}"
+        + (f" in {phases} phases" if phases > 1 else "")
+        + f", {_course(segment.batch_size for segment in segments)} windows of "
+        + f"{_course(segment.sequence_length for segment in segments)} tokens"
+    )
+
+
+def describe_change(config: Config, journal: Journal, number: int) -> str:
+    """What a segment, not the first one, has other than the one before it."""
+    before, after = journal.segments[number - 1], journal.segments[number]
+    phase = label(config, journal, number)
+    changes = [
+        f"{name} {old:,} -> {new:,}"
+        for name, old, new in (
+            ("batch size", before.batch_size, after.batch_size),
+            ("sequence length", before.sequence_length, after.sequence_length),
+        )
+        if old != new
+    ]
+    sources = list(_changed_sources(before, after))
+    changes += sources[:_MOST_SOURCES]
+    if len(sources) > _MOST_SOURCES:
+        changes.append(f"{len(sources) - _MOST_SOURCES} more sources")
+    begins = f"phase {phase} begins" if phase != label(config, journal, number - 1) else ""
+    return ": ".join(filter(None, [begins, ", ".join(changes)]))
+
+
+def _course(values: Iterable[int]) -> str:
+    """`64 -> 128`; of many values the first and the last."""
+    different = [f"{value:,}" for value, _ in groupby(values)]
+    if len(different) > _MOST_VALUES:
+        different[1:-1] = ["..."]
+    return " -> ".join(different)
+
+
+def _changed_sources(before: Segment, after: Segment) -> Iterator[str]:
+    for name in sorted(before.sources.keys() | after.sources.keys()):
+        old, new = before.sources.get(name), after.sources.get(name)
+        shares = [state.weight / UNIT if state is not None else 0.0 for state in (old, new)]
+        if shares[0] != shares[1]:
+            yield f"share of {name} {shares[0]:.4g} -> {shares[1]:.4g}"
+        if new is not None and new.documents != (old.documents if old is not None else None):
+            yield f"{name} reads {documents_text(new.documents)}"

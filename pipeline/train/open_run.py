@@ -1,0 +1,133 @@
+"""Before the first step, on every rank: the run folder, the checkpoint, the plan and what is validated on."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from pipeline import __version__
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.common.versions import code_hash, versions
+from pipeline.config import Config
+from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.validate import check_datasets
+from pipeline.data.loading.heldout import HeldOut
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.fingerprint import differences
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.resume_point import resume_point
+from pipeline.train.distributed.process_group import Processes, share
+from pipeline.train.distributed.watchdog import Watchdog
+from pipeline.train.parallel.layout import resolve
+from pipeline.train.run.attempts import refuse_crash_loop
+from pipeline.train.run.folder import RunFolder, open_run, refuse_lost_checkpoints
+from pipeline.train.run.rollback import rollback_lines
+from pipeline.train.run_plan import RunPlan, plan_run
+from pipeline.train.setup import check_tokenizer
+
+
+def open_run_everywhere(
+    config: Config, ranks: Processes, stack: ExitStack, watchdog: Watchdog, console: Console
+) -> tuple[RunFolder, Checkpoint | None, RunPlan]:
+    """Lock the run folder, find the checkpoint to go on from, and plan: rank 0 alone, then the others as it says."""
+    checkpoints = Checkpoints.of_run(config.run.dir)
+    mine: list[RunFolder] = []
+
+    def lock() -> tuple[dict[str, Any], int]:
+        mine.append(stack.enter_context(open_run(config.run.dir)))
+        checkpoints.clean(lambda line: say(console, line))
+        return _what_all_have(config), mine[0].attempt
+
+    everywhere, attempt = share(lock)
+    if not mine:
+        _same_as_rank_0(everywhere, _what_all_have(config), ranks)
+    folder = mine[0] if mine else RunFolder(config.run.dir, attempt)
+    stack.enter_context(watchdog.heartbeats(folder, ranks, config.launch.heartbeat_seconds))
+
+    def report(line: str) -> None:
+        say(console, f"warning: {line}")
+
+    damage: list[str] = []
+    checkpoint = resume_point(checkpoints, config.resume, damage.append)
+    plans: list[RunPlan] = []
+
+    def plan() -> None:
+        if checkpoint is None:
+            refuse_lost_checkpoints(config.run.dir)
+        else:
+            for line in rollback_lines(checkpoints, checkpoint, config, damage):
+                report(line)
+        plans.append(plan_run(config, checkpoint))
+        # Only now: a run that is refused has gone back nowhere.
+        if checkpoint is not None:
+            checkpoints.settle(checkpoint, config.resume.step, report)
+        _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
+
+    share(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong
+    plan_here = plans[0] if plans else plan_run(config, checkpoint, check=False)
+    folder.step = checkpoint.step if checkpoint else 0
+    return folder, checkpoint, plan_here
+
+
+def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, first_step: int) -> None:
+    """Note that the attempt begins, unless there is nothing to do or those before it show that it would only die."""
+    if first_step >= plan.length.steps:
+        return
+    tried = _what_is_tried(config)
+    passes_over = plan.journal.is_skipped
+    refuse_crash_loop(folder.path, config.launch.crash_loop, first_step, tried, passes_over)
+    layout = resolve(config.parallel, ranks.world_size)
+    folder.begin(first_step, layout=layout.to_json(), config=tried)
+
+
+def _what_is_tried(config: Config) -> str:
+    """Hash of all that may decide how an attempt ends, but for the machine: keys and code."""
+    no_matter = {"crash_loop", "max_minutes", "heartbeat_seconds", "stop_before_end_seconds"}
+    keys = config.model_dump(mode="json", exclude={"launch": no_matter})
+    # Not what git says: of a checkout with changes it knows no more than that there are some.
+    found = {name: version for name, version in versions().items() if name != "git"}
+    return value_hash({**keys, "versions": found, "code": code_hash()})
+
+
+def _what_all_have(config: Config) -> dict[str, Any]:
+    """What must be the same on every rank. Launch and staging may differ by node."""
+    keys = config.model_dump(mode="json", exclude={"launch", "stage"})
+    return {**keys, "versions": {"pipeline": __version__, "torch": torch.__version__}}
+
+
+def _same_as_rank_0(theirs: dict[str, Any], mine: dict[str, Any], ranks: Processes) -> None:
+    """A `UserError` where this rank was started with other keys than rank 0: it would hang, or train another model."""
+    lines = [f"{name}: {old!r} on rank 0, {new!r} here" for name, old, new in differences("", theirs, mine)]
+    if lines:
+        raise UserError(
+            f"rank {ranks.rank} on {socket.gethostname()} has another run file or installation than rank 0:\n  "
+            + "\n  ".join(line.removeprefix(".") for line in lines)
+            + "\nstart all ranks with the same file and overrides"
+        )
+
+
+def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> dict[str, HeldOut]:
+    """What is validated on, checked like what is trained on, since it is read only after many steps."""
+    if not config.train.validation.samples:
+        return {}
+    splits = open_heldout(config, config.train.validation.split)
+    datasets = {name: split.dataset for name, split in splits.items()}
+    if check:
+        check_datasets(datasets)
+    check_tokenizer(datasets, tokenizer)
+    return splits
+
+
+def open_heldout(
+    config: Config, split: str, *, stride: int | None = None, documents: bool = False
+) -> dict[str, HeldOut]:
+    """A held-out split of each source, in windows of `train.sequence_length` whatever the phases have."""
+    length = config.train.sequence_length
+    datasets = open_datasets(config, split)
+    return {name: HeldOut(each, length, stride=stride, documents=documents) for name, each in datasets.items()}

@@ -1,0 +1,64 @@
+"""Learning rate as a pure function of the tokens trained on. Nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pipeline.common.errors import UserError
+from pipeline.config.base import Duration
+from pipeline.config.train import ScheduleConfig
+
+
+class Schedule:
+    """Warm-up from zero to 1, then the configured shape down to `min_ratio`.
+
+    Positions are target tokens at the *end* of a step: the first step already learns, and the last one has exactly
+    `min_ratio`. Durations in steps become tokens through the run's plan, so they mean the run's own steps whatever the
+    batch size and sequence length are there. `wsd` is from MiniCPM (2404.06395), with a linear decay.
+
+    Args:
+        config: `train.schedule`.
+        duration: `train.duration`.
+        steps: Steps of the run, which may end before its duration.
+        tokens: Target tokens of the first so many steps, like `Journal.tokens`.
+
+    Raises:
+        UserError: The run is shorter than warm-up and decay.
+    """
+
+    def __init__(self, config: ScheduleConfig, duration: Duration, steps: int, tokens: Callable[[int], int]) -> None:
+        self._config = config
+        self._total = tokens(steps)
+        if duration.unit == "tokens":
+            # The last step may go beyond it.
+            self._total = min(self._total, duration.count)
+        self._warmup = tokens(config.warmup.count) if config.warmup.unit == "steps" else config.warmup.count
+        self._decay = self._tokens_of_decay(config.decay, steps, tokens) if config.decay else 0
+        if self._warmup + self._decay > self._total:
+            last = f"warmup {config.warmup._text()}"
+            last += f" and decay {config.decay._text()} together last" if config.decay else " lasts"
+            raise UserError(
+                f"train.schedule: {last} {self._warmup + self._decay:,} tokens, but the run has {self._total:,} in "
+                f"{steps:,} steps (train.duration: {duration._text()})"
+            )
+
+    @staticmethod
+    def _tokens_of_decay(decay: Duration, steps: int, tokens: Callable[[int], int]) -> int:
+        if decay.unit == "tokens":
+            return decay.count
+        return tokens(steps) - tokens(steps - decay.count) if decay.count <= steps else tokens(decay.count)
+
+    def factor(self, tokens: int) -> float:
+        if tokens < self._warmup:
+            return tokens / self._warmup
+        low = self._config.min_ratio
+        if self._config.type == "constant":
+            return 1.0
+        start = self._total - self._decay if self._config.type == "wsd" else self._warmup
+        if tokens <= start or start >= self._total:
+            return 1.0
+        done = min(1.0, (tokens - start) / (self._total - start))
+        if self._config.type == "cosine":
+            return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
+        return low + (1 - low) * (1 - done)

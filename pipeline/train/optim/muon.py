@@ -1,0 +1,109 @@
+"""Muon (Jordan et al. 2024): momentum whose matrices are orthogonalized before they are added to the weights.
+
+Of each matrix there is one moment rather than the two of AdamW. A shard of a matrix cannot be orthogonalized by itself:
+each process does that for some whole matrices, see `Owners`. What is sent is bf16, in which the iteration computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeline.config.train import MuonConfig
+from pipeline.train.optim.bf16_adamw import StatesOptimizer, local
+from pipeline.train.optim.muon_owners import Owners
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of a step of the iteration (Jordan et al. 2024): steep at 0, so that few steps take singular values close to 1."""
+_SMALLEST_NORM = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """About the nearest matrix with orthonormal rows or columns: singular values come to lie near 1, by Newton-Schulz.
+
+    Args:
+        matrix: [R, C], bf16; stays as it is.
+        steps: Iterations.
+    """
+    first, third, fifth = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix  # the square matrices below are the smaller ones then
+    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+    for _ in range(steps):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=third, alpha=fifth), x, beta=first)
+    return x.T if tall else x
+
+
+def rate_factor(shape: torch.Size, adjust: str) -> float:
+    """What the learning rate of a matrix is multiplied by, see `train.optimizer.muon.adjust_lr`."""
+    rows, columns = shape
+    if adjust == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    # An orthogonal matrix has elements of RMS 1 / sqrt(max(rows, columns)), an update of AdamW about 0.2.
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+class Muon(StatesOptimizer):
+    """Muon for the matrices of this process's part of a stage.
+
+    Args:
+        groups: With `lr` and `weight_decay`; parameters are DTensors.
+        names: Of all parameters.
+        config: The `train.optimizer.muon:` section.
+        dtype: Of the momentum, fp32 or bf16.
+        group: All processes of the stage, see `group_of`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        names: Mapping[nn.Parameter, str],
+        config: MuonConfig,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(groups, names, ("momentum_buffer",), dtype)
+        self._config = config
+        self._owners = [Owners([cast(DTensor, each) for each in these["params"]], group) for these in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters, which must have gradients. There must be no closure."""
+        assert closure is None
+        withheld = self._begin()
+        skip = withheld.bool()
+        for group, owners in zip(self.param_groups, self._owners, strict=True):
+            for places in owners.rounds():
+                parameters = [group["params"][place] for place in places]
+                updates = [self._average(parameter, skip).bfloat16() for parameter in parameters]
+                results = owners.compute(places, updates, lambda matrix: orthogonalize(matrix, self._config.steps))
+                for parameter, update in zip(parameters, results, strict=True):
+                    self._add(parameter, update, group, skip)
+                    self.state[parameter]["step"].add_(1 - withheld)
+
+    def _average(self, parameter: nn.Parameter, skip: Tensor) -> Tensor:
+        """Take the gradient into the momentum, unless the step is withheld; returns what is to be orthogonalized."""
+        assert parameter.grad is not None
+        gradient, kept = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
+        old, momentum = kept.float(), self._config.momentum
+        new = old.lerp(gradient, 1 - momentum)
+        update = gradient.lerp(new, momentum) if self._config.nesterov else new
+        stored = torch.where(skip, old, new)
+        if self._rounding is None:
+            kept.copy_(stored)
+        else:
+            self._rounding.store(self._names[parameter], 0, stored, kept)
+        return update
+
+    def _add(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any], skip: Tensor) -> None:
+        weights, lr = local(parameter), group["lr"]
+        factor = rate_factor(parameter.shape, self._config.adjust_lr)
+        new = weights.mul(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * factor)
+        weights.copy_(torch.where(skip, weights, new))

@@ -1,0 +1,145 @@
+"""Matrices that are cut over processes, each computed whole by one of them.
+
+What is a function of a whole matrix, as its orthogonalization, would otherwise need every matrix on every process, and
+all would compute the same. Here each process owns some: it gets their pieces, computes, and sends the pieces of the
+result back, which is one exchange each way for as many matrices as there are processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from pipeline.train.distributed.process_group import COLLECTIVE_TIMEOUT
+from pipeline.train.model.init import local_range
+
+Piece = tuple[range, range]
+"""Rows and columns of the whole matrix."""
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The processes of the mesh that parameters are placed on, which is all of one stage. Every process calls this."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    # Stages come one after the other in the order of the ranks.
+    size = mesh.size()
+    members = [range(start, start + size) for start in range(0, dist.get_world_size(), size)]
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in members]
+    return groups[dist.get_rank() // size]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where the pieces of matrices of one shape are, by rank of the group."""
+
+    shape: torch.Size
+    pieces: tuple[Piece, ...]
+    replicas: tuple[tuple[int, ...], ...]
+    """Ranks among which there is every piece once, of the same numbers: those that an owner gets its pieces from."""
+
+    @classmethod
+    def of(cls, matrix: DTensor) -> _Cut:
+        mesh, placements = matrix.device_mesh, matrix.placements
+        # Of the ranks with the same coordinates on the axes of copies.
+        copies = [axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate)]
+        places = list(product(*map(range, mesh.shape)))
+        which = [tuple(place[axis] for axis in copies) for place in places]
+        together: dict[tuple[int, ...], tuple[int, ...]] = {
+            key: tuple(rank for rank, other in enumerate(which) if other == key) for key in dict.fromkeys(which)
+        }
+        pieces = tuple((local_range(matrix, 0, place), local_range(matrix, 1, place)) for place in places)
+        return cls(matrix.shape, pieces, tuple(together[key] for key in which))
+
+    def numel(self, rank: int) -> int:
+        rows, columns = self.pieces[rank]
+        return len(rows) * len(columns)
+
+
+class Owners:
+    """Deals matrices to the processes of a stage.
+
+    Args:
+        matrices: Those that this process has pieces of, in the same order on all processes of the stage.
+        group: From `group_of`.
+    """
+
+    def __init__(self, matrices: Sequence[DTensor], group: dist.ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        known: dict[tuple[object, ...], _Cut] = {}
+        self._cuts = []
+        for matrix in matrices:
+            key = (matrix.shape, matrix.placements)
+            known[key] = known.get(key) or _Cut.of(matrix)
+            self._cuts.append(known[key])
+        # Matrices of about the same size together, so that owners compute equally long.
+        self._order = sorted(range(len(matrices)), key=lambda place: -self._cuts[place].shape.numel())
+
+    def rounds(self) -> Iterator[list[int]]:
+        """Places of matrices that are dealt together, one to a process at most, in the order of their owners."""
+        for start in range(0, len(self._order), self._size):
+            yield self._order[start : start + self._size]
+
+    def compute(
+        self, places: Sequence[int], pieces: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """This process's pieces of `function(matrix)`, from those of each matrix.
+
+        All processes of the stage call this for the same round.
+
+        Args:
+            places: A round.
+            pieces: Of its matrices, those that this process has, all of one dtype.
+            function: Of a whole matrix; keeps shape and dtype.
+        """
+        cuts = [self._cuts[place] for place in places]
+        if self._size == 1:
+            return [function(piece) for piece in pieces]
+        mine = cuts[self._rank] if self._rank < len(cuts) else None
+        sources = mine.replicas[self._rank] if mine else ()
+        idle = [0] * (self._size - len(cuts))
+        # To every owner, if it gets its pieces from this rank.
+        sent = [
+            piece if self._rank in cut.replicas[owner] else piece[:0]
+            for owner, (piece, cut) in enumerate(zip(pieces, cuts, strict=True))
+        ]
+        received = self._exchange(
+            sent,
+            [piece.numel() for piece in sent] + idle,
+            [mine.numel(rank) if mine and rank in sources else 0 for rank in range(self._size)],
+        )
+        results: list[Tensor] = []
+        if mine:
+            whole = received[0].new_empty(mine.shape)
+            for rank in sources:
+                _view(whole, mine.pieces[rank]).copy_(received[rank].view(_size(mine.pieces[rank])))
+            result = function(whole)
+            results = [_view(result, piece) for piece in mine.pieces]
+        back = self._exchange(
+            results or [pieces[0].new_empty(0)],
+            [result.numel() for result in results] or [0] * self._size,
+            [cut.numel(self._rank) for cut in cuts] + idle,
+        )
+        return [flat.view(piece.shape) for flat, piece in zip(back, pieces, strict=False)]
+
+    def _exchange(self, tensors: Sequence[Tensor], to: list[int], come: list[int]) -> tuple[Tensor, ...]:
+        """What each rank has for this one, flat. Sizes are in elements, by rank."""
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        received = flat.new_empty(sum(come))
+        dist.all_to_all_single(received, flat, come, to, group=self._group)
+        return torch.split(received, come)
+
+
+def _view(whole: Tensor, piece: Piece) -> Tensor:
+    rows, columns = piece
+    return whole[rows.start : rows.start + len(rows), columns.start : columns.start + len(columns)]
+
+
+def _size(piece: Piece) -> tuple[int, int]:
+    return len(piece[0]), len(piece[1])

@@ -1,0 +1,104 @@
+"""What the backends of attention demand of the run file, see `layout`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.config import Config
+from pipeline.train.model.kernels.choice import FUSED, MOST, MULTIPLE
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.rules.base import Rule
+
+
+def _device(config: Config, _: Layout) -> Iterator[str]:
+    backend = config.train.attention.backend
+    if backend not in ("auto", "sdpa") and config.launch.device == "cpu":
+        yield (
+            f"train.attention.backend={backend} needs a CUDA device, but launch.device=cpu: set "
+            "train.attention.backend=sdpa, or launch.device=auto"
+        )
+
+
+def _sixteen_bits(config: Config, _: Layout) -> Iterator[str]:
+    backend = config.train.attention.backend
+    if backend in FUSED and config.train.precision.compute == "fp32":
+        yield (
+            f"train.attention.backend={backend} computes in 16 bits alone, but train.precision.compute=fp32: set "
+            "train.precision.compute=bf16, or train.attention.backend=auto"
+        )
+
+
+def _head_size(config: Config, _: Layout) -> Iterator[str]:
+    backend, model = config.train.attention.backend, config.model
+    size = model.head_dim or model.dim // model.heads
+    if backend in FUSED and (size % MULTIPLE or size > MOST):
+        yield (
+            f"train.attention.backend={backend} takes head sizes that are multiples of {MULTIPLE} up to {MOST}, but "
+            f"this model's is {size}: set model.head_dim={max(MULTIPLE, min(MOST, size // MULTIPLE * MULTIPLE))}, or "
+            "train.attention.backend=auto"
+        )
+
+
+def _compiled(config: Config, _: Layout) -> Iterator[str]:
+    train = config.train
+    if train.attention.backend == "te" and train.compile is not False:
+        shown = "null, which compiles on a GPU" if train.compile is None else "true"
+        yield (
+            f"train.attention.backend=te with train.compile={shown}: torch.compile cannot follow Transformer Engine: "
+            "set train.compile=false, or train.attention.backend=auto"
+        )
+
+
+def _kept(config: Config, _: Layout) -> Iterator[str]:
+    mode = config.train.recompute.mode
+    if config.train.attention.backend == "te" and mode in ("selective", "budget"):
+        yield (
+            f"train.attention.backend=te with train.recompute.mode={mode}: results within Transformer Engine cannot be "
+            "kept one by one: set train.recompute.mode=full or none, or train.attention.backend=auto"
+        )
+
+
+def attention_again(config: Config, _: Layout) -> Iterator[str]:
+    """What `keep` names and cannot be kept."""
+    train, recompute = config.train, config.train.recompute
+    keeps = recompute.mode == "selective" and "attention" in recompute.keep
+    if keeps and train.attention.backend == "flex" and train.compile is False:
+        yield (
+            "train.recompute.keep names attention, but with train.attention.backend=flex and train.compile=false it is "
+            "computed again: leave train.compile out, or set train.attention.backend=auto"
+        )
+
+
+ATTENTION_RULES: Sequence[Rule] = (
+    Rule(
+        ("train.attention.backend", "launch.device"),
+        "Backends of attention other than `sdpa` need a GPU.",
+        _device,
+        of_training=True,
+    ),
+    Rule(
+        ("train.attention.backend", "train.precision.compute"),
+        "`varlen`, `flash` and `te` compute in bf16 or fp16.",
+        _sixteen_bits,
+        of_training=True,
+    ),
+    Rule(
+        ("train.attention.backend", "model.head_dim"),
+        f"`varlen`, `flash` and `te` take head sizes that are multiples of {MULTIPLE} up to {MOST}.",
+        _head_size,
+        of_training=True,
+    ),
+    Rule(
+        ("train.attention.backend", "train.compile"),
+        "`te` needs `compile: false`.",
+        _compiled,
+        of_training=True,
+    ),
+    Rule(
+        ("train.attention.backend", "train.recompute.mode"),
+        "`te` goes with recomputation of `mode: full`.",
+        _kept,
+        of_training=True,
+    ),
+)
+"""In the order in which they are told."""

@@ -1,0 +1,493 @@
+"""What a layout demands of the run file, as data: rules are checked before a run and printed in the documentation."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.blend import BlendConfig
+from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
+from pipeline.data.work.progress import counted
+from pipeline.train.model.config import default_ffn_dim
+from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
+from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
+from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
+from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
+from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
+from pipeline.train.parallel.rules.profiling import PROFILE_RULES
+from pipeline.train.parallel.rules.recompute import RECOMPUTE_RULES, many_shapes, recompute_without_effect
+from pipeline.train.parallel.schedules import SCHEDULES
+from pipeline.train.parallel.step_shapes import StepShape, step_shapes
+from pipeline.train.parallel.tested import Kind, nearest_tested
+from pipeline.train.parallel.torch_compat import pipeline_stage
+
+_MUCH_PADDING = 0.1
+"""Share of the windows of a step above which padding is worth a warning; `data plan` has the same."""
+_LARGE_NODE = 8
+"""Devices that a machine has at most, as a rule."""
+
+_OWN_KEY = re.compile(r"(?<![\w.])parallel\.")
+"""A key of `parallel` in a message."""
+
+
+def check_layout(config: Config, world_size: int) -> Layout:
+    """The layout of a run over `world_size` processes.
+
+    Raises:
+        UserError: The degrees do not multiply to it, or rules are violated; the message lists all of them.
+    """
+    layout = resolve(config.parallel, world_size)
+    messages = [message for rule in RULES for message in rule.check(config, layout)]
+    if messages:
+        found = "a problem" if len(messages) == 1 else f"{len(messages)} problems"
+        lines = "".join(f"\n  {message}" for message in messages)
+        raise UserError(f"the layout ({layout}) has {found}:{lines}")
+    return layout
+
+
+def evaluation_parallel(config: Config, world_size: int) -> ParallelConfig:
+    """What an evaluation on `world_size` processes is laid out by: its own section, or that of the training."""
+    if config.eval.parallel is not None:
+        return config.eval.parallel
+    return config.parallel if world_size > 1 else ParallelConfig()
+
+
+def check_evaluation_layout(config: Config, world_size: int) -> Layout:
+    """The layout of an evaluation over `world_size` processes, by the rules of the training that are not of steps.
+
+    Raises:
+        UserError: as `check_layout`, with the keys of the evaluation.
+    """
+    section = "parallel" if config.eval.parallel is None else "eval.parallel"
+    parallel = evaluation_parallel(config, world_size)
+    layout = resolve(parallel, world_size, section=section, processes="eval.processes")
+    # Of lengths it has its own, whatever the phases of the training have.
+    config = config.model_copy(update={"parallel": parallel, "blend": BlendConfig()})
+    rules = [*(rule for rule in RULES if not rule.of_training), _EVALUATED_LENGTH]
+    messages = [message for rule in rules for message in rule.check(config, layout)]
+    if messages:
+        lines = "".join(f"\n  {_OWN_KEY.sub(f'{section}.', message)}" for message in messages)
+        raise UserError(f"the layout of the evaluation ({layout}) is not possible:{lines}")
+    return layout
+
+
+def layout_warnings(config: Config, layout: Layout) -> list[str]:
+    """What is allowed and probably not meant."""
+    return [message for rule in WARNINGS for message in rule.check(config, layout)]
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    """`24 or 32`: the multiples around a value."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else f"{of}"
+
+
+def _nearest_degrees(degree: int, allows: Callable[[int], bool], most: int) -> str:
+    """`2 or 8`: the allowed degrees around one."""
+    below = next((d for d in range(min(degree, most), 0, -1) if allows(d)), None)
+    above = next((d for d in range(degree + 1, most + 1) if allows(d)), None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
+
+
+def _divides(key: str, value: int, tp: int) -> Iterator[str]:
+    if value % tp:
+        degrees = _nearest_degrees(tp, lambda d: value % d == 0, value)
+        yield (
+            f"{key}={value} cannot be cut over parallel.tp={tp}: set {key}={_nearest_multiples(value, tp)}, or "
+            f"parallel.tp={degrees}"
+        )
+
+
+def _heads(config: Config, layout: Layout) -> Iterator[str]:
+    yield from _divides("model.heads", config.model.heads, layout.tp)
+
+
+def _kv_heads(config: Config, layout: Layout) -> Iterator[str]:
+    heads, tp = config.model.kv_heads, layout.tp
+    if heads is None or heads % tp == 0 or tp % heads == 0:  # without the key they are `heads`, which has its rule
+        return
+    allowed = [n for n in range(1, config.model.heads + 1) if config.model.heads % n == 0 and not (n % tp and tp % n)]
+    near = sorted(sorted(allowed, key=lambda n: abs(n - heads))[:2])
+    degrees = _nearest_degrees(tp, lambda d: not (heads % d and d % heads), config.model.heads)
+    yield (
+        f"model.kv_heads={heads} can neither be cut nor copied evenly over parallel.tp={tp}: set "
+        f"model.kv_heads={' or '.join(map(str, near))}, or parallel.tp={degrees}"
+    )
+
+
+def _ffn_dim(config: Config, layout: Layout) -> Iterator[str]:
+    model = config.model
+    yield from _divides("model.ffn_dim", model.ffn_dim or default_ffn_dim(model.mlp, model.dim), layout.tp)
+
+
+def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
+    multiple, tp = config.model.vocab_multiple, layout.tp
+    if multiple % tp:
+        degrees = _nearest_degrees(tp, lambda d: multiple % d == 0, multiple)
+        yield (
+            f"model.vocab_multiple={multiple} is no multiple of parallel.tp={tp}, so embedding and head cannot be cut "
+            f"for every vocabulary: set model.vocab_multiple={math.lcm(multiple, tp)}, or parallel.tp={degrees}"
+        )
+
+
+def _sequence(config: Config, layout: Layout) -> Iterator[str]:
+    lengths = {"train.sequence_length": config.train.sequence_length}  # of validation too, whatever the phases have
+    for shape in step_shapes(config, layout.dp):
+        lengths[shape.length_key] = shape.sequence_length
+    for key, length in lengths.items():
+        yield from _cut(config, layout, key, length)
+
+
+def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
+    if config.eval.max_length is not None:
+        yield from _cut(config, layout, "eval.max_length", config.eval.max_length)
+
+
+def _cut(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
+    """Whether sequences of a length can be cut."""
+    parallel, multiple = config.parallel, sequence_multiple(config.parallel, layout)
+    if length % multiple == 0:
+        return
+    axes = {"cp": layout.cp > 1, "tp": layout.tp > 1 and parallel.sequence_parallel}
+    over = " x ".join(f"parallel.{axis}={layout.degrees[axis]}" for axis, cuts in axes.items() if cuts)
+    pieces = " in two pieces each" if layout.cp > 1 and parallel.cp_method == "all_gather" else ""
+    other = ", or parallel.sequence_parallel=false" if axes["tp"] and not axes["cp"] else ""
+    yield f"{key}={length} cannot be cut over {over}{pieces}: set {key}={_nearest_multiples(length, multiple)}{other}"
+
+
+def _stage_count(config: Config, layout: Layout) -> Iterator[str]:
+    pipeline, layers = config.parallel.pipeline, config.model.layers
+    stages = layout.pp * pipeline.stages_per_rank
+    if layout.pp > 1 and pipeline.layers_per_stage is None and layers < stages:
+        most = layers // pipeline.stages_per_rank
+        ways = [f"parallel.pp={most} or less" if most > 1 else "parallel.pp=1"]
+        if SCHEDULES[pipeline.schedule].allows_stages(pipeline.stages_per_rank - 1):
+            ways.append("fewer parallel.pipeline.virtual_stages")
+        yield (
+            f"model.layers={layers} are fewer than the {stages} stages (parallel.pp={layout.pp} x "
+            f"{pipeline.stages_per_rank} on each rank): set {', '.join(ways)}, or at least model.layers={stages}"
+        )
+
+
+def _layers_per_stage(config: Config, layout: Layout) -> Iterator[str]:
+    pipeline, layers = config.parallel.pipeline, config.model.layers
+    given = pipeline.layers_per_stage
+    if layout.pp == 1 or given is None:
+        return
+    key = "parallel.pipeline.layers_per_stage"
+    stages = layout.pp * pipeline.stages_per_rank
+    if len(given) != stages:
+        yield (
+            f"{key} has {counted(len(given), 'number')}, but there are {stages} stages (parallel.pp={layout.pp} x "
+            f"{pipeline.stages_per_rank} on each rank): give {stages} numbers, or leave the key out"
+        )
+    if sum(given) != layers:
+        yield (
+            f"{key}={given} are {counted(sum(given), 'layer')}, but model.layers={layers}: change "
+            f"one of them by {abs(layers - sum(given))}"
+        )
+    if empty := [number for number, size in enumerate(given[1:-1], start=1) if size == 0]:
+        yield f"{key}: stage {empty[0]} has nothing to do; only the first and the last stage can be without layers"
+
+
+def _virtual_stages(config: Config, layout: Layout) -> Iterator[str]:
+    pipeline = config.parallel.pipeline
+    facts = SCHEDULES[pipeline.schedule]
+    if layout.pp > 1 and not facts.allows_stages(pipeline.stages_per_rank):
+        yield (
+            f"parallel.pipeline.virtual_stages={pipeline.virtual_stages} does not go with "
+            f"schedule={pipeline.schedule}, which has {facts.stages} on each rank: set "
+            f"parallel.pipeline.virtual_stages={facts.default_stages}"
+        )
+
+
+def _micro_batches(config: Config, layout: Layout) -> Iterator[str]:
+    schedule, pp = config.parallel.pipeline.schedule, layout.pp
+    if pp == 1:
+        return
+    for shape in step_shapes(config, layout.dp):
+        if SCHEDULES[schedule].allows(shape.micro_batches, pp):
+            continue
+        yield (
+            f"{shape.batch_key}: {counted(shape.batch_size, 'window')} over {counted(layout.dp, 'data-parallel rank')} "
+            f"in micro-batches of {shape.micro_batch_size} make {counted(shape.micro_batches, 'micro-batch')} a step, "
+            f"but schedule={schedule} over parallel.pp={pp} needs {_demand(config.parallel.pipeline, pp)}: "
+            f"{_way_out(config, layout, shape)}"
+        )
+
+
+def _demand(pipeline: PipelineConfig, pp: int) -> str:
+    """The demand of a schedule with p put in."""
+    allows = SCHEDULES[pipeline.schedule].allows
+    if not allows(1, pp):
+        return f"{next(m for m in range(1, 4 * pp) if allows(m, pp))} or more"
+    return f"fewer than {2 * pp}, or a number m that m // {pp} divides, like {2 * pp} or {3 * pp}"
+
+
+def _way_out(config: Config, layout: Layout, shape: StepShape) -> str:
+    allows = SCHEDULES[config.parallel.pipeline.schedule].allows
+    sizes = [size for size in range(1, shape.share + 1) if allows(shape.count(size), layout.pp)]
+    if sizes:
+        # Before others those that need no padding.
+        size = min(sizes, key=lambda size: (shape.share % size > 0, abs(size - shape.micro_batch_size)))
+        return f"set {shape.micro_key}={size} ({counted(shape.count(size), 'micro-batch')})"
+    micro = next(m for m in range(max(1, shape.share), 4 * layout.pp + shape.share) if allows(m, layout.pp))
+    what = "train.batch_ramp.start" if shape.batch_key == "train.batch_ramp" else shape.batch_key
+    return f"set {what}={micro * layout.dp} or more, with {shape.micro_key}=1, or a smaller parallel.pp"
+
+
+def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
+    schedule = config.parallel.pipeline.schedule
+    if layout.pp > 1 and schedule in ZERO_BUBBLE and not pipeline_stage.SPLITS_BACKWARD:
+        yield (
+            f"parallel.pipeline.schedule={schedule} needs torch 2.13 or later, but torch {torch.__version__} is "
+            f"installed, where its backward passes fail: install a later torch, or take one of {_whole_backward()}"
+        )
+
+
+def _whole_backward() -> str:
+    """The schedules that do not split the backward pass."""
+    return ", ".join(name for name in SCHEDULES if name not in ZERO_BUBBLE)
+
+
+def _resharding(config: Config, layout: Layout) -> Iterator[str]:
+    schedule = config.parallel.pipeline.schedule
+    if layout.pp > 1 and schedule in ZERO_BUBBLE and config.parallel.reshard_after_forward:
+        yield (
+            f"parallel.reshard_after_forward=true with schedule={schedule} gives wrong gradients: set it to false, or "
+            f"take one of {_whole_backward()}"
+        )
+
+
+def _exchanged_heads(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.cp == 1 or config.parallel.cp_method != "ulysses":
+        return
+    cp, tp = layout.cp, layout.tp
+    heads, kv_heads = config.model.heads, config.model.kv_heads or config.model.heads
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        return  # which has rules of its own
+    over = f"parallel.tp={tp} x parallel.cp={cp} with cp_method=ulysses"
+    if heads % (tp * cp):
+        yield (
+            f"model.heads={heads} cannot be cut over {over}: set model.heads={_nearest_multiples(heads, tp * cp)}, or "
+            "parallel.cp_method=all_gather"
+        )
+        return
+    own = max(1, kv_heads // tp)
+    if own % cp and cp % own:
+        yield (
+            f"model.kv_heads={kv_heads} can neither be cut nor copied evenly over {over}: set "
+            f"model.kv_heads={_nearest_multiples(kv_heads, tp * cp)}, or parallel.cp_method=all_gather"
+        )
+
+
+def _tested(config: Config, layout: Layout) -> Iterator[str]:
+    if any(_resharding(config, layout)):
+        return
+    kind = Kind.of(config.parallel, layout)
+    if near := nearest_tested(kind):
+        yield (
+            f"this combination ({describe(kind)}) is not tested, so it is refused; the nearest tested ones have "
+            + ", or ".join(near)
+        )
+
+
+def describe(kind: Kind) -> str:
+    """A kind in words: `pp with 1f1b, dp_shard, tp without sequence_parallel`."""
+    words = []
+    if "pp" in kind.axes:
+        words.append(f"pp with {kind.schedule}")
+    if "dp_replicate" in kind.axes:
+        words.append("dp_replicate")
+    if "dp_shard" in kind.axes:
+        words.append("dp_shard")
+    if kind.cp_method is not None:
+        words.append(f"cp by {kind.cp_method}")
+    if kind.reshard is not None:
+        words[-1] += (" with" if kind.reshard else " without") + " resharding"
+    if "tp" in kind.axes:
+        words.append("tp" + (" with" if kind.sequence_parallel else " without") + " sequence_parallel")
+    return ", ".join(words) or "one process"
+
+
+RULES: Sequence[Rule] = (
+    Rule(("model.heads", "parallel.tp"), "Query heads are a multiple of `tp`: each rank has whole heads.", _heads),
+    Rule(
+        ("model.kv_heads", "parallel.tp"),
+        "Key and value heads are a multiple of `tp`, or `tp` is a multiple of them: then every rank has the weights of "
+        "all and uses one.",
+        _kv_heads,
+    ),
+    Rule(("model.ffn_dim", "parallel.tp"), "The hidden size of the mlp is a multiple of `tp`.", _ffn_dim),
+    Rule(
+        ("model.vocab_multiple", "parallel.tp"),
+        "`vocab_multiple` is a multiple of `tp`, so that the padded vocabulary is, whatever the tokenizer.",
+        _vocabulary,
+    ),
+    Rule(
+        ("train.sequence_length", "blend.phases.N.sequence_length", "parallel.cp", "parallel.sequence_parallel"),
+        "The sequence length of the run and of each phase is a multiple of `tp` with `sequence_parallel`, of `cp` with "
+        "`ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both cut it.",
+        _sequence,
+    ),
+    Rule(
+        ("parallel.pipeline.virtual_stages", "parallel.pipeline.schedule"),
+        "Stages on a rank: 1 for `gpipe` and `1f1b`, 2 or more for the interleaved schedules, 2 for `zbv` and "
+        "`dualpipev`.",
+        _virtual_stages,
+    ),
+    Rule(
+        ("model.layers", "parallel.pp", "parallel.pipeline.virtual_stages"),
+        "There is a layer for every stage; the number of stages is `pp` times those on a rank.",
+        _stage_count,
+    ),
+    Rule(
+        ("parallel.pipeline.layers_per_stage", "model.layers"),
+        "`layers_per_stage` has a number for each stage, and they add up to `layers`. Only the first stage (with the "
+        "embedding) and the last (with the head) can have 0.",
+        _layers_per_stage,
+    ),
+    Rule(
+        ("train.batch_size", "train.micro_batch_size", "train.batch_ramp", "blend.phases.N.batch_size"),
+        "Every step has as many micro-batches on a data-parallel rank as the schedule demands (table below), in each "
+        "phase and at each level of the batch ramp. Without `micro_batch_size` a step is one micro-batch.",
+        _micro_batches,
+        of_training=True,
+    ),
+    Rule(
+        ("parallel.pipeline.schedule",),
+        "Training with schedules that split the backward pass (`interleaved_zero_bubble`, `zbv`, `dualpipev`) needs "
+        "torch 2.13 or later.",
+        _split_backward,
+        of_training=True,
+    ),
+    Rule(
+        ("parallel.reshard_after_forward", "parallel.pipeline.schedule"),
+        "Schedules that split the backward pass (`interleaved_zero_bubble`, `zbv`, `dualpipev`) keep whole weights: "
+        "`reshard_after_forward: true` would give wrong gradients.",
+        _resharding,
+    ),
+    Rule(
+        ("model.heads", "model.kv_heads", "parallel.cp", "parallel.cp_method"),
+        "With `ulysses`, query heads are a multiple of `tp` x `cp`. Key and value heads on a rank of `tp` are a "
+        "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
+        _exchanged_heads,
+    ),
+    *RECOMPUTE_RULES,
+    *ATTENTION_RULES,
+    *FP8_RULES,
+    *PROFILE_RULES,
+    *OVERLAP_RULES,
+    *OPTIMIZER_RULES,
+    Rule(
+        ("parallel",),
+        "The combination of axes, schedule, `sequence_parallel` and resharding is one of the tested kinds (table "
+        "below); degrees may be others.",
+        _tested,
+    ),
+)
+"""In the order in which they are told."""
+
+
+_EVALUATED_LENGTH = Rule(
+    ("eval.max_length", "parallel.cp", "parallel.sequence_parallel"),
+    "The input of tasks is a multiple of what sequences are cut into, as above.",
+    _evaluated_length,
+)
+"""Of an evaluation alone."""
+
+
+def _idle_ranks(config: Config, layout: Layout) -> Iterator[str]:
+    shapes = [shape for shape in step_shapes(config, layout.dp) if shape.batch_size < layout.dp]
+    for shape in shapes[:1]:
+        yield (
+            f"{shape.batch_key}: steps of {counted(shape.batch_size, 'window')} leave "
+            f"{layout.dp - shape.batch_size} of {layout.dp} data-parallel ranks with padding only"
+        )
+
+
+def _padding(config: Config, layout: Layout) -> Iterator[str]:
+    shapes = [shape for shape in step_shapes(config, layout.dp) if shape.batch_size >= layout.dp]
+    worst = max(shapes, key=lambda shape: shape.padding, default=None)
+    if worst is not None and worst.padding > _MUCH_PADDING:
+        unit = layout.dp * worst.micro_batch_size
+        yield (
+            f"{worst.batch_key}: {100 * worst.padding:.0f} % of what a step of {counted(worst.batch_size, 'window')} "
+            f"computes is padding; make it a multiple of {unit} (data-parallel ranks x micro-batch: {layout.dp} x "
+            f"{worst.micro_batch_size})"
+        )
+
+
+def _short_pipeline(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.pp == 1:
+        return
+    few = [shape for shape in step_shapes(config, layout.dp) if shape.micro_batches < layout.pp]
+    for shape in few[:1]:
+        smaller = f"set {shape.micro_key} lower than {shape.micro_batch_size}"
+        yield (
+            f"{shape.batch_key}: a step has {counted(shape.micro_batches, 'micro-batch')}, fewer than "
+            f"parallel.pp={layout.pp}, so that ranks wait a large part of the time; "
+            + (smaller if shape.micro_batch_size > 1 else "take a larger batch or a smaller parallel.pp")
+        )
+
+
+def _without_effect(config: Config, layout: Layout) -> Iterator[str]:
+    parallel = config.parallel
+    if layout.pp == 1 and parallel.pipeline != PipelineConfig():
+        yield "parallel.pipeline has no effect with parallel.pp=1"
+    if layout.shards == 1 and parallel.reshard_after_forward:
+        yield "parallel.reshard_after_forward=true has no effect: weights are not sharded (dp_shard and cp are 1)"
+    yield from recompute_without_effect(config)
+    yield from optimizer_without_effect(config)
+    yield from overlap_without_effect(config, layout)
+    if layout.cp == 1 and parallel.cp_method != ParallelConfig().cp_method:
+        yield f"parallel.cp_method={parallel.cp_method} has no effect with parallel.cp=1"
+    if layout.tp == 1 and not parallel.sequence_parallel:
+        yield "parallel.sequence_parallel=false has no effect with parallel.tp=1"
+
+
+def _wide_tp(_: Config, layout: Layout) -> Iterator[str]:
+    if layout.tp > _LARGE_NODE:
+        yield (
+            f"parallel.tp={layout.tp}: tensor parallelism communicates within every layer; where a machine has fewer "
+            "devices, that goes over the network. Raise parallel.pp or parallel.dp_shard instead"
+        )
+
+
+WARNINGS: Sequence[Rule] = (
+    Rule(("train.batch_size",), "A step has fewer windows than there are data-parallel ranks.", _idle_ranks),
+    Rule(
+        ("train.batch_size", "train.micro_batch_size"),
+        "More than 10 % of a step is padding up to a multiple of ranks x micro-batch.",
+        _padding,
+    ),
+    Rule(("train.micro_batch_size", "parallel.pp"), "A step has fewer micro-batches than `pp`.", _short_pipeline),
+    Rule(
+        ("parallel", "train.recompute", "train.optimizer.muon"),
+        "A key is set that has no effect in the layout.",
+        _without_effect,
+    ),
+    Rule(
+        ("train.compile", "train.batch_ramp", "train.micro_batch_size"),
+        "Layers are compiled for more than 4 shapes of micro-batches: a ramp without `micro_batch_size` has many.",
+        many_shapes,
+    ),
+    Rule(
+        ("train.precision.fp8", "train.compile"),
+        "`fp8` of torchao without compiled layers, which rounds in passes of its own.",
+        slow_without_compiler,
+    ),
+    Rule(
+        ("train.recompute.keep", "train.attention.backend", "train.compile"),
+        "Attention is to be kept and cannot be: that of `flex` outside of compiled layers.",
+        attention_again,
+    ),
+    Rule(("parallel.tp",), "`tp` is more than 8, which few machines have in one node.", _wide_tp),
+)
+"""What `pipeline train --check` warns of."""

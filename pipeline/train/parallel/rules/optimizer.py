@@ -1,0 +1,36 @@
+"""What optimizers demand of the run file, see `layout`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.config import Config
+from pipeline.config.train import MuonConfig
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.rules.base import Rule
+
+
+def _muon(config: Config, _: Layout) -> Iterator[str]:
+    if config.train.optimizer.type == "muon" and config.model.init.scheme == "mup":
+        yield (
+            "train.optimizer.type=muon with model.init.scheme=mup: muP scales learning rates for Adam, whose updates "
+            "grow otherwise with the width: set model.init.scheme=depth_scaled, or train.optimizer.type=adamw"
+        )
+
+
+def optimizer_without_effect(config: Config) -> Iterator[str]:
+    """Keys that are set and not looked at."""
+    optimizer = config.train.optimizer
+    if optimizer.type != "muon" and optimizer.muon != MuonConfig():
+        yield f"train.optimizer.muon has no effect with train.optimizer.type={optimizer.type}"
+
+
+OPTIMIZER_RULES: Sequence[Rule] = (
+    Rule(
+        ("train.optimizer.type", "model.init.scheme"),
+        "`type: muon` goes with all layouts, and with the schemes of initial weights but `mup`.",
+        _muon,
+        of_training=True,
+    ),
+)
+"""In the order in which they are told."""

@@ -1,0 +1,136 @@
+"""What recomputation and compiled layers demand of the run file, see `layout`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.config import Config
+from pipeline.config.parallel import ZERO_BUBBLE
+from pipeline.config.train import RecomputeConfig
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.schedules import SCHEDULES
+from pipeline.train.parallel.step_shapes import step_shapes
+
+
+def _zero_bubble(config: Config, layout: Layout) -> str | None:
+    """The schedule, if it comes twice to a backward pass; else None."""
+    schedule = config.parallel.pipeline.schedule
+    return schedule if layout.pp > 1 and schedule in ZERO_BUBBLE else None
+
+
+def _without_zero_bubble() -> str:
+    return f"one of {', '.join(name for name in SCHEDULES if name not in ZERO_BUBBLE)} as parallel.pipeline.schedule"
+
+
+def _selective(config: Config, layout: Layout) -> Iterator[str]:
+    recompute = config.train.recompute
+    if recompute.mode != "selective":
+        return
+    if schedule := _zero_bubble(config, layout):
+        yield (
+            f"train.recompute.mode=selective with schedule={schedule}: what was kept is gone when gradients of weights "
+            f"are computed: set train.recompute.mode=full, or take {_without_zero_bubble()}"
+        )
+    if not recompute.keep:
+        yield (
+            "train.recompute.keep=[] with mode=selective keeps nothing but the input of a layer: set "
+            "train.recompute.mode=full, which does that, or name what is kept"
+        )
+
+
+def _budget(config: Config, layout: Layout) -> Iterator[str]:
+    if config.train.recompute.mode != "budget":
+        return
+    if layout.tp > 1:
+        yield (
+            f"train.recompute.mode=budget with parallel.tp={layout.tp}: the compiler cannot measure tensors that are "
+            "cut over processes: set train.recompute.mode=selective, or parallel.tp=1"
+        )
+    if config.train.compile is not True:
+        yield (
+            "train.recompute.mode=budget leaves the choice to the compiler, but "
+            f"train.compile={_shown(config.train.compile)}: set train.compile=true, or train.recompute.mode=selective"
+        )
+
+
+def _offload(config: Config, _: Layout) -> Iterator[str]:
+    train = config.train
+    if not train.recompute.offload:
+        return
+    if train.recompute.mode != "full":
+        yield (
+            f"train.recompute.offload=true with mode={train.recompute.mode}: only inputs of layers that are computed "
+            "again are moved: set train.recompute.mode=full, or train.recompute.offload=false"
+        )
+    if train.compile:
+        yield (
+            "train.recompute.offload=true with train.compile=true: compiled layers keep their weights for backward, "
+            "which would be moved too: set train.compile=false, or train.recompute.offload=false"
+        )
+
+
+def _compiled(config: Config, layout: Layout) -> Iterator[str]:
+    if config.train.compile and (schedule := _zero_bubble(config, layout)):
+        yield (
+            f"train.compile=true with schedule={schedule} gives wrong gradients: compiled code has one backward pass, "
+            f"for inputs and weights: set train.compile=false, or take {_without_zero_bubble()}"
+        )
+
+
+def _shown(value: bool | None) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def recompute_without_effect(config: Config) -> Iterator[str]:
+    """Keys that are set and not looked at."""
+    recompute, unset = config.train.recompute, RecomputeConfig()
+    reads = {"none": "", "full": "every", "selective": "every, keep", "budget": "budget"}[recompute.mode]
+    for key in ("every", "keep", "budget"):
+        if key not in reads and getattr(recompute, key) != getattr(unset, key):
+            yield f"train.recompute.{key} has no effect with train.recompute.mode={recompute.mode}"
+
+
+_MANY_SHAPES = 4
+"""Shapes of micro-batches above which compiling them is worth a warning."""
+
+
+def many_shapes(config: Config, layout: Layout) -> Iterator[str]:
+    """Compiling that comes again and again."""
+    shapes = {(shape.micro_batch_size, shape.sequence_length) for shape in step_shapes(config, layout.dp)}
+    if config.train.compile is not False and len(shapes) > _MANY_SHAPES:
+        yield (
+            f"train.batch_ramp, blend.phases: micro-batches have {len(shapes)} shapes, and layers are compiled for "
+            "each (by default on a GPU): set train.micro_batch_size to a number that goes into all batches, or "
+            "train.compile=false"
+        )
+
+
+RECOMPUTE_RULES: Sequence[Rule] = (
+    Rule(
+        ("train.recompute.mode", "train.recompute.keep", "parallel.pipeline.schedule"),
+        "`mode: selective` keeps something (`keep` is not empty), and goes with the schedules that do not split the "
+        "backward pass; `full` goes with all.",
+        _selective,
+        of_training=True,
+    ),
+    Rule(
+        ("train.recompute.mode", "train.compile", "parallel.tp"),
+        "`mode: budget` needs `compile: true`, and `tp` 1.",
+        _budget,
+        of_training=True,
+    ),
+    Rule(
+        ("train.recompute.offload", "train.recompute.mode", "train.compile"),
+        "`offload` goes with `mode: full`, on a GPU, without `compile`.",
+        _offload,
+        of_training=True,
+    ),
+    Rule(
+        ("train.compile", "parallel.pipeline.schedule"),
+        "`compile` goes with the schedules that do not split the backward pass.",
+        _compiled,
+        of_training=True,
+    ),
+)
+"""In the order in which they are told."""

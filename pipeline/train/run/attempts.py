@@ -1,0 +1,345 @@
+"""The attempts at a run: when each began and at which step, how it ended and how far it had come.
+
+`ledger.jsonl` in the run folder has a line when an attempt at training begins and one when it ends. One that was killed
+writes none; what is known of it then is in `metrics.jsonl` and in rank 0's heartbeat, and the next attempt, which
+overwrites the heartbeat, notes it down.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_NUMERICAL,
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    EXIT_UNSAVED,
+    UserError,
+)
+from pipeline.train.run.heartbeat import HUNG, read_beat
+from pipeline.train.run.lock import is_held, job
+
+_BEGIN, _END = "attempt", "attempt end"
+_BLOCK = 2**20
+"""Bytes that are read at once from the end of a file."""
+_SAYS_NOTHING = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
+"""Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
+_WITHOUT_A_WORD = "ended without a word, as after kill -9 or the loss of a node"
+_WENT_BACK = "rewind"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is known of an attempt."""
+
+    number: int
+    begin: float
+    """When its stage was started, in seconds since 1970."""
+    end: float | None
+    """When it ended, or gave its last sign of life; None if it still runs."""
+    first_step: int
+    """Steps of the checkpoint that it went on from."""
+    step: int
+    """Steps trained when it ended, as far as is known."""
+    code: int | None
+    """Its exit code; None if it left none, because it runs, was killed, or went on as the next attempt."""
+    reason: str
+    """Why it ended."""
+    host: str
+    pid: int
+    job: str | None
+    """Of the scheduler."""
+    restarts: int
+    """How often the scheduler had started that job before."""
+    layout: dict[str, int]
+    """Processes by axis of parallelism."""
+    config: str
+    """Hash of what it was started with."""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in a word."""
+        if self.end is None:
+            return "running"
+        if self.code is None:
+            return "rewound" if self.reason.startswith(_WENT_BACK) else "killed"
+        words = {
+            EXIT_OK: "done",
+            EXIT_REFUSED: "refused",
+            EXIT_STOPPED: "stopped",
+            EXIT_HANG: "hung",
+            EXIT_NUMERICAL: "diverged",
+            EXIT_UNSAVED: "unsaved",
+            EXIT_INTERRUPTED: "interrupted",
+        }
+        return words.get(self.code, "failed")
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended by no will of a person or scheduler that the run could answer to."""
+        return self.outcome in ("killed", "hung", "diverged", "unsaved", "failed")
+
+
+def ledger_path(run: Path) -> Path:
+    """`ledger.jsonl` of a run folder."""
+    return run / "ledger.jsonl"
+
+
+def metrics_path(run: Path) -> Path:
+    """`metrics.jsonl` of a run folder."""
+    return run / "metrics.jsonl"
+
+
+def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]:
+    """The attempts at training in a run folder, in order, without those that were refused before they began.
+
+    Args:
+        run: folder.
+        held: whether a process may train in it now, which is asked if the last attempt has not ended.
+    """
+    begins, ends, stages = _entries(run)
+    numbers = sorted(begins)
+    found: list[Attempt] = []
+    for number in numbers:
+        begin, end = begins[number], ends.get(number)
+        runs = end is None and number == numbers[-1] and held(run)
+        if end is None:
+            end = _signs(run, begin)
+        start = _stage_start(stages, begin["time"], found[-1].end if found else None)
+        found.append(
+            Attempt(
+                number=number,
+                begin=start,
+                end=None if runs else max(start, begin["time"] + end["seconds"]),
+                first_step=begin["first_step"],
+                step=end["step"],
+                code=end["code"],
+                reason=end["reason"],
+                host=begin["host"],
+                pid=begin["pid"],
+                job=begin.get("job"),
+                restarts=begin.get("restarts", 0),
+                layout=begin["layout"],
+                config=begin["config"],
+            )
+        )
+    return found
+
+
+class Running:
+    """The attempt that this process makes, from its line in the ledger on.
+
+    Args:
+        run: folder; its lock is held.
+        number: of the attempt.
+        first_step: steps of the checkpoint that it goes on from.
+        layout: processes by axis.
+        config: hash of what it is started with.
+    """
+
+    def __init__(self, run: Path, number: int, first_step: int, layout: dict[str, int], config: str) -> None:
+        self._run = run
+        self._clock = time.monotonic()
+        self._line = {
+            "event": _BEGIN,
+            "attempt": number,
+            "time": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            **job(),
+            "layout": layout,
+            "first_step": first_step,
+            "config": config,
+        }
+        append(run, self._line)
+
+    def end(self, code: int | None, reason: str, step: int, **more: Any) -> None:
+        """Write how it ended."""
+        seconds = time.monotonic() - self._clock
+        append(self._run, _end_line(self._line["attempt"], code, reason, step, seconds) | more)
+
+    def rewound(self, number: int, step: int) -> Running:
+        """The run has gone back to `step` in this process: this attempt ends, and the next one begins."""
+        self.end(None, f"{_WENT_BACK} to step {step}", _signs(self._run, self._line)["step"])
+        return Running(self._run, number, step, self._line["layout"], self._line["config"])
+
+
+def settle(run: Path) -> None:
+    """Note what is known of the last attempt if it left no line of its end. Only the holder of the lock calls this."""
+    begins, ends, _ = _entries(run)
+    if begins and (last := max(begins)) not in ends:
+        append(run, {**_signs(run, begins[last]), "event": _END, "attempt": last})
+
+
+def first_steps(run: Path) -> dict[int, int]:
+    """Number of each attempt that the ledger has, and the step that it began at."""
+    return {number: line["first_step"] for number, line in _entries(run)[0].items()}
+
+
+def last_begun(run: Path) -> int:
+    """Number of the last attempt that the ledger has; 0 before the first one."""
+    return max(_entries(run)[0], default=0)
+
+
+def correct(run: Path, since: float, code: int, reason: str) -> None:
+    """Write how the last attempt ended, by one who saw it end and knows better than what it said itself.
+
+    Args:
+        run: folder.
+        since: nothing is written if no attempt has begun after this time.
+        code: exit code.
+        reason: in words.
+    """
+    begins, ends, _ = _entries(run)
+    if not begins:
+        return
+    begin = begins[max(begins)]
+    if begin["time"] < since:
+        return
+    known = ends.get(begin["attempt"]) or _signs(run, begin)
+    append(run, _end_line(begin["attempt"], code, reason, known["step"], time.time() - begin["time"]))
+
+
+def refuse_crash_loop(
+    run: Path, limit: int, checkpoint: int, config: str, passes_over: Callable[[int], bool] = lambda step: False
+) -> None:
+    """A `UserError` where the last attempts all died at the same step, and the next would come to it again.
+
+    Args:
+        run: folder.
+        limit: so many of them, `launch.crash_loop`.
+        checkpoint: steps of the checkpoint that the next one goes on from.
+        config: hash of what it is started with. Attempts that were started with something else do not count: what was
+            changed may be what mends it.
+        passes_over: whether a step, counted from 0, is passed over now.
+    """
+    row: list[Attempt] = []
+    for attempt in reversed(attempts(run)):
+        if attempt.code in _SAYS_NOTHING:
+            continue
+        if not attempt.died or attempt.config != config or (row and attempt.step != row[0].step):
+            break
+        row.append(attempt)
+    if len(row) < limit or checkpoint > row[0].step or passes_over(row[0].step):
+        return
+    step = row[0].step + 1
+    numbers = ", ".join(str(attempt.number) for attempt in reversed(row[:limit]))
+    which = f"attempts {numbers}" if limit > 1 else f"attempt {numbers}"
+    # The first sentence: what follows in such a message is advice for another moment.
+    ends = "; ".join(sorted({f"{attempt.outcome}: {attempt.reason.partition('. ')[0]}" for attempt in row[:limit]}))
+    point = f"The checkpoint of step {checkpoint}" if checkpoint else "The start of the run"
+    raise UserError(
+        f"{which} at this run died in step {step} ({ends}). {point} is what the next one would go on from, and come to "
+        f"step {step} again, so it is not started. See what happened there (`logs` and `ledger.jsonl` in {run}); then "
+        f"pass the step over, if it is its data (blend.skip: [{{steps: {step}}}]), or change what else is the cause: "
+        "an attempt with another key or other code is a new try. If the run is not to blame, raise launch.crash_loop "
+        f"({limit})"
+    )
+
+
+def append(run: Path, entry: dict[str, Any]) -> None:
+    """Add a line to the ledger."""
+    lines = storage.JsonLines(ledger_path(run))
+    try:
+        lines.write(entry)
+    finally:
+        lines.close()
+
+
+def _end_line(number: int, code: int | None, reason: str, step: int, seconds: float) -> dict[str, Any]:
+    return {
+        "event": _END,
+        "attempt": number,
+        "time": time.time(),
+        "code": code,
+        "reason": reason,
+        "step": step,
+        "seconds": seconds,
+    }
+
+
+def _entries(run: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    """Lines by attempt of its begin and its end, the last of each, and those of the stage; no damaged ones."""
+    begins, ends, stages = {}, {}, []
+    for line in storage.read_json_lines(ledger_path(run)):
+        event = line.get("event")
+        if event == _BEGIN and line.keys() >= {"attempt", "time", "host", "pid", "layout", "first_step", "config"}:
+            begins[line["attempt"]] = line
+        elif event == _END and line.keys() >= {"attempt", "code", "reason", "step", "seconds"}:
+            ends[line["attempt"]] = line
+        elif line.get("stage") == "train" and "start" in line:
+            stages.append(line)
+    return begins, ends, stages
+
+
+def _stage_start(stages: list[dict[str, Any]], begin: float, after: float | None) -> float:
+    """When the stage was started that came to an attempt at `begin`; processes and packages take a while."""
+    found = [
+        line["start"]
+        for line in stages
+        if line["event"] == "start" and line["start"] <= begin and (after is None or line["start"] >= after)
+    ]
+    return max(found, default=begin)
+
+
+def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
+    """The end of an attempt that has left none, as the files of the run tell it."""
+    number, last, step = begin["attempt"], float(begin["time"]), int(begin["first_step"])
+    for row in rows_backwards(metrics_path(run)):
+        if row.get("attempt", number) > number:
+            continue
+        if row.get("attempt", 0) < number:
+            break
+        last = max(last, row.get("time", last))
+        if "tokens" in row:  # of a step, which those of saves and validations are not
+            step = max(step, row["step"])
+            break
+    code, reason = None, _WITHOUT_A_WORD
+    beat = read_beat(run)
+    if beat is not None and beat.attempt == number:
+        last = max(last, beat.time)
+        if beat.step is not None:  # the one that it is in
+            step = max(step, beat.step - 1)
+        if beat.phase == HUNG:  # its watchdog has ended it, and nobody was there to note that
+            code, reason = EXIT_HANG, "it hung"
+    with suppress(OSError, orjson.JSONDecodeError, TypeError, KeyError):
+        exit_state = orjson.loads(storage.read_bytes(run / "exit.json"))
+        if exit_state["attempt"] == number:
+            code, reason = exit_state["code"], exit_state["reason"]
+    return _end_line(number, code, reason, step, last - begin["time"]) | {"time": last}
+
+
+def rows_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines from the last one on, reading no more of it than is asked for."""
+    try:
+        file = storage.open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        place, rest = file.seek(0, os.SEEK_END), b""
+        while place > 0:
+            size = min(_BLOCK, place)
+            place -= size
+            file.seek(place)
+            first, *lines = (file.read(size) + rest).split(b"\n")
+            if place == 0:
+                lines, first = [first, *lines], b""
+            rest = first
+            for line in reversed(lines):
+                with suppress(orjson.JSONDecodeError):
+                    row = orjson.loads(line)
+                    if isinstance(row, dict):
+                        yield row

@@ -1,0 +1,286 @@
+"""The run folder: who may write to it, which attempt this is, and how the last one ended.
+
+One process at a time trains in a run folder: the one that has its lock.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.console import alarm
+from pipeline.common.errors import (
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    MachineError,
+    RankFailed,
+    Stopped,
+    UnsavedError,
+    UserError,
+    exit_code,
+)
+from pipeline.train.monitor.goodput import goodput
+from pipeline.train.run.attempts import Running, correct, last_begun, ledger_path, metrics_path, rows_backwards, settle
+from pipeline.train.run.heartbeat import read_beat
+from pipeline.train.run.lock import Lock
+
+__all__ = [
+    "RunFolder",
+    "last_attempt",
+    "make_writable",
+    "metrics_path",
+    "no_trace_if_refused",
+    "open_run",
+    "read_metrics",
+]
+
+
+_OF_A_START = {"ledger.jsonl", "exit.json", "heartbeats", "logs"}
+_GUARD = "lock.guard"
+
+
+@dataclass
+class RunFolder:
+    """A locked run folder: its paths, the number of this attempt at the run (from 1), and how far it has come.
+
+    Rank 0 has the lock; for the other ranks it is the place where the run is.
+    """
+
+    path: Path
+    attempt: int
+    step: int = 0
+    """Steps trained so far, for `exit.json`."""
+    lock: Lock | None = None
+    running: Running | None = field(default=None, init=False)
+    """This attempt in the ledger, once it has begun."""
+    reserved: storage.Reserved | None = None
+    """Room for `exit.json` on a disk that is full by then."""
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step and attempt."""
+        return metrics_path(self.path)
+
+    def begin(self, first_step: int, *, layout: dict[str, int], config: str) -> None:
+        """Note in the ledger that this attempt begins; rank 0 calls this.
+
+        Args:
+            first_step: steps of the checkpoint that it goes on from.
+            layout: processes by axis.
+            config: hash of what it is started with.
+        """
+        _count(self.path, self.attempt)
+        self.running = Running(self.path, self.attempt, first_step, layout, config)
+
+    def next_attempt(self, *, write: bool) -> None:
+        """Count another attempt within this process, since steps are made again; rank 0 writes it down."""
+        if not write:
+            self.attempt += 1
+            return
+        self.assert_mine()
+        self.attempt = _next_attempt(self.path)
+        _count(self.path, self.attempt)
+        if self.lock is not None:
+            self.lock.note(self.attempt)
+        if self.running is not None:
+            self.running = self.running.rewound(self.attempt, self.step)
+
+    def assert_mine(self) -> None:
+        """A `MachineError` if the lock is no longer this process's: whoever has it now must not be written over."""
+        assert self.lock is not None, "rank 0 alone writes"
+        self.lock.assert_mine()
+
+    def end(self, code: int, reason: str, *, agreed: bool = False) -> None:
+        """Write how this attempt ended: `exit.json`, and its line in the ledger. For `agreed` see `Stopped`.
+
+        The line has the goodput of the run so far, if the end was a peaceful one. After another one those who wait for
+        this process may not wait until all metrics have been read.
+        """
+        if self.lock is None or not self.lock.is_mine():
+            return  # who has it now writes there
+        exit_state = {"attempt": self.attempt, "code": code, "reason": reason, "agreed": agreed, "step": self.step}
+        try:
+            self._put_exit(storage.json_bytes(exit_state))
+        except OSError as error:
+            why = error.strerror or str(error)
+            alarm("error:", f"{self.path / 'exit.json'} cannot be written ({why}). It would say, code {code}: {reason}")
+        if self.running is None:
+            return
+        more: dict[str, Any] = {}
+        if code in (EXIT_OK, EXIT_STOPPED):
+            with suppress(Exception):  # how the attempt ended must be told whatever the files hold
+                spent = goodput(self.path)
+                more = {"goodput": spent.to_json()} if spent else {}
+        self.running.end(code, reason, self.step, **more)
+
+    def _put_exit(self, data: bytes) -> None:
+        file = self.path / "exit.json"
+        try:
+            storage.put(file, data)
+        except OSError:
+            if self.reserved is None:
+                raise
+            self.reserved.become(file, data)
+        if self.reserved is not None:
+            self.reserved.remove()
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The metrics of every step, in order: one row a step, validation included.
+
+    Of a step that was trained more than once the last attempt counts. A line that a crash cut short is passed over.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    for row in storage.read_json_lines(metrics_path(run)):
+        step = row.get("step")
+        if isinstance(step, int):
+            before = steps.get(step, {})
+            attempts = before.get("attempt", 0), row.get("attempt", 0)
+            if attempts[0] <= attempts[1]:  # else of a process that had lost the lock and had not noticed yet
+                steps[step] = {**before, **row} if attempts[0] == attempts[1] else row
+    return [steps[step] for step in sorted(steps)]
+
+
+def refuse_lost_checkpoints(run: Path) -> None:
+    """A `UserError` where a run has saved and no checkpoint is there: its folder was cleaned, or a disk is missing."""
+    path = metrics_path(run)
+    saved = next((row["step"] for row in rows_backwards(path) if "save_seconds" in row), None)
+    if saved is not None:
+        raise UserError(
+            f"this run has saved step {saved} ({path.name}), but there is no checkpoint in {run / 'checkpoints'}, and "
+            "starting again from random weights would not be what you asked for; is a disk or link missing? Restore "
+            "them, or set run.dir to a new folder to train from the start"
+        )
+
+
+def make_writable(path: Path) -> None:
+    """Create the run folder, or say in one sentence why it cannot be used."""
+    if os.path.exists(path) and not os.path.isdir(path):  # pathlib's raise where a folder may not be searched
+        raise UserError(f"run.dir {path} is a file; set run.dir to a folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = storage.temporary(path / "probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise MachineError(
+            f"run.dir {path} cannot be written to ({error.strerror}); make it writable or set run.dir to another folder"
+        ) from error
+
+
+@contextmanager
+def open_run(path: Path) -> Iterator[RunFolder]:
+    """Lock a run folder for this process, and write `exit.json` when it ends.
+
+    The attempt counts when it begins; one that is refused before leaves its number to the next.
+
+    Raises:
+        UserError: the folder is not writable, or another process trains in it.
+    """
+    make_writable(path)
+    lock = Lock.take(path)
+    try:
+        for tmp in path.glob(f".*{storage.TEMPORARY_SUFFIX}"):
+            storage.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
+        settle(path)
+        folder = RunFolder(
+            path, _next_attempt(path), lock=lock, reserved=storage.Reserved(path / ".exit.json.reserved")
+        )
+        lock.note(folder.attempt)
+        (path / "exit.json").unlink(missing_ok=True)
+        code, reason, agreed = EXIT_OK, "done", True
+        try:
+            yield folder
+        except BaseException as error:
+            code, reason = exit_code(error), str(error) or type(error).__name__
+            agreed = isinstance(error, UnsavedError) or (isinstance(error, Stopped) and error.agreed)
+            raise
+        finally:
+            with suppress(OSError):  # a full disk, of which the exception speaks already
+                folder.end(code, reason, agreed=agreed)
+    finally:
+        lock.release()
+
+
+def note_end(run: Path, end: BaseException, start: float) -> None:
+    """Note why a run ended that could not note it itself: it had no folder yet, or nothing of it ran any more.
+
+    Args:
+        run: folder.
+        end: what ended it.
+        start: when the command was started, in seconds since 1970.
+    """
+    exit_file = run / "exit.json"
+    state: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        if exit_file.stat().st_mtime >= start:
+            state = orjson.loads(storage.read_bytes(exit_file))
+    beat = read_beat(run)
+    step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None
+    with suppress(OSError):  # a full disk, say
+        code, reason = exit_code(end), str(end) or type(end).__name__
+        how = {"code": code, "reason": reason, "agreed": isinstance(end, Stopped) and end.agreed}
+        storage.put_json(exit_file, {"attempt": last_attempt(run), "step": step, **state, **how})
+        correct(run, start, code, reason)
+
+
+def last_attempt(run: Path) -> int:
+    """Number of the newest attempt at a run, from 1; 0 before the first one."""
+    counter = run / "attempt"
+    text = storage.read_bytes(counter).decode() if counter.exists() else "0"
+    if not text.strip().isdecimal():
+        raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
+    return int(text)
+
+
+def _next_attempt(run: Path) -> int:
+    # The ledger counts, too: metrics of an attempt with a lower number than one before it would be passed over.
+    return max(last_attempt(run), last_begun(run)) + 1
+
+
+def _count(run: Path, attempt: int) -> None:
+    storage.put(run / "attempt", f"{attempt}\n".encode())
+
+
+@contextmanager
+def no_trace_if_refused(run: Path) -> Iterator[None]:
+    """Remove a run folder that was made inside where what was started is refused (exit code 2) before it began.
+
+    It stays where there is more in it than the files of a start, or where the message names logs in it.
+    """
+    made = [folder for folder in (run, *run.parents) if not os.path.lexists(folder)]
+    try:
+        yield
+    except (UserError, RankFailed) as error:
+        names_logs = isinstance(error, RankFailed) and not error.said
+        if made and exit_code(error) == EXIT_REFUSED and not names_logs:
+            with suppress(OSError, UserError):  # somebody else is in it
+                _remove_start(run)
+                for folder in made:
+                    folder.rmdir()
+        raise
+
+
+def _remove_start(run: Path) -> None:
+    """Remove the files of this process's start from a run folder in which nobody has begun anything."""
+    lock = Lock.take(run)
+    try:
+        there = {path.name for path in run.iterdir()} - {"lock", _GUARD}
+        mine = all(line.get("pid") == os.getpid() for line in storage.read_json_lines(ledger_path(run)))
+        if not mine or last_begun(run) or not there <= _OF_A_START:
+            return
+        for name in there:
+            path = run / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        lock.release()
+    (run / _GUARD).unlink(missing_ok=True)

@@ -1,0 +1,333 @@
+"""The lock of a run folder: which process writes there, and when another one may take its place.
+
+The file `lock` names its holder. It is taken over when the holder is known to be gone, and refused when that cannot be
+known from here. Whoever lost it learns so at its next commit, which looks at the lock again and gives up.
+
+The look at a lock and its replacement are one step under `flock` on a file beside it. Where the file system has no
+`flock`, or one for each node alone (Lustre without `-o flock`), hard links and renames, which no two processes can make
+of the same name, still let only one win.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.common import process_identity, storage
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.file_lock import exclusive
+from pipeline.train.run.heartbeat import read_beat
+
+_SQUEUE_SECONDS = 20.0
+"""A scheduler that takes longer to answer is not waited for: then nothing is known of the job."""
+_NOT_RUNNING = frozenset(
+    {
+        *("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "BOOT_FAIL", "CANCELLED", "COMPLETED"),
+        *("DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    }
+)
+"""States of SLURM in which no process of a job is left. A job that is completing may have some."""
+_NO_SUCH_JOB = "Invalid job id"
+"""What squeue says of a job that ended so long ago that the scheduler has forgotten it."""
+
+Holder = dict[str, Any]
+"""What the file says: host, pid, start time of the process and so on."""
+
+
+class Lock:
+    """A lock that this process holds; `take` makes one.
+
+    Args:
+        path: the file.
+        mine: what it says while it is this process's.
+    """
+
+    def __init__(self, path: Path, mine: Holder) -> None:
+        self._path = path
+        self._mine = mine
+
+    @classmethod
+    def take(cls, run: Path) -> Lock:
+        """Take the lock of a run folder, over from a holder that is gone if there is one.
+
+        Raises:
+            UserError: another process holds it, or may.
+        """
+        path, mine = run / "lock", _identity()
+        with _guard(path):
+            before = _bytes(path)
+            if before is not None:
+                refuse = _why_not(_parse(path, before), mine)
+                if refuse:
+                    raise UserError(_in_use(run, _parse(path, before), refuse))
+            if not _replace(path, before, orjson.dumps(mine)):
+                other = holder(run)
+                raise UserError(_in_use(run, other or {}, "it came at the same moment"))
+        return cls(path, mine)
+
+    def note(self, attempt: int) -> None:
+        """Write down which attempt the holder makes."""
+        with _guard(self._path):
+            self.assert_mine()
+            self._mine = {**self._mine, "attempt": attempt}
+            storage.put(self._path, orjson.dumps(self._mine))
+
+    def is_mine(self) -> bool:
+        """Whether nobody has taken it over."""
+        try:
+            return holder(self._path.parent) == self._mine
+        except UserError:
+            return False
+
+    def assert_mine(self) -> None:
+        """A `MachineError` if the lock is no longer this process's: whoever has it now must not be written over."""
+        now = holder(self._path.parent)
+        if now != self._mine:
+            by = f"taken over by {_who(now)}" if now else "removed, and may be another process's"
+            raise MachineError(
+                f"{self._path} was {by}; nothing more is written here. What this process had committed before is kept"
+            )
+
+    def release(self) -> None:
+        """Give it back, if it is still this process's."""
+        with ExitStack() as stack:
+            with suppress(MachineError):  # who holds the guard for ever must not keep the run from going on
+                stack.enter_context(_guard(self._path))
+            if self.is_mine():
+                self._path.unlink(missing_ok=True)
+
+
+def holder(run: Path) -> Holder | None:
+    """Who holds the lock of a run folder, gone or not; None if nobody does.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    data = _bytes(run / "lock")
+    return None if data is None else _parse(run / "lock", data)
+
+
+def is_held(run: Path, job_state: Callable[[str], str | None] | None = None) -> bool:
+    """Whether a process trains in a run folder, or may; for reports.
+
+    Args:
+        run: folder.
+        job_state: what the scheduler says of a job, where it was asked already: a state in which some process of it may
+            run, "" if none can, None if it does not say. By default it is asked now.
+    """
+    try:
+        found = holder(run)
+    except UserError:
+        return True
+    return found is not None and _why_not(found, _identity(), job_state) is not None
+
+
+def refusal(run: Path) -> str | None:
+    """What `Lock.take` would refuse with, had this process asked; None if it would have got the lock."""
+    found = holder(run)
+    why = None if found is None else _why_not(found, _identity())
+    return None if found is None or why is None else _in_use(run, found, why)
+
+
+def clear(run: Path, job: str) -> str | None:
+    """Remove the lock of a run folder if the job that holds it is gone; returns why that may not be, if it may not.
+
+    Args:
+        run: folder.
+        job: that asks, none of whose processes trains now: a lock of its own is of a step that has ended. What lives on
+            of that, on a node that was lost, finds out at its next commit.
+    """
+    path = run / "lock"
+    try:
+        return _clear(run, path, job)
+    except FileNotFoundError:
+        return None
+    except MachineError as error:  # the guard is held
+        return str(error)
+
+
+def _clear(run: Path, path: Path, job: str) -> str | None:
+    with _guard(path):
+        before = _bytes(path)
+        if before is None:
+            return None
+        found = _parse(path, before)
+        if "job" not in found:
+            return None  # whether that process lives training can find out itself
+        why = None if found["job"] == job else _why_not(found, _identity())
+        if why is not None:
+            return _in_use(run, found, why)
+        path.unlink()
+    return None
+
+
+def when(seconds: float) -> str:
+    """A point in time, in seconds since 1970, for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def job() -> dict[str, Any]:
+    """The job and step that this process is part of, how often the job was restarted, where; {} outside of SLURM."""
+    number = os.environ.get("SLURM_JOB_ID", "")
+    if not number:
+        return {}
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        number = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"  # as people and commands name it
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    starts = {"restarts": _number("SLURM_RESTART_COUNT"), "step": _number("SLURM_STEP_ID")}
+    return {"job": number, **starts, "cluster": cluster}
+
+
+def _number(variable: str) -> int:
+    """Of the environment, 0 where it is not set."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _identity() -> Holder:
+    """What tells this process apart from every other one, also from a later one with the same pid."""
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": process_identity.boot(),
+        "namespace": process_identity.namespace(),
+        "pid": pid,
+        "started": _start_time(pid),
+        **job(),
+        "since": time.time(),
+    }
+
+
+def _start_time(pid: int) -> int | None:
+    """Start time of a running process in clock ticks after boot, so that a reused pid is told apart."""
+    found = process_identity.process(pid)
+    # A dead one stays in the table until its parent has asked how it ended, which some never do (PID 1 of containers).
+    return None if found is None or found[0] in "ZX" else found[1]
+
+
+def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] | None = None) -> str | None:
+    """Why a lock may not be taken over by `mine`, in words; None if its holder is known to be gone."""
+    alive = _lives_here(held, mine)
+    if alive is not None:
+        return "it runs" if alive else None
+    number = held.get("job")
+    if number is None or held.get("cluster") != mine.get("cluster", held.get("cluster")):
+        return "whether it runs cannot be known from this machine"
+    if number == mine.get("job"):
+        # A job starts again only when its last start is over, and its next step when the last one is. What lives on,
+        # on a node that was lost, finds out at its next commit.
+        if _start(held) < _start(mine):
+            return None
+        return f"job {number} is this process's own"
+    state = (job_state or _job_state)(str(number))
+    if state is None:
+        return f"the scheduler does not say whether job {number} runs"
+    return f"job {number} is {state}" if state else None
+
+
+def _start(of: Holder) -> tuple[int, int]:
+    """What grows with each start of the training in a job."""
+    return of.get("restarts", 0), of.get("step", 0)
+
+
+def _lives_here(held: Holder, mine: Holder) -> bool | None:
+    """Whether the holder runs, as far as it can be looked up from here; else None."""
+    if held["host"] != mine["host"]:
+        return None
+    boot, space = held.get("boot") or mine["boot"], held.get("namespace") or mine["namespace"]
+    if boot != mine["boot"]:
+        # The machine was started anew since; the scheduler knows better whether it is the same machine.
+        return None if "job" in held else False
+    if space != mine["namespace"]:
+        return None  # in another container, whose processes have other numbers
+    return bool(_start_time(held["pid"]) == held["started"])
+
+
+def _job_state(number: str) -> str | None:
+    """State of a job in which some process of it may run, "" if none can, None if the scheduler does not say."""
+    command = ["squeue", "--noheader", "--jobs", number, "--format", "%T"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode != 0:
+        return "" if _NO_SUCH_JOB in done.stderr else None
+    running = [state for state in done.stdout.split() if state not in _NOT_RUNNING]
+    return running[0] if running else ""
+
+
+def _in_use(run: Path, held: Holder, why: str) -> str:
+    text = f"run folder {run} is in use by {_who(held)} ({why})"
+    if since := held.get("since"):
+        text += f", since {when(since)}"
+    if beat := read_beat(run):
+        place = "" if beat.step is None else f", at step {beat.step}"
+        text += f"; its last sign of life is of {when(beat.time)}{place} ({beat.phase})"
+    lock = run / "lock"
+    return f"{text}; wait for it, stop it with `touch {run / 'stop'}`, or, if you know that it is gone, remove {lock}"
+
+
+def _who(held: Holder) -> str:
+    """`process 12 on node-1 of job 77, attempt 3`, as far as it is known."""
+    text = f"process {held.get('pid', '?')} on {held.get('host', '?')}"
+    if "job" in held:
+        text += f" of job {held['job']}"
+    return text if "attempt" not in held else f"{text}, attempt {held['attempt']}"
+
+
+def _bytes(lock: Path) -> bytes | None:
+    try:
+        return lock.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _parse(lock: Path, data: bytes) -> Holder:
+    try:
+        held = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        held = None
+    if not isinstance(held, dict) or not held.keys() >= {"host", "pid", "started"}:
+        raise UserError(f"{lock} is damaged; if no process trains in {lock.parent}, remove it")
+    return held
+
+
+@contextmanager
+def _guard(lock: Path) -> Iterator[None]:
+    """One process at a time, where the file system can do that."""
+    with exclusive(lock.with_name("lock.guard")):
+        yield
+
+
+def _replace(lock: Path, before: bytes | None, after: bytes) -> bool:
+    """Put a lock in the place of the one that was looked at, or of none; False if another process was faster."""
+    new, old = storage.temporary(lock), storage.temporary(lock)
+    try:
+        new.write_bytes(after)
+        storage.sync(new)
+        if before is not None:
+            with suppress(FileNotFoundError):
+                os.rename(lock, old)
+                if old.read_bytes() != before:  # of a process that came between
+                    with suppress(FileExistsError):
+                        os.link(old, lock)
+                    return False
+        try:
+            os.link(new, lock)
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links here; the guard has to do
+            os.replace(new, lock)
+        storage.sync(lock.parent)
+        return True
+    finally:
+        new.unlink(missing_ok=True)
+        old.unlink(missing_ok=True)

@@ -1,0 +1,90 @@
+"""What a run says of itself: at the start, and where something changes on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from pipeline.config import Config
+from pipeline.data.loading.batch import StepData
+from pipeline.data.order.journal import Journal
+from pipeline.data.work.progress import counted
+from pipeline.train.fp8.matrices import fp8_lines
+from pipeline.train.model.flops import num_parameters
+from pipeline.train.monitor.phase_log import describe_change, describe_run
+from pipeline.train.parallel.parallelize import attention_choice
+from pipeline.train.run_plan import RunPlan
+from pipeline.train.setup import Setup
+
+
+def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: float) -> Iterator[str]:
+    """The model, where it trains, and what its steps are made of.
+
+    Args:
+        config: resolved config.
+        plan: of the run.
+        setup: device, mesh and model.
+        first: steps done already.
+        flops: FLOPs of a token of the first step, causal attention counted half.
+    """
+    spec, length = setup.spec, plan.length
+    yield (
+        f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on {_where(setup)}, "
+        f"{flops / 1e6:,.4g} MFLOP a token"
+    )
+    fp8, layout = config.train.precision.fp8, setup.mesh.layout
+    if fp8 is not None:
+        yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))
+    attention = attention_choice(config.model, spec, config.train, config.parallel, setup.device)
+    yield f"attention: {attention}"
+    yield f"train: {describe_run(config, plan.journal, first, length.steps)} ({length.reason})"
+
+
+def nothing_held_out(config: Config, sizes: Iterable[int]) -> Iterator[str]:
+    """A warning where validation is wanted and no document is held out, given the windows of each source."""
+    validation = config.train.validation
+    if validation.samples and not any(sizes):
+        where = f"data.splits.{validation.split}: {config.data.splits.get(validation.split)}"
+        yield f"warning: nothing is held out ({where}), so there is no validation"
+
+
+def step_lines(config: Config, plan: RunPlan, data: StepData, first: int) -> Iterator[str]:
+    """What changes with a step, if anything does.
+
+    Args:
+        config: resolved config.
+        plan: of the run.
+        data: of the step.
+        first: steps that were done when the loop began.
+    """
+    journal, step = plan.journal, data.step
+    number = journal.segment_number(step)
+    if step and step == journal.segments[number].first_step:
+        yield f"step {step + 1}: {describe_change(config, journal, number)}"
+    for line in plan.exhaustions.get(step, ()):
+        yield f"step {step + 1}: {line}"
+    if data.skipped and (step == first or _why(journal, step - 1) != _why(journal, step)):
+        total = plan.length.steps
+        end = next((s for s in range(step + 1, total) if _why(journal, s) != _why(journal, step)), total)
+        what = f"step {step + 1} is" if end == step + 1 else f"steps {step + 1} to {end} are"
+        yield f"{what} passed over ({_why(journal, step)})"
+    elif not data.skipped and not data.valid_targets:
+        yield f"step {step + 1} is passed over: all of its targets are masked (blend.skip)"
+
+
+def _why(journal: Journal, step: int) -> str | None:
+    """What passes a step over; None for a step that is made."""
+    skip = journal.why_skipped(step)
+    if skip is None or skip.steps is None:
+        return None
+    return f"fault at step {skip.steps[1]}" if skip.fault else "blend.skip"
+
+
+def _where(setup: Setup) -> str:
+    """Devices, layout and threads: `cpu, 2 threads`, `4 x cpu (pp 2 x tp 2), 1 thread each`."""
+    device, threads = setup.device.type, counted(torch.get_num_threads(), "thread")
+    world = setup.mesh.layout.world_size
+    if world == 1:
+        return f"{device}, {threads}"
+    return f"{world:,} x {device} ({setup.mesh.layout}), {threads} each"

@@ -1,0 +1,97 @@
+"""What is known of a run before its first step: its data, their order, how long it lasts, what it goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import Config
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.validate import check_datasets
+from pipeline.data.order import run_length
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.run_length import RunLength
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
+from pipeline.data.provenance.run import saved_journal
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
+from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.setup import check_tokenizer
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run as it goes on from a checkpoint, or starts."""
+
+    datasets: dict[str, Dataset]
+    """The training split of each source."""
+    tokenizer: Tokenizer
+    """The model's."""
+    journal: Journal
+    """The plan of the order: that of the checkpoint up to its step, that of the run file from there on."""
+    length: RunLength
+    """Steps of the whole run, and what ends it."""
+    fingerprints: Fingerprints
+    """What else a resume depends on."""
+    warnings: list[str]
+    """What the user should know before the first step."""
+    exhaustions: dict[int, list[str]]
+    """Where sources drop out of the blend, in words, by step, counted from 0."""
+
+
+def plan_run(
+    config: Config, checkpoint: Checkpoint | None, *, check: bool = True, saved: Journal | None = None
+) -> RunPlan:
+    """Plan a run, after comparing what a checkpoint depends on with what there is now.
+
+    Args:
+        config: resolved config.
+        checkpoint: the one to go on from.
+        check: look whether the files of the datasets are as they were written; one process does it for all.
+        saved: the plan that the checkpoint's run has had; by default what the checkpoint and the run folder have.
+
+    Raises:
+        UserError: the data are not as they were written or were made with another tokenizer, the blend cannot be had
+            from them, or the run differs from its checkpoint.
+    """
+    datasets = open_datasets(config, "train")
+    if check:
+        check_datasets(datasets)
+    tokenizer = run_tokenizer(config)
+    check_tokenizer(datasets, tokenizer)
+    state = checkpoint.state() if checkpoint is not None else {}
+    if checkpoint is not None and saved is None:
+        saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
+    journal = Journal.plan(config, datasets, saved)
+    now = fingerprints(config, {name: d.fingerprint for name, d in datasets.items()}, tokenizer.fingerprint)
+    warnings: list[str] = []
+    if checkpoint is not None and saved is not None:
+        warnings += [
+            f"allowed difference from the checkpoint: {line}"
+            for line in compare(
+                _of_sources(state["fingerprints"], saved, checkpoint.step),
+                _of_sources(now, saved, checkpoint.step),
+                config.resume.allow,
+            )
+        ]
+        # Said before the plans are compared: what lies behind an end is not planned.
+        run_length.check_end(Sampler.of_windows(journal), checkpoint.step)
+        journal = journal.going_on(saved, checkpoint.step)
+    sampler = Sampler.of_windows(journal)
+    length = run_length.run_length(config, sampler)
+    first = checkpoint.step if checkpoint else 0
+    warnings += run_length.warnings(config, journal, sampler, length.steps, first)
+    exhaustions: dict[int, list[str]] = {}
+    for step, line in run_length.exhaustions(sampler, length.steps):
+        exhaustions.setdefault(step, []).append(line)
+    return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions)
+
+
+def _of_sources(values: Fingerprints, journal: Journal, step: int) -> Fingerprints:
+    """`values` with the data of those sources alone that the steps before `step` are made of.
+
+    What later steps read may be added or replaced until then, like the phases that they are in.
+    """
+    used = {name for segment, _ in journal.drawn(step) for name in segment.sources}
+    return {**values, "data": {name: value for name, value in values["data"].items() if name in used}}

@@ -1,0 +1,227 @@
+"""Whether a node has what training takes apart from GPUs: disks that can be written, memory, a name, its software.
+
+Nothing here needs torch but for its version, so a node on which that cannot be imported can still say so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from slurm.doctor.report import Check, Severity
+
+_FREE_BYTES = 2**30
+_FREE_INODES = 10_000
+_FREE_MEMORY = 2**30
+_SHARED_MEMORY = 2**30
+_PROBE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the nodes this is."""
+
+    rank: int = 0
+    size: int = 1
+    address: str = ""
+    """Where rank 0 is."""
+    port: int = 0
+    serves: bool = True
+    """Whether this process opens the port; else a launcher has."""
+
+    @classmethod
+    def of_environment(cls) -> Place:
+        """By RANK and WORLD_SIZE, or by srun's variables where MASTER_ADDR is set; else this node is alone.
+
+        Raises:
+            UserError: they are no numbers, several processes of one node, or without MASTER_ADDR.
+        """
+        names = ("RANK", "WORLD_SIZE")
+        # The step's number of tasks, not the job's: a batch script itself is no task of several.
+        if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ:
+            names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+        rank, size = (os.environ.get(name, default) for name, default in zip(names, ("0", "1"), strict=True))
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        given = f"{names[0]}={rank}, {names[1]}={size}, MASTER_ADDR={address or 'none'}, MASTER_PORT={port or 'none'}"
+        if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+            raise UserError(
+                f"the environment has {given}; the first two must be a number from 0 and how many there are"
+            )
+        if int(size) == 1:
+            return cls()
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                "nodes are checked by one process each, but LOCAL_WORLD_SIZE is above 1; start one on a node"
+            )
+        if not address or not port.isdecimal():
+            raise UserError(f"the environment has {given}; set MASTER_ADDR and MASTER_PORT to where rank 0 is")
+        serves = rank == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return cls(int(rank), int(size), address, int(port), serves)
+
+
+def node_name() -> str:
+    """As the scheduler calls this node; outside of SLURM its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def disks(run: Path | None, data: Path | None, *, data_needed: bool) -> list[Check]:
+    """The folders that a run writes and reads.
+
+    Args:
+        run: run folder; need not exist yet.
+        data: of the tokens that are trained on.
+        data_needed: whether the data must be there, because training comes next.
+    """
+    checks = []
+    if run is not None:
+        checks += [space("run.dir", run), write(run)]
+    if data is not None:
+        checks.append(read(data, needed=data_needed))
+    return [*checks, space("tmp", Path(tempfile.gettempdir()))]
+
+
+def space(name: str, path: Path) -> Check:
+    """Free bytes and inodes of the disk that a folder is on, or will be."""
+    label = f"space of {name}"
+    try:
+        found = os.statvfs(_existing(path))
+    except OSError as error:
+        return _bad(label, "unknown", f"{name} ({path}): its disk cannot be asked ({error.strerror}); is it mounted?")
+    free = found.f_bavail * found.f_frsize
+    value = _gib(free)
+    wanted = []
+    # Some file systems have no such counts, and say 0 of 0.
+    if found.f_blocks and free < _FREE_BYTES:
+        wanted.append(f"{_gib(free)} are free, {_gib(_FREE_BYTES)} are wanted")
+    if found.f_files:
+        value += f", {found.f_favail:,} inodes"
+        if found.f_favail < _FREE_INODES:
+            wanted.append(f"{found.f_favail:,} inodes (files) are free, {_FREE_INODES:,} are wanted")
+    if wanted:
+        return _bad(label, value, f"{name} ({path}): {' and '.join(wanted)}; remove what is not needed there")
+    return Check(label, True, value)
+
+
+def write(run: Path) -> Check:
+    """Write a file to disk, read it back and remove it: quotas and broken mounts show only then."""
+    label = "write in run.dir"
+    probe = storage.temporary(_existing(run) / "doctor")
+    data = secrets.token_bytes(_PROBE_BYTES)
+    start = time.perf_counter()
+    try:
+        with probe.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with probe.open("rb") as file:
+            with suppress(OSError, AttributeError):  # from the disk, where the system can be told so
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            same = file.read() == data
+    except OSError as error:
+        return _bad(label, "failed", f"run.dir ({run}): a file of 1 MiB cannot be written and read ({error.strerror})")
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    if not same:
+        return _bad(
+            label, "damaged", f"run.dir ({run}): what was written is read back differently; do not use this disk"
+        )
+    return Check(label, True, f"1 MiB in {(time.perf_counter() - start) * 1e3:.0f} ms")
+
+
+def read(data: Path, *, needed: bool) -> Check:
+    """Whether the data can be listed."""
+    label = "data.dir"
+    missing: Severity = "error" if needed else "warning"
+    try:
+        with os.scandir(data) as entries:
+            found = next(entries, None) is not None
+    except FileNotFoundError:
+        text = (
+            f"data.dir ({data}): there is no such folder; is its disk mounted, and has `pipeline preprocess` been run?"
+        )
+        return Check(label, False, "not there", text, missing)
+    except OSError as error:
+        return _bad(label, "not readable", f"data.dir ({data}): it cannot be read ({error.strerror})")
+    return Check(label, True, "readable" if found else "empty")
+
+
+def memory() -> Check:
+    """Memory that programs can get now."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        if free < _FREE_MEMORY:
+            text = f"memory: {_gib(free)} are free, {_gib(_FREE_MEMORY)} are wanted; what else runs there?"
+            return _bad("memory", _gib(free), text)
+        return Check("memory", True, f"{_gib(free)} free")
+    return Check("memory", True, "unknown")
+
+
+def shared_memory() -> Check:
+    """/dev/shm, through which NCCL and workers of one node talk."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Check("/dev/shm", False, "none", f"/dev/shm: it cannot be used ({error.strerror})", "warning")
+    size = found.f_blocks * found.f_frsize
+    if size < _SHARED_MEMORY:
+        text = f"/dev/shm: it has {_gib(size)}, NCCL may want {_gib(_SHARED_MEMORY)}; containers have an option for it"
+        return Check("/dev/shm", False, _gib(size), text, "warning")
+    return Check("/dev/shm", True, _gib(size))
+
+
+def host_name() -> Check:
+    """Whether the node knows its own address, by which gloo offers itself to the others."""
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        text = f"host name: {name} does not resolve ({error.strerror}); set network_interface in the site's profile"
+        return Check("host name", False, name, text, "warning")
+    return Check("host name", True, f"{name} ({address})")
+
+
+def software(driver: str) -> dict[str, str]:
+    """Versions that must be the same on all nodes."""
+    import torch
+
+    from pipeline import __version__
+    from pipeline.common.versions import code_hash
+
+    # Nodes that see an old copy of the code have the same version, but other files.
+    found = {
+        "pipeline": f"{__version__} (code {code_hash()[:8]})",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "none",
+        **({"hip": torch.version.hip} if torch.version.hip else {}),
+        "driver": driver or "none",
+    }
+    if (torch.version.cuda or torch.version.hip) and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _bad(name: str, value: str, message: str) -> Check:
+    return Check(name, False, value, message)

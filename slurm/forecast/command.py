@@ -1,0 +1,139 @@
+"""`pipeline plan RUN.yaml`: what a training takes, estimated from the run file alone. Starts and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipeline.common.console import Console, echo, progress, say
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.train.layout_check import world_size
+from pipeline.train.parallel.layout import resolve
+from pipeline.train.planning.devices import Device, find_device
+from pipeline.train.planning.plan import Plan, plan
+from pipeline.train.planning.show import device_json, plan_lines, suggestion_lines, suggestions_json, to_json
+from pipeline.train.planning.suggest import MOST_PLANS
+from pipeline.train.planning.suggest import suggest as suggested
+from slurm.forecast.course import START_S
+from slurm.submit.job_plan import resources_of
+from slurm.submit.site_profile import shipped, site_of
+from slurm.submit.stop_lead_time import signal_seconds
+
+
+def estimate(
+    config: Config,
+    console: Console,
+    *,
+    nodes: int | None = None,
+    device: str = "h100",
+    suggest: bool = False,
+    as_json: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> bool:
+    """Print the plan of a training.
+
+    Args:
+        config: the run.
+        console: where to.
+        nodes: how many, each full of devices; by default `processes_of` says.
+        device: the name of one.
+        suggest: look for layouts that fit, too.
+        as_json: one JSON object.
+        environment: asked for `WORLD_SIZE` where the run file names no number of processes.
+
+    Returns:
+        Whether it fits.
+
+    Raises:
+        UserError: the device is not known, or the layout is refused and no other is asked for.
+    """
+    chosen = device_of(config, device)
+    processes = processes_of(config, chosen, nodes, environment)
+    found: Plan | None = None
+    seconds, default_time = _job_seconds(config)
+    told: dict[str, Any] = {}
+    lines: list[str] = []
+    try:
+        if nodes is not None:
+            resolve(config.parallel, processes, processes=f"the processes (--nodes x {chosen.node_devices})")
+        found = plan(config, chosen, processes, seconds)
+    except UserError as error:
+        if not suggest:
+            raise
+        about = device_json(chosen, config.train.precision.compute)
+        told, lines = {"refused": str(error), "device": about}, [f"refused: {error}"]
+    else:
+        told, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time))
+    if not as_json:
+        _say_all(console, lines)
+    if suggest:
+        try:
+            suggestions = _suggestions(config, chosen, processes)
+        except UserError as error:
+            told |= {"suggestions": [], "nothing_fits": str(error)}
+            lines = [f"no suggestions: {error}"]
+        else:
+            told |= {"suggestions": suggestions_json(suggestions)}
+            lines = list(suggestion_lines(suggestions))
+        if not as_json:
+            _say_all(console, lines)
+    if as_json:
+        echo(json.dumps(told))
+    return found is not None and found.fits
+
+
+def _suggestions(config: Config, device: Device, processes: int) -> list[tuple[dict[str, Any], Plan]]:
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        say(errors, f"looking for layouts: up to {MOST_PLANS} estimates of memory, seconds each")
+    with progress(errors, "looking for layouts", MOST_PLANS) as advance:
+        return suggested(config, device, processes, advance=advance)
+
+
+def _say_all(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        say(console, line)
+
+
+def device_of(config: Config, name: str) -> Device:
+    """A device, in nodes as the cluster of the run has them; where nothing says how many a node has, as is usual.
+
+    Raises:
+        UserError: it is not known.
+    """
+    device = find_device(name)
+    if "slurm" not in config.model_fields_set:
+        return device
+    wanted = config.slurm.processes_per_node or site_of(config).gpus_per_node
+    return replace(device, node_devices=wanted) if wanted else device
+
+
+def processes_of(config: Config, device: Device, nodes: int | None, environment: Mapping[str, str]) -> int:
+    """Processes of a run on full nodes.
+
+    Those of `nodes`; or `launch.processes`; or with a `slurm` section those of its nodes; or what the layout names.
+    """
+    if nodes is not None:
+        return nodes * device.node_devices
+    if config.launch.processes is None and "slurm" in config.model_fields_set:
+        return config.slurm.nodes * device.node_devices
+    return world_size(config, environment)
+
+
+def _job_seconds(config: Config) -> tuple[float | None, bool]:
+    """What a job has for steps, without start and stop, and whether neither the run nor its site says how long it is.
+
+    None where the run file says nothing of jobs.
+    """
+    if "slurm" not in config.model_fields_set:
+        return None, False
+    site = site_of(config)
+    minutes = resources_of(config, site, "train").time
+    assert minutes is not None, "there is a default"
+    own = [config.slurm.train.time]
+    given = own if config.slurm.profile in shipped() else [*own, site.train.time, site.defaults.time]
+    return minutes * 60 - START_S - signal_seconds(config, minutes), all(time is None for time in given)

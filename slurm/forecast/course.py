@@ -1,0 +1,275 @@
+"""What a training has before it: tokens, seconds, jobs, device hours, disk. Nothing is built, and nothing written."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.slurm import SiteConfig
+from pipeline.config.train import CheckpointConfig
+from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.run_length import run_length
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.plan.build import Assumed, planned_journal
+from pipeline.data.preprocess.disk_space import free_space
+from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN
+from pipeline.train.checkpoint.checkpoint import UNREADABLE
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.layout_check import vocabulary
+from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.flops import flops_per_token
+from pipeline.train.parallel.footprint import checkpoint_bytes
+from pipeline.train.planning.devices import Device, calibrated, device_of_gres
+from pipeline.train.run.attempts import attempts, metrics_path, rows_backwards
+from slurm.submit.job_plan import PlannedJob
+
+ASSUMED_MFU = 0.35
+"""Share of the peak that a run is taken to reach before any of its steps, attention counted whole, on a device without
+measured shares."""
+START_S = 180.0
+"""Taken for the start of a job: processes, packages, data, checkpoint."""
+_ROWS = 1000
+"""Of metrics.jsonl, its last ones."""
+_PLENTY = 10**15
+"""Tokens of a source that is not there yet: more than any run reads, so that none ends early for want of them."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long a run is and how far it has come."""
+
+    steps: int
+    tokens: int
+    reason: str
+    """What ends it."""
+    done_steps: int
+    """Of the newest checkpoint."""
+    done_tokens: int
+    assumed: bool
+    """There are no datasets yet; they are taken to be large enough."""
+    flops: float | None
+    """Of the steps that remain; None where the size of the vocabulary is not known."""
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that remain."""
+        return max(0, self.steps - self.done_steps)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of them."""
+        return max(0, self.tokens - self.done_tokens)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What the checkpoints of a run take."""
+
+    each: int
+    """Bytes of one."""
+    there: int
+    """Checkpoints that are there."""
+    most: int
+    """Checkpoints at a time until the end, the one that is being written among them."""
+    free: int
+    """Bytes that this user may still write there."""
+    files_free: int | None
+    """Inodes; None where the file system has no number of them."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes that are still to be written, less what is removed meanwhile."""
+        return max(0, self.most - self.there) * self.each
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a training."""
+
+    course: Course | None
+    """None where it cannot be planned before the data are there."""
+    seconds: float | None
+    """Of the steps that remain; None where nothing is known of their speed."""
+    how: str
+    """Where `seconds` come from, in words."""
+    disk: Disk | None
+    """None where the size of the vocabulary is not known."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean of the steps that remain."""
+        if self.course is None or self.seconds is None or not self.course.steps_left:
+            return None
+        return self.seconds / self.course.steps_left
+
+
+def forecast(config: Config, site: SiteConfig, job: PlannedJob) -> Forecast:
+    """What the training of a run has before it."""
+    spec: DecoderSpec | None = None
+    with suppress(UserError):  # it has no tokenizer yet, and training it will say so
+        spec = decoder_spec(config.model, vocabulary(config)[0], config.max_positions)
+    course: Course | None = None
+    with suppress(UserError, OSError):  # what is wrong with the data is not told here
+        course = read_course(config, spec)
+    seconds, how = _duration(config, site, job, course)
+    return Forecast(course, seconds, how, None if spec is None else checkpoints_disk(config, spec, course))
+
+
+def read_course(config: Config, spec: DecoderSpec | None) -> Course:
+    """How long a run is, from its datasets, or before there are any from the run file alone.
+
+    Args:
+        config: the run.
+        spec: its model, for the FLOPs.
+
+    Raises:
+        UserError: it cannot be had from the data.
+    """
+    folders = [dataset_folder(config, source, TRAIN) for source in config.data.sources]
+    assumed = not all((folder / MANIFEST_FILE).is_file() for folder in folders)
+    if assumed:
+        journal, done = planned_journal(config, {source.name: Assumed(_PLENTY) for source in config.data.sources})
+    else:
+        journal, done = planned_journal(config, open_datasets(config, TRAIN))
+    length, done = run_length(config, Sampler.of_windows(journal)), done or 0
+    flops = None
+    if spec is not None:
+        flops = max(0.0, flops_of(journal, spec, length.steps) - flops_of(journal, spec, done))
+    return Course(length.steps, journal.tokens(length.steps), length.reason, done, journal.tokens(done), assumed, flops)
+
+
+def flops_of(journal: Journal, spec: DecoderSpec, steps: int) -> float:
+    """Model FLOPs of the first `steps` steps, attention counted whole."""
+    tokens: dict[int, int] = {}
+    for segment, samples in journal.drawn(steps):
+        length = segment.sequence_length
+        tokens[length] = tokens.get(length, 0) + samples * length
+    return sum(count * flops_per_token(spec, length, causal=False) for length, count in tokens.items())
+
+
+def peak_flops(gpu: str | None, compute: str) -> float | None:
+    """Dense peak of a GPU in FLOP/s, by its name in gres; None where it is not known."""
+    known = device_of_gres(gpu)
+    return None if known is None or compute == "fp32" else known.flops[compute]
+
+
+def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:
+    """Tokens a second from rows of metrics, saves and validations included; None without a step.
+
+    The median of the steps, since the first one of an attempt takes much longer.
+    """
+    rates, stepping, else_ = [], 0.0, 0.0
+    for row in rows:
+        if "step_seconds" in row and "tokens_per_second" in row:
+            rates.append(row["tokens_per_second"])
+            stepping += row["step_seconds"]
+        else_ += row.get("save_blocked", 0.0) + row.get("validation_seconds", 0.0)
+    return statistics.median(rates) / (1 + else_ / stepping) if stepping else None
+
+
+def links_needed(seconds: float, limit: float, reserve: float) -> int | None:
+    """Jobs that some seconds of steps take, one after the other; None if a job has no time for steps.
+
+    Args:
+        seconds: of steps.
+        limit: time limit of a job, in seconds.
+        reserve: seconds of it that are not used for steps: the start, and the stop before the end.
+    """
+    return math.ceil(seconds / (limit - reserve)) if limit > reserve else None
+
+
+def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:
+    """Checkpoints that are there at a time at most, in a run of `steps` steps without saves by the clock.
+
+    Those that are kept for ever, and of the others `keep` and the one that is being written.
+    """
+    newest = {steps}
+    for every in filter(None, (rules.every_steps, rules.keep_every)):
+        last = steps // every
+        newest |= {number * every for number in range(max(1, last - rules.keep), last + 1)}
+    for_ever = 0 if rules.keep_every is None else steps // rules.keep_every
+    others = sorted(newest)[-rules.keep - 1 :]
+    return for_ever + sum(1 for step in others if rules.keep_every is None or step % rules.keep_every)
+
+
+def _duration(config: Config, site: SiteConfig, job: PlannedJob, course: Course | None) -> tuple[float | None, str]:
+    """Seconds of the steps that remain, and where the number comes from."""
+    if course is None:
+        return None, "unknown"
+    if measured := _measured(config.run.dir, job.processes):
+        rate, how = measured
+        return course.tokens_left / rate, how
+    device = device_of_gres(site.gpu_type) if job.gpus_per_node else None
+    peak = peak_flops(site.gpu_type, config.train.precision.compute)
+    if device is None or peak is None or course.flops is None:
+        return None, "unknown until the run has made some steps"
+    mfu, why, note = _mfu(config, replace(calibrated(device), node_devices=job.gpus_per_node), job.processes)
+    how = (
+        f"planned from FLOPs: {job.processes:,} x {site.gpu_type} at {mfu:.0%} ({why}) of "
+        f"{peak / 1e12:,.0f} TFLOP/s{note}"
+    )
+    return course.flops / (peak * mfu * job.processes), how
+
+
+def _mfu(config: Config, device: Device, processes: int) -> tuple[float, str, str]:
+    """Share of the peak that a run is taken to reach, where it comes from, and a note behind it."""
+    if device.measured is None:
+        return ASSUMED_MFU, "assumed", f"; nothing was measured on {device.name}"
+    from pipeline.train.planning.plan import mean_mfu  # only where shares were measured
+
+    try:
+        return mean_mfu(config, device, processes), f"planned with shares {device.measured}", ""
+    except UserError:  # the layout is refused, which training says better
+        return ASSUMED_MFU, "assumed", ""
+
+
+def _measured(run: Path, processes: int) -> tuple[float, str] | None:
+    """Tokens a second in the last attempt that made steps; taken as proportional to the number of processes."""
+    rows = list(islice(rows_backwards(metrics_path(run)), _ROWS))
+    newest = next((row.get("attempt") for row in rows if "step_seconds" in row), None)
+    rate = measured_rate(row for row in rows if row.get("attempt") == newest)
+    if rate is None:
+        return None
+    tried = [attempt for attempt in attempts(run) if attempt.number == newest]
+    had = tried[0].layout.get("world_size", processes) if tried else processes
+    on = (
+        ""
+        if had == processes
+        else f" on {had:,} process{'es' if had > 1 else ''}, taken as proportional to their number"
+    )
+    return rate * processes / had, f"measured in the last steps of this run{on}"
+
+
+def checkpoints_disk(config: Config, spec: DecoderSpec, course: Course | None) -> Disk:
+    """What the checkpoints of a run take, and what their disk has: their folder may be a link.
+
+    Args:
+        config: the run.
+        spec: its model.
+        course: how long it is; None where that is not known.
+    """
+    checkpoints = Checkpoints.of_run(config.run.dir)
+    there, rules = checkpoints.all(), config.train.checkpoint
+    each = checkpoint_bytes(config, spec)
+    if there:
+        each = _size(there[-1]) or each
+    most = rules.keep + 1 if course is None else most_checkpoints(rules, course.steps)
+    if course is not None and not course.steps_left:
+        most = len(there)
+    return Disk(each, len(there), most, *free_space(checkpoints.folder))
+
+
+def _size(checkpoint: Checkpoint) -> int | None:
+    """Bytes of a checkpoint; None if it is damaged."""
+    with suppress(*UNREADABLE):
+        return checkpoint.size
+    return None

@@ -1,0 +1,178 @@
+"""Which jobs of a run wait or run now; a run that is submitted again is shown those."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.common import storage
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.document import parse
+from pipeline.config.load import dump
+from pipeline.config.problems import show
+from pipeline.train.run.lock import when
+from slurm import jobs, scheduler
+from slurm.job.launch_log import is_all, launches
+from slurm.jobs import Job, Stage
+from slurm.scheduler import JobState
+from slurm.submit import code_snapshot, submitit_backend
+from slurm.submit.job_plan import PlannedJob
+from slurm.submit.submission import Submission, read_submission, record
+
+_SHOWN = 10
+"""Keys that a message names, at most."""
+
+
+@dataclass(frozen=True)
+class Active:
+    """A job that waits or runs."""
+
+    job: Job
+    states: tuple[JobState, ...]
+    """Of it, or of the tasks of an array that have not ended; none of a local job that runs."""
+
+
+def of(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
+    """Jobs of a run that wait or run, in the order in which they were sent.
+
+    Args:
+        run: folder.
+        planned: only those that do the same as one of these.
+
+    Raises:
+        SchedulerError: the scheduler does not say.
+    """
+    wanted = None if planned is None else {(job.stage, job.step) for job in planned}
+    sent = [
+        job
+        for job in jobs.sent(run)
+        if wanted is None or any((stage, job.step) in wanted for stage in stages(run, job))
+    ]
+    queued = [job for job in sent if job.where == "slurm"] if scheduler.here() else []
+    known = scheduler.jobs([job.job for job in queued])
+    found = []
+    for job in sent:
+        if job.where == "local":
+            if is_here(run, job):
+                found.append(Active(job, ()))
+            continue
+        states = [known[number] for number in job.numbers if number in known]
+        left = tuple(state for state in states if state.waits or state.runs)
+        if left:
+            found.append(Active(job, left))
+    return found
+
+
+def is_here(run: Path, job: Job) -> bool:
+    """Whether a local job is one of this machine that has more to do for the run; a sweep's goes on with other runs."""
+    if job.host != socket.gethostname() or not submitit_backend.is_alive(run, job):
+        return False
+    past = [launch for launch in launches(run) if launch.job == job.job and launch.time >= job.time]
+    return not is_all(past, len(stages(run, job)) if _submission(run, job) else None)
+
+
+def stages(run: Path, job: Job) -> list[Stage]:
+    """Of a job: a local one may do several, one after the other."""
+    submission = _submission(run, job)
+    then = submission.then if submission else ()
+    following = [_read(record(run, Path(file))) for file in then]
+    return [job.stage, *(each.stage for each in following if each)]
+
+
+def what(run: Path, job: Job) -> str:
+    """The stages of a job, for people."""
+    if job.where == "slurm":
+        return "end of preprocess" if job.stage == "finish" else job.stage
+    # On this machine that is all of it.
+    return ", ".join("preprocess" if stage == "finish" else stage for stage in stages(run, job))
+
+
+def words(run: Path, active: Active) -> str:
+    """`train: job 77 (RUNNING on n1, since ...)`."""
+    job, name = active.job, what(run, active.job)
+    if job.where == "local":
+        since = active.states[0].reason if active.states else f"since {when(job.time)}"
+        return f"{name}: process {job.job} on {job.host} ({since})"
+    state = next((state for state in active.states if state.runs), active.states[0])
+    more = f", {len(active.states)} of {job.tasks} tasks" if job.tasks > 1 else ""
+    if state.runs:
+        since = f", since {when(state.start)}" if state.start else ""
+        return f"{name}: job {job.job} ({state.state} on {state.nodes}{since}{more})"
+    reason = f", {state.reason}" if state.reason else ""
+    return f"{name}: job {job.job} ({state.state}{reason}{more})"
+
+
+def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active], console: Console) -> list[Job]:
+    """What to do with a run that is submitted again: nothing, if it is the same run.
+
+    Raises:
+        UserError: it was submitted with another config.
+    """
+    run = config.run.dir
+    submission = _submission(run, found[-1].job)
+    listed = "\n".join(f"  {words(run, each)}" for each in found)
+    if submission and (differences := _differences(submission, config)):
+        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise UserError(
+            f"the run has been submitted with another config:\n{listed}\nThese keys differ:\n  "
+            + "\n  ".join(differences[:_SHOWN])
+            + f"{more}\nTo let it go on with the new values, `pipeline cancel {run}` and submit it again; to run both, "
+            "set run.dir to another folder"
+        )
+    say(console, f"the run is already submitted, so nothing was sent:\n{listed}")
+    if submission and submission.code and submission.code.name != code_snapshot.place(run)[0].name:
+        say(console, "its jobs run the code as it was when they were sent, which has changed since")
+    present = {stage for each in found for stage in stages(run, each.job)}
+    last = max(index for index, job in enumerate(planned) if job.stage in present)
+    if missing := [job.stage for job in planned[last + 1 :]]:
+        say(console, f"not among them: {', '.join(missing)}; submit again when they are done")
+    say(console, f"next: pipeline status {run}, pipeline logs {run} -f, pipeline cancel {run}")
+    return [each.job for each in found]
+
+
+def _submission(run: Path, job: Job) -> Submission | None:
+    return _read(run / job.submission)
+
+
+def _read(file: Path) -> Submission | None:
+    try:
+        return read_submission(file)
+    except UserError:
+        return None
+
+
+def _differences(submission: Submission, config: Config) -> list[str]:
+    """Keys whose values are others than those that a job was sent with, each with both."""
+    try:
+        # Not as a config: it may be of another version of the code.
+        run_file = record(submission.run, submission.run_file)
+        there = _flat(parse(storage.read_bytes(run_file).decode(), str(run_file)).value)
+    except (OSError, UserError):
+        return []
+    here = _flat(parse(dump(config), "").value)
+    return [
+        f"{key}: {show(there[key]) if key in there else 'not set'} there, "
+        f"{show(here[key]) if key in here else 'not set'} here"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key, _MISSING) != here.get(key, _MISSING)
+    ]
+
+
+_MISSING = object()
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    return {
+        key: leaf
+        for name, below in value.items()
+        for key, leaf in _flat(below, f"{path}.{name}" if path else str(name)).items()
+    }

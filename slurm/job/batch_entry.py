@@ -1,0 +1,40 @@
+"""What the script of a job starts: `python -m slurm.job.batch_entry LINK FILE DIGEST`, one batch process a job.
+
+There is no pickle: the file of the submission is JSON, and it is read only if it is what was submitted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from pipeline.common import storage
+from pipeline.common.console import alarm, flush
+from pipeline.common.errors import EXIT_OTHER, UserError
+from pipeline.common.signals import stop_signals
+
+
+def main() -> None:
+    """Be the batch process."""
+    # Until the link listens to them: a signal ahead of the time limit, say, must not end what has just begun. Not
+    # SIG_IGN, which the processes that are started from here would have, too.
+    for number in (*stop_signals(), signal.SIGCONT):
+        signal.signal(number, lambda *_: None)
+    storage.keep_room(sys.stdout.fileno())  # what a job says at its end matters most on a disk that is full
+    link, file, digest = sys.argv[1:]
+    from slurm.job.batch_main import run_link
+
+    try:
+        run_link(file, int(link), digest)
+    except UserError as error:
+        alarm("error:", str(error))
+        flush()
+        sys.exit(error.exit_code)
+    except OSError as error:
+        alarm("error:", f"{error.filename or 'the job'}: {error.strerror or error}")
+        flush()
+        sys.exit(EXIT_OTHER)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,587 @@
+"""The batch process of a job: it starts the processes of the stage, waits for their end, and decides what follows.
+
+`batch_entry` starts it, one a job, outside of any container, where SLURM's commands are. It reads what to do from a
+file, so a job that starts days later, or again after a requeue, does the same with what it finds then. It never works
+inside a signal handler, and it asks for a requeue only where the scheduler has not ended the job by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.console import Console, on_stop, say
+from pipeline.common.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from pipeline.common.process_identity import node_name
+from pipeline.common.signals import ignore, stop_signals
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.run.folder import last_attempt
+from pipeline.train.run.lock import clear
+from pipeline.train.run.unsaved import read_saves
+from slurm import jobs, scheduler
+from slurm.doctor.command import doctor_command
+from slurm.doctor.report import gather_reports, verdict
+from slurm.job import end_report
+from slurm.job.allocation import Allocation
+from slurm.job.array_end import array_end
+from slurm.job.eval_jobs import Evaluations
+from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
+from slurm.job.restart_policy import Situation, choose, crashes_in_a_row, decide, suspects
+from slurm.job.srun_step import Step, meeting_place, tail
+from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted, stopped
+from slurm.submit import permissions
+from slurm.submit.submission import Submission, read_submission
+
+_LOOK = 10.0
+"""Seconds between looks at new checkpoints."""
+_PAUSE = 5.0
+"""Seconds before a launch after a crash, times the crashes in a row: a node or file system may need a moment."""
+_LONGEST_PAUSE = 60.0
+_WITHOUT_QUEUE = ("requeue", "scheduler")
+"""What a job of this machine alone cannot do."""
+_SAID = 10_000
+"""Lines of what srun said that are read."""
+_NOBODY = 300.0
+"""Seconds for which it is waited that the last process that trained in the run folder is gone."""
+
+
+def run_link(file: str, link: int = 1, digest: str | None = None) -> str:
+    """What a job runs: a submission, and those that follow it in the same job. Leaves with the stage's exit code.
+
+    Args:
+        file: of the submission.
+        link: of a chain, from 1.
+        digest: of that file, as it was sent.
+
+    Returns:
+        What follows, a word of `slurm.job.launch_log.Next`.
+
+    Raises:
+        UserError: a file of the submission is not what was sent.
+    """
+    submission = read_submission(Path(file), digest)
+    submission.refuse_changed()
+    permissions.honour(submission.config())
+    console = Console(width=120)
+    following, code = Link(submission, link, console).run()
+    for after in submission.then:
+        if following == "done":
+            following, code = Link(_read_after(submission, after), 1, console).run()
+    for other in submission.others:
+        try:
+            run_link(other, digest=submission.sha256.get(other))
+        except UserError as error:
+            say(console, f"error: {error}")
+        except SystemExit:  # which is noted in that run
+            pass
+    if code != EXIT_OK:
+        sys.exit(code)  # no traceback: what happened has been said
+    return following
+
+
+def _read_after(submission: Submission, file: str) -> Submission:
+    """A submission that another one names."""
+    found = read_submission(Path(file), submission.sha256.get(file))
+    found.refuse_changed()
+    return found
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the processes of a launch ended."""
+
+    code: int
+    reason: str
+    rank: int | None = None
+    """Of the one that failed first."""
+    node: str | None = None
+    """Where it ran."""
+    failed_nodes: tuple[str, ...] = ()
+    agreed: bool = False
+    """All ranks came to it together; a rank alone may have been told to end because another one had failed."""
+
+
+class Link:
+    """A start of a job for one submission."""
+
+    def __init__(self, submission: Submission, link: int, console: Console) -> None:
+        self._submission = submission
+        self._run = submission.run
+        self._link = link
+        self._console = console
+        self._job, self._restarts = _this_job(submission.where)
+        self._allocation = Allocation.of_environment(self._job, self._say) if submission.where == "slurm" else None
+        self._step: subprocess.Popen[bytes] | None = None
+        self._told: set[int] = set()
+        """Signals that came to this process, and SIGUSR2 where one to stop came to the doctor's alone."""
+        self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
+        self._looked = 0.0
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._failed_save: float | None = None
+        """When the save failed that was told last."""
+        self._attempt = 0
+        """The last one before this launch."""
+        self._launched: Launch | None = None
+        """Of which nothing is noted yet but that it has begun."""
+
+    def run(self) -> tuple[Next, int]:
+        """To the end of this start: what follows, and the exit code of the job."""
+        self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._link}")
+        with self._listening():
+            if why := self._is_unwanted():
+                return self._refuse_start(why)
+            number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
+            if not self._is_over() and self._has_wrong_nodes():
+                return "requeue", EXIT_OK
+            while not (over := self._is_over()):  # it may be cancelled between two launches
+                number += 1
+                how = self._launch(number)
+                self._say(how.reason)
+                if how.next != "relaunch":
+                    return how.next, self._leave(how)
+                crashes = crashes_in_a_row(launches(self._run, "train"), how.checkpoint)
+                time.sleep(min(_LONGEST_PAUSE, _PAUSE * crashes))
+        self._say(f"nothing is started: {over}")
+        self._end_chain()
+        return "end", self._stopped_code()
+
+    def _stopped_code(self) -> int:
+        """Exit code of a job that stopped as it was asked to: training must not start on half of its data."""
+        return EXIT_STOPPED if self._submission.stage == "finish" else EXIT_OK
+
+    def _is_unwanted(self) -> str | None:
+        """Why the end of preprocessing is not to make the rest, if somebody has cancelled the array before it."""
+        if self._submission.stage != "finish" or self._allocation is None:
+            return None
+        array = array_end(self._run, self._job, has_sacct=self._submission.site.has_sacct)
+        if array is None or not array.cancelled:
+            return None
+        if array.unwanted:
+            return f"{array.words}, so the rest of the units is not made; submit the run again to make it"
+        self._say(f"{array.words}; this job makes what it has left")
+        return None
+
+    def _refuse_start(self, why: str) -> tuple[Next, int]:
+        """Note a start of the job that launches nothing."""
+        how = LaunchEnd(EXIT_STOPPED, why, "end", 0, time.time())
+        self._note(self._begin(1, (), self._make_logs(1)), how)
+        self._say(f"nothing is started: {why}")
+        return how.next, self._stopped_code()
+
+    def _is_over(self) -> str | None:
+        """Why this job has nothing to do, if that is so."""
+        if by := jobs.cancelled(self._run, self._submission.stage):
+            return f"{by.by} has cancelled the run"
+        sent = [job.time for job in jobs.sent(self._run) if self._job in job.numbers]
+        last = launches(self._run, self._submission.stage)[-1:]
+        ended = last[0].end if last else None
+        if self._submission.stage == "train" and ended and ended.next == "end" and sent and ended.time > max(sent):
+            return f"the run has ended: {ended.reason}"
+        return None
+
+    def _launch(self, number: int) -> LaunchEnd:
+        """Start the processes on nodes that can be used, and wait for their end."""
+        submission = self._submission
+        logs = self._make_logs(number)
+        warnings = self._examine(logs) if self._allocation and submission.doctor else []
+        nodes = self._nodes()
+        if submission.stage == "train":
+            self._wait_for_the_last()
+            self._watch_over()
+        self._attempt = last_attempt(self._run)
+        before = self._exit_file()
+        launch = self._launched = self._begin(number, nodes, logs)
+        for line in warnings:
+            self._say(line)
+        if self._told & {signal.SIGTERM, signal.SIGUSR2} or jobs.cancelled(self._run, submission.stage):
+            ending = Ending(EXIT_STOPPED, "the job was told to end before its processes were started")
+        elif self._allocation and len(nodes) < submission.nodes:
+            down = self._allocation.down()
+            text = f"of the job's nodes {', '.join(down)} cannot be used, and {submission.nodes} are needed"
+            ending = Ending(EXIT_UNHEALTHY, text, None, None, tuple(down))
+        else:
+            module = "slurm.job.srun_task" if nodes else "pipeline"
+            words = ("-m", module, submission.command[0], str(submission.run_file), *submission.command[1:])
+            step = Step(submission, words, tuple(nodes), submission.processes_per_node, logs, self._meeting(launch))
+            where = f" on {', '.join(nodes)}" if nodes else ""
+            self._say(f"launch {number}: {submission.processes} processes{where}; logs are in {logs}")
+            status = step.run(self._look, self._started)
+            self._tell_saves()
+            ending = self._judge(step, status, launch, before)
+            gather_errors(logs)
+        how = self._decide(launch, ending)
+        self._note(launch, how)
+        return how
+
+    def _make_logs(self, number: int) -> Path:
+        """The folder for what the processes of a launch print."""
+        logs = self._run / "logs" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{self._job}.{self._restarts}.{number}"
+        logs.mkdir(parents=True)
+        return logs
+
+    def _begin(self, number: int, nodes: Sequence[str], logs: Path) -> Launch:
+        """Note that a launch begins."""
+        return begin(
+            self._run,
+            self._submission.stage,
+            self._job,
+            restarts=self._restarts,
+            number=number,
+            link=self._link,
+            nodes=tuple(nodes),
+            processes_per_node=self._submission.processes_per_node,
+            logs=str(logs.relative_to(self._run)),
+            checkpoint=self._checkpoint(),
+        )
+
+    def _judge(self, step: Step, status: int, launch: Launch, before: Any) -> Ending:
+        """How the processes ended: what they say themselves counts more than srun's exit code."""
+        state = self._exit_state(before)
+        if state is not None and state.agreed:
+            return state
+        lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
+        said = tail(step.said, _SAID)
+        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, said)
+        # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
+        if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
+            return replace(state, rank=0, node=failure.node, failed_nodes=lost)
+        if failure is not None:
+            return Ending(failure.code, failure.words, failure.rank, failure.node, lost)
+        if state is not None:
+            return replace(state, failed_nodes=lost)
+        # A process of this machine may not have listened yet to what was handed on to it.
+        if stopped(step.logs, said) or (not step.nodes and -status in self._told):
+            return Ending(EXIT_STOPPED, "it was stopped; what was committed is kept")
+        if status == EXIT_OK and not lost:
+            return Ending(EXIT_OK, "done")
+        last = tail(step.said if step.nodes else step.logs / "rank-0000.log", 3).replace("\n", "; ")
+        text = f"{'srun' if step.nodes else 'the process'} left with {status}: {last or 'it said nothing'}"
+        if full := storage.cannot_write(self._run):
+            text += f"; the run folder cannot be written ({full}), so that more could not be noted: make room"
+        known = status > 0 and (not step.nodes or status in AGREED_CODES)
+        return Ending(status if known else EXIT_OTHER, text, failed_nodes=lost)
+
+    def _exit_file(self) -> tuple[int, int, bytes] | None:
+        """Inode, time and content of `exit.json`: each is a new file.
+
+        Opening it asks the server of a network file system, where `stat` may be answered from memory.
+        """
+        with suppress(OSError, UserError), storage.open_regular(self._run / "exit.json") as file:
+            stat = os.fstat(file.fileno())
+            return stat.st_ino, stat.st_mtime_ns, file.read()
+        return None
+
+    def _exit_state(self, before: tuple[int, int, bytes] | None) -> Ending | None:
+        """What the training has noted of its end, if it has and that is of this launch.
+
+        Args:
+            before: `_exit_file` at the start of the launch: a start that is refused has the next number and does not
+                count, so the number alone does not tell.
+        """
+        found = self._exit_file() if self._submission.stage == "train" else None
+        if found is not None and found != before:
+            with suppress(ValueError, KeyError, TypeError):
+                state = orjson.loads(found[2])
+                if state["attempt"] > self._attempt:
+                    return Ending(int(state["code"]), str(state["reason"]), agreed=bool(state["agreed"]))
+        return None
+
+    def _decide(self, launch: Launch, ending: Ending) -> LaunchEnd:
+        """What follows."""
+        submission, checkpoint = self._submission, self._checkpoint()
+        how = LaunchEnd(
+            ending.code, ending.reason, "end", checkpoint, time.time(), ending.rank, ending.node, ending.failed_nodes
+        )
+        crashed = ending.code not in (EXIT_OK, EXIT_STOPPED)
+        past = [each for each in launches(self._run, submission.stage) if each.key != launch.key]
+        usable = submission.nodes
+        if self._allocation and crashed:
+            down = {*self._allocation.down(), *ending.failed_nodes}
+            usable = len([node for node in self._allocation.nodes if node not in down])
+        following, why = decide(
+            Situation(
+                stage=submission.stage,
+                code=ending.code,
+                chain=submission.chain,
+                cancelled=jobs.cancelled(self._run, self._submission.stage) is not None,
+                asked_to_stop=ending.code == EXIT_STOPPED and "stop file" in ending.reason,
+                terminated=signal.SIGTERM in self._told,
+                running=self._allocation.is_running() if self._allocation else True,
+                over_time=self._allocation.is_over_time() if self._allocation else False,
+                crashes=crashes_in_a_row([*past, replace(launch, end=how)], checkpoint) if crashed else 0,
+                max_restarts=submission.max_restarts,
+                nodes=usable,
+                needed=submission.nodes,
+            )
+        )
+        if not self._allocation and following in _WITHOUT_QUEUE:
+            following, why = "end", "there is no queue here; submit it again to go on"
+        code = f" (code {ending.code})" if ending.code else ""
+        text = ending.reason if following == "done" else f"{ending.reason}{code}; {following}: {why}"
+        return replace(how, next=following, reason=text)
+
+    def _leave(self, how: LaunchEnd) -> int:
+        """Do what was decided; returns the exit code of the job."""
+        if how.next == "requeue":
+            if refused := self._requeue(self._avoid(how)):
+                return self._leave_refused(how, refused)
+        elif how.next == "next link":
+            waiting = self._waiting_links()
+            if not waiting:
+                self._say("this was the last link of the chain; submit the run again to go on")
+            elif self._allocation:
+                exclude = self._exclude(waiting[0], self._avoid(how))
+                if exclude is not None:
+                    self._allocation.keep_from(waiting[0], exclude, scheduler.kill_wait())
+        elif how.next in ("done", "end") and self._submission.stage == "train":
+            self._end_chain()
+        if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
+            return self._stopped_code() if how.next == "end" else EXIT_OK
+        self._say(end_report.write(self._run, self._submission.stage))
+        return how.code
+
+    def _avoid(self, how: LaunchEnd) -> list[str]:
+        """Nodes that the next job should not have, those first that are known to be bad."""
+        return list(dict.fromkeys([*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)]))
+
+    def _requeue(self, avoid: Sequence[str]) -> str | None:
+        """Back into the queue. From then on the scheduler ends this process. Returns why not, if it is refused."""
+        assert self._allocation is not None
+        if signal.SIGTERM in self._told and not self._allocation.is_over_time():
+            return "the scheduler has just ended the job"
+        # Where the scheduler ends this process already, there may be no time for any question before.
+        hurried = signal.SIGTERM in self._told
+        exclude = None if hurried else self._exclude(self._job, avoid)
+        seconds = scheduler.kill_wait() if exclude is not None else 0.0
+        if refused := self._allocation.requeue():
+            return refused
+        # Only a job that waits can be told so. It does not start before this process is gone.
+        if hurried:
+            exclude = self._exclude(self._job, avoid)
+        if exclude is not None:
+            self._allocation.keep_from(self._job, exclude, seconds)
+        return None
+
+    def _exclude(self, job: str, avoid: Sequence[str]) -> list[str] | None:
+        """All nodes that a job is to be kept from: those that the user does not want, too. None: as it is."""
+        assert self._allocation is not None
+        try:
+            unwanted = scheduler.hostnames(self._submission.resources.exclude or "")
+        except scheduler.SchedulerError as error:
+            self._say(f"warning: {error}")
+            return None
+        found = self._allocation.exclusion(job, avoid, unwanted)
+        if found:
+            self._say(f"job {job} is kept from {', '.join(found)}")
+        return [*unwanted, *found]
+
+    def _has_wrong_nodes(self) -> bool:
+        """Go back into the queue, once, where the start before wanted to avoid nodes that the job has again.
+
+        The scheduler had not been told: it did not answer, or this process was killed first.
+        """
+        past = launches(self._run, self._submission.stage)
+        before = past[-1] if past else None
+        if self._allocation is None or before is None or before.end is None or before.end.next != "requeue":
+            return False
+        if before.key[:2] != (self._job, self._restarts - 1):
+            return False
+        avoid = self._avoid(before.end)
+        if not set(avoid) & set(self._allocation.nodes):
+            return False
+        wrong = sorted({*(self._exclude(self._job, avoid) or [])} & {*self._allocation.nodes})
+        if not wrong:
+            return False
+        self._say(f"job {self._job} was given {', '.join(wrong)} again; it goes back into the queue for other nodes")
+        return self._requeue(avoid) is None
+
+    def _leave_refused(self, how: LaunchEnd, why: str) -> int:
+        """The job cannot go back into the queue: that is the end of it, which must not look like a good one."""
+        last = launches(self._run, self._submission.stage)[-1]
+        text = f"{how.reason}, but that was refused: {why}"
+        self._note(last, replace(how, next="end", reason=text, time=time.time()))
+        self._say(end_report.write(self._run, self._submission.stage))
+        return EXIT_OTHER
+
+    def _note(self, launch: Launch, how: LaunchEnd) -> None:
+        """Note how a launch ended; a full disk must not keep the job from what follows."""
+        try:
+            end(self._run, launch, how)
+        except OSError as error:
+            self._say(f"warning: the end of the launch cannot be noted ({error.filename}: {error.strerror})")
+
+    def _end_chain(self) -> None:
+        """Take the links that wait out of the queue: there is nothing for them to do."""
+        waiting = self._waiting_links()
+        if not waiting:
+            return
+        self._say(f"the chain ends: {', '.join(waiting)} leave the queue")
+        try:
+            scheduler.cancel(waiting)
+        except scheduler.SchedulerError as error:
+            self._say(f"warning: {error}; they will find nothing to do")
+
+    def _waiting_links(self) -> list[str]:
+        """Jobs of the same chain that have not begun, the next one first."""
+        if self._submission.chain not in ("singleton", "afterany") or self._submission.stage != "train":
+            return []
+        sent = [job.job for job in jobs.sent(self._run) if job.stage == "train" and job.job != self._job]
+        try:
+            states = scheduler.jobs(sent)
+        except scheduler.SchedulerError as error:
+            self._say(f"warning: {error}")
+            return []
+        return [job for job in sent if job in states and states[job].waits]
+
+    def _nodes(self) -> list[str]:
+        """Nodes of the job to use; fewer than are needed where there are no more. None for this machine alone."""
+        if self._allocation is None:
+            return []
+        avoid = suspects(launches(self._run, "train"), self._checkpoint())
+        nodes = choose(self._allocation.nodes, self._submission.nodes, self._allocation.down(), avoid)
+        if avoid:
+            what = "is used all the same" if set(avoid) & set(nodes) else "is left out"
+            self._say(f"{', '.join(avoid)} {what}: the last launches failed there")
+        return nodes
+
+    def _examine(self, logs: Path) -> list[str]:
+        """Let the doctor see the nodes; unhealthy ones are not used. Returns what there is to say."""
+        assert self._allocation is not None
+        down = self._allocation.down()
+        nodes = tuple(node for node in self._allocation.nodes if node not in down)
+        if not nodes:
+            return []
+        folder = logs / "doctor"
+        folder.mkdir()
+        words = tuple(doctor_command(self._submission.run_file, folder, self._submission.site.gpus_per_node))
+        place = meeting_place(self._submission, nodes)
+        step = Step(self._submission, words, nodes, 1, folder, place, together=False, through_srun=True)
+        step.run(lambda: None, lambda _: None)
+        if signal.SIGTERM in self._told:
+            return []  # it was not the nodes that kept them from answering
+        said = tail(step.said, _SAID)
+        if (failure := first_failure(folder, nodes, 1, said)) and failure.lost_nodes:
+            # srun has ended the others. The scheduler knows of the lost one itself.
+            return [f"warning: the check of the nodes was interrupted: {failure.words}"]
+        if interrupted(folder, said):
+            self._told.add(signal.SIGUSR2)
+            return []
+        found = verdict(folder, nodes)
+        gather_reports(folder, nodes)
+        self._allocation.unhealthy.update(found.unhealthy)
+        bad = [f"{node} is unhealthy: {'; '.join(why)}" for node, why in found.unhealthy.items()]
+        return [*bad, *(f"warning: {text}" for text in found.warnings)]
+
+    def _meeting(self, launch: Launch) -> dict[str, str]:
+        """What the processes need to know of one another and of the job."""
+        found = meeting_place(self._submission, launch.nodes)
+        if self._allocation and self._allocation.end is not None:
+            found["SLURM_JOB_END_TIME"] = str(int(self._allocation.end))
+        return found
+
+    def _checkpoint(self) -> int:
+        """Steps of the newest checkpoint of the run."""
+        found = Checkpoints.of_run(self._run).latest() if self._submission.stage == "train" else None
+        return found.step if found else 0
+
+    def _wait_for_the_last(self) -> None:
+        """Clear the run's lock of a holder that is gone.
+
+        The processes themselves may be in a container, where the scheduler cannot be asked about another job. One that
+        is not gone yet may be leaving; if it stays, training says who it is.
+        """
+        until = time.monotonic() + _NOBODY
+        while (why := clear(self._run, self._job)) and time.monotonic() < until and not self._told:
+            self._say(f"waiting: {why}")
+            time.sleep(_LOOK)
+
+    def _look(self) -> None:
+        """While the processes run."""
+        if signal.SIGTERM in self._told and self._launched is not None:
+            # This process may be killed before it can note how they ended.
+            text, now = "the scheduler ends this job", time.time()
+            self._note(self._launched, LaunchEnd(EXIT_STOPPED, text, "scheduler", self._checkpoint(), now))
+            self._launched = None
+        if time.monotonic() - self._looked <= _LOOK:
+            return
+        self._looked = time.monotonic()
+        self._tell_saves()
+        if self._evaluations is not None:
+            self._evaluations.look()
+
+    def _tell_saves(self) -> None:
+        """Say that a save has failed, also where the logs of the ranks have no room for it."""
+        found = read_saves(self._run) if self._submission.stage == "train" else None
+        if found is not None and found.attempt > self._attempt and found.failed_at not in (None, self._failed_save):
+            self._failed_save = found.failed_at
+            self._say(f"warning: {found.words(time.time())}")
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Note signals. The scheduler itself signals the processes of steps."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            on_stop(number)
+            # The end of a terminal is the end of a job that runs in it.
+            self._told.add(signal.SIGTERM if number == signal.SIGHUP else number)
+            if self._allocation is None and self._step is not None and number != signal.SIGCONT:
+                with suppress(ProcessLookupError):
+                    self._step.send_signal(number)
+
+        numbers = (*stop_signals(), signal.SIGCONT, signal.SIGINT)
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            if self._guard is not None:
+                self._guard.terminate()
+            if self._evaluations is not None:
+                self._evaluations.look()
+            # What is left to do is to leave; a requeue has the scheduler end this process meanwhile.
+            ignore(*before)
+
+    def _watch_over(self) -> None:
+        """Let another node look after the job, which lives on if this process's node is lost; see `headless_guard`."""
+        if self._allocation is None or not self._submission.spare_nodes:
+            return
+        if self._guard is not None and self._guard.poll() is None:
+            return
+        down = {*self._allocation.down(), node_name()}
+        others = [node for node in self._allocation.nodes if node not in down]
+        if others:
+            words = ("-m", "slurm.job.headless_guard", self._job, str(self._run))
+            step = Step(self._submission, words, (others[-1],), 1, self._run, {}, through_srun=True)
+            # It has nothing to say but what ends with it; its own session, as for the ranks.
+            nowhere = subprocess.DEVNULL
+            self._guard = subprocess.Popen(
+                step.command(outside=True), stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
+            )
+
+    def _started(self, process: subprocess.Popen[bytes]) -> None:
+        self._step = process
+
+    def _say(self, text: str) -> None:
+        say(self._console, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def _this_job(where: jobs.Where) -> tuple[str, int]:
+    """Its number, as the scheduler wants it, and how often it was started before."""
+    if where == "local":
+        return os.environ["SUBMITIT_LOCAL_JOB_ID"], 0
+    job = os.environ["SLURM_JOB_ID"]
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        # Of one task alone; its own SLURM_JOB_ID may be the array's.
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)

@@ -1,0 +1,44 @@
+"""What is said when a chain of jobs has ended for good: why, and what led to it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pipeline.common import storage
+from slurm.job.launch_log import Launch, launches
+from slurm.jobs import Stage, folder
+
+_LAST = 10
+"""Launches that a report shows."""
+
+
+def report_file(run: Path) -> Path:
+    """Where the last report is."""
+    return folder(run) / "report.txt"
+
+
+def write(run: Path, stage: Stage) -> str:
+    """Write the report on the launches of a stage; returns its text, with a warning where the disk is full."""
+    found = launches(run, stage)[-_LAST:]
+    last = found[-1].end if found else None
+    lines = [f"{stage} has ended: {last.reason if last else 'it was never launched'}"]
+    lines += [f"  {_line(launch)}" for launch in found]
+    if last is not None and last.node is not None:
+        lines.append(f"first failure: rank {last.rank} on {last.node}; its log is in {run / found[-1].logs}")
+    lines.append(f"`pipeline logs {run} --first-error` shows it; submit the run again when the cause is mended")
+    text = "\n".join(lines)
+    try:
+        storage.put(report_file(run), f"{text}\n".encode())
+    except OSError as error:
+        text += f"\nwarning: {report_file(run)} cannot be written ({error.strerror})"
+    return text
+
+
+def _line(launch: Launch) -> str:
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.time))
+    where = ",".join(launch.nodes) or launch.host
+    text = (
+        f"{began} job {launch.job}.{launch.restarts} launch {launch.number} on {where}, from step {launch.checkpoint}: "
+    )
+    return text + (f"{launch.end.reason}" if launch.end else "no word of its end (killed, or its node was lost)")

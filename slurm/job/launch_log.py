@@ -1,0 +1,136 @@
+"""Each time that a job starts the processes of a stage: on which nodes, where the logs are, how it ended, what next.
+
+A job may launch several times: again on other nodes after a crash, and again after each requeue. A launch has a line in
+`ledger.jsonl` when it begins and one when it ends; an attempt (see `pipeline.train.run.attempts`) is what the training
+itself knows of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.common import storage
+from pipeline.common.errors import EXIT_OK, EXIT_STOPPED
+from pipeline.train.run.attempts import append, ledger_path
+from slurm.jobs import Stage
+
+_BEGIN, _END = "launch", "launch end"
+Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
+"""What follows: nothing, since all is done; another launch in the same job; the job again; the next job of the chain;
+what the scheduler decides (it ended the job); nothing, for the reason that is given."""
+
+
+@dataclass(frozen=True)
+class LaunchEnd:
+    """How a launch ended."""
+
+    code: int
+    """As in `pipeline.common.errors`, whatever the processes left with."""
+    reason: str
+    next: Next
+    checkpoint: int
+    """Steps of the newest checkpoint then; 0 without one, and of other stages than training."""
+    time: float
+    """In seconds since 1970."""
+    rank: int | None = None
+    """The process that failed first, where one did."""
+    node: str | None = None
+    """Where it ran."""
+    failed_nodes: tuple[str, ...] = ()
+    """Nodes that were lost or found unhealthy."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch, and its end if it has one."""
+
+    stage: Stage
+    job: str
+    """As the scheduler names it: `77`, or `77_3`; of a local job its process id."""
+    restarts: int
+    """How often the scheduler had started the job before."""
+    number: int
+    """Within this start of the job, from 1."""
+    link: int
+    """Of the chain, from 1."""
+    nodes: tuple[str, ...]
+    processes_per_node: int
+    logs: str
+    """Folder of the logs of its ranks (`rank-0000.log` ...), relative to the run folder."""
+    checkpoint: int
+    """Steps of the newest checkpoint when it began."""
+    host: str
+    """Of the process that watches it."""
+    pid: int
+    time: float
+    """When it began, in seconds since 1970."""
+    end: LaunchEnd | None = field(default=None, compare=False)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What no other launch of the run has."""
+        return self.job, self.restarts, self.number
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended otherwise than well or as asked."""
+        return self.end is not None and self.end.code not in (EXIT_OK, EXIT_STOPPED)
+
+    def node_of(self, rank: int) -> str | None:
+        """Where a rank ran."""
+        place = rank // self.processes_per_node
+        return self.nodes[place] if place < len(self.nodes) else None
+
+
+def begin(run: Path, stage: Stage, job: str, **values: Any) -> Launch:
+    """Note that a launch begins."""
+    launch = Launch(stage, job, host=socket.gethostname(), pid=os.getpid(), time=time.time(), **values)
+    line = asdict(launch)
+    del line["end"]
+    append(run, {"event": _BEGIN, **line})
+    return launch
+
+
+def end(run: Path, launch: Launch, how: LaunchEnd) -> None:
+    """Note how a launch ended."""
+    job, restarts, number = launch.key
+    append(run, {"event": _END, "job": job, "restarts": restarts, "number": number, **asdict(how)})
+
+
+def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
+    """All launches of a run, or those of a stage, in the order in which they began."""
+    found: dict[tuple[str, int, int], Launch] = {}
+    for line in storage.read_json_lines(ledger_path(run)):
+        try:
+            if line.get("event") == _BEGIN:
+                values = {each.name: line[each.name] for each in fields(Launch) if each.name != "end"}
+                launch = Launch(**values | {"nodes": tuple(values["nodes"])})
+                found[launch.key] = launch
+            elif line.get("event") == _END:
+                key = line["job"], line["restarts"], line["number"]
+                values = {each.name: line[each.name] for each in fields(LaunchEnd)}
+                how = LaunchEnd(**values | {"failed_nodes": tuple(values["failed_nodes"])})
+                found[key] = replace(found[key], end=how)
+        except (KeyError, TypeError):  # of another version, or damaged
+            continue
+    return [launch for launch in found.values() if stage is None or launch.stage == stage]
+
+
+def is_all(past: Sequence[Launch], stages: int | None) -> bool:
+    """Whether no more comes of a job in the background of this machine for a run, though it may have others to do.
+
+    Args:
+        past: launches of the job for the run, in order.
+        stages: that it does one after the other; None where that is not known.
+    """
+    last = past[-1].end if past else None
+    if last is None:
+        return False
+    done = {launch.stage for launch in past if launch.end is not None and launch.end.next == "done"}
+    return last.next == "end" or (stages is not None and len(done) >= stages)

@@ -1,0 +1,135 @@
+"""What follows when the processes of a job have ended: pure functions of what is known then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED, EXIT_UNSAVED
+from slurm.job.launch_log import Launch, Next
+from slurm.jobs import Stage
+from slurm.submit.job_plan import KEYS
+from slurm.submit.submission import Chain
+
+_FINAL = {
+    EXIT_REFUSED: "what is refused now would be refused again",
+    EXIT_NUMERICAL: "the numbers went wrong, which another start would only repeat",
+    EXIT_UNSAVED: "no checkpoint can be written, so what another start trains would be lost, too",
+    EXIT_INTERRUPTED: "it was interrupted by hand",
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The end of a launch, and where the job stands."""
+
+    stage: Stage
+    code: int
+    """As in `pipeline.common.errors`."""
+    chain: Chain
+    cancelled: bool
+    """Somebody has cancelled the run."""
+    asked_to_stop: bool
+    """It stopped because of the run's `stop` file: a person wants it to."""
+    terminated: bool
+    """The scheduler has told the job itself to end: `scancel`, or a node that was lost."""
+    running: bool
+    """The scheduler says that the job runs."""
+    over_time: bool
+    """Its time limit is reached, which is why the scheduler ends it, if it does."""
+    crashes: int
+    """Ends in a row, this one included, that were none of the run's will, without a newer checkpoint."""
+    max_restarts: int
+    nodes: int
+    """Nodes of the allocation that can be used."""
+    needed: int
+    """Nodes that the stage needs."""
+
+
+def decide(now: Situation) -> tuple[Next, str]:
+    """What follows, and why in words."""
+    if now.code == EXIT_OK:
+        return "done", "it is done"
+    if now.cancelled:
+        return "end", "the run was cancelled"
+    if now.asked_to_stop:
+        return "end", "the run was asked to stop (stop file)"
+    if now.code in _FINAL:
+        return "end", _FINAL[now.code]
+    if (now.terminated or not now.running) and not now.over_time:
+        return "scheduler", "the scheduler ends this job; whether it starts again is the scheduler's to decide"
+    if now.chain == "none":
+        return "end", "jobs of this stage are not started again"
+    if now.code == EXIT_STOPPED:
+        return _go_on(now)
+    if now.stage != "train":
+        more = f"its time was over, raise slurm.{KEYS[now.stage]}.time; " if now.over_time else ""
+        return "end", f"{more}only training is started again after a failure"
+    if now.crashes > now.max_restarts:
+        return "end", (
+            f"{now.crashes} such ends in a row without a newer checkpoint (slurm.max_restarts={now.max_restarts})"
+        )
+    if now.nodes >= now.needed and not now.over_time:
+        return "relaunch", f"start {now.crashes} of {now.max_restarts} without a newer checkpoint"
+    return _go_on(now)
+
+
+def _go_on(now: Situation) -> tuple[Next, str]:
+    if now.chain == "requeue":
+        return "requeue", "the same job goes on in the queue"
+    return "next link", "the next job of the chain goes on"
+
+
+def crashes_in_a_row(launches: Sequence[Launch], checkpoint: int) -> int:
+    """Of the last launches those that crashed with this checkpoint as the newest one.
+
+    Args:
+        launches: of the training, in order. One without an end was lost with its node, which is nobody's fault but may
+            be a node's: it counts.
+        checkpoint: steps of the newest checkpoint now.
+    """
+    return len(_row(launches, checkpoint))
+
+
+def suspects(launches: Sequence[Launch], checkpoint: int) -> list[str]:
+    """Nodes that the last two or more crashed launches have in common, if others did not share them all.
+
+    A launch that knows which node failed first accuses this one alone, another one all that it had.
+    """
+    accused = [_accused(launch) for launch in _row(launches, checkpoint)]
+    if len(accused) < 2:
+        return []
+    common = set.intersection(*accused)
+    everywhere = all(common >= set(launch.nodes) for launch in _row(launches, checkpoint))
+    return [] if everywhere else sorted(common)
+
+
+def choose(nodes: Sequence[str], needed: int, down: Sequence[str], avoid: Sequence[str]) -> list[str]:
+    """The nodes of an allocation to use, in its order: none that is down, and suspects only where there is no other."""
+    usable = [node for node in nodes if node not in down]
+    better = [node for node in usable if node not in avoid]
+    taken = set((better + [node for node in usable if node in avoid])[:needed])
+    return [node for node in nodes if node in taken]
+
+
+def _accused(launch: Launch) -> set[str]:
+    end = launch.end
+    if end is not None and end.failed_nodes:
+        return set(end.failed_nodes)
+    return {end.node} if end is not None and end.node else set(launch.nodes)
+
+
+def _row(launches: Sequence[Launch], checkpoint: int) -> list[Launch]:
+    found: list[Launch] = []
+    for launch in reversed(launches):
+        ended_by_scheduler = launch.end is not None and launch.end.next == "scheduler"
+        if launch.end is not None and launch.end.checkpoint < checkpoint:
+            break
+        if launch.end is not None and not launch.crashed and not ended_by_scheduler:
+            break
+        if launch.end is None and launch.checkpoint < checkpoint:
+            break
+        if ended_by_scheduler:
+            continue  # nobody's fault, though it left nothing newer
+        found.append(launch)
+    return found

@@ -1,0 +1,56 @@
+"""The ledger of a run: one line when a stage starts and one when it ends, whoever started it.
+
+`ledger.jsonl` in the run folder is what is true about attempts when the scheduler has forgotten them. The training
+itself adds a line for each attempt that begins and one for its end; see `pipeline.train.run.attempts`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import storage
+from pipeline.common.errors import EXIT_OK, exit_code
+from pipeline.train.run.attempts import append, ledger_path
+
+
+class Ledger:
+    """Appends to, and reads, the ledger of a run folder."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record that a stage starts, and how and after how many seconds it ends."""
+        start, clock = time.time(), time.monotonic()
+        entry = {"stage": name, "host": socket.gethostname(), "pid": os.getpid(), "start": start}
+        append(self._run, {**entry, "event": "start"})
+        code = EXIT_OK
+        try:
+            yield
+        except BaseException as error:
+            code = exit_code(error)
+            raise
+        finally:
+            # Where a full disk ended the stage, this cannot be written either; the first message is the better one.
+            with suppress(OSError) if code != EXIT_OK else nullcontext():
+                append(self._run, {**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage over all attempts that ended, the failed ones included."""
+        total: dict[str, float] = defaultdict(float)
+        for entry in self.entries():
+            if entry["event"] == "end":
+                total[entry["stage"]] += entry["seconds"]
+        return dict(total)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """All lines but those that a crash cut short."""
+        return [entry for entry in storage.read_json_lines(ledger_path(self._run)) if "event" in entry]

@@ -1,0 +1,240 @@
+"""The stages of a run on this machine, each recorded once in the run's ledger.
+
+All run in this process, but training and evaluation on several processes, which are started from here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from pipeline.common.console import Console, on_stop, say
+from pipeline.common.errors import MachineError, Stopped, UserError
+from pipeline.common.signals import ignore, stop_signals
+from pipeline.config import Config
+from slurm.local.stage_ledger import Ledger
+
+if TYPE_CHECKING:
+    from pipeline.eval.perplexity import EvalReport
+    from pipeline.train.distributed.rank import Processes
+
+# Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
+
+
+def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
+    """Documents to tokens; see `pipeline.data.preprocess.stage`. A dry run leaves no trace."""
+    from pipeline.data.preprocess.stage import preprocess as stage
+
+    if dry_run:
+        stage(config, dry_run=True)
+        return
+    with _stage(config, "preprocess"), _terminate_stops():
+        stage(config, units=units)
+
+
+@contextmanager
+def _terminate_stops() -> Iterator[None]:
+    """`stop_signals` end the stage as Ctrl-C does, and it says so."""
+
+    def stop(number: int, frame: object) -> None:
+        on_stop(number)
+        ignore(*before)  # one is enough; another would only interrupt the leaving
+        name = signal.Signals(number).name
+        raise Stopped(f"{name} came; what was committed is kept, the same command goes on from there")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, stop) for each in stop_signals()}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def train(config: Config, console: Console | None = None) -> int:
+    """Tokens to a model, up to the step that is returned; see `pipeline.train.trainer`.
+
+    On as many processes as `launch.processes` or `parallel` name, unless this process is one of them already, because
+    a launcher has started it.
+    """
+    from pipeline.train.distributed import rank
+
+    if rank.is_rank():
+        return _train_as(rank.of_environment(), config, console, own=rank.LAUNCHER in os.environ)
+    from pipeline.train.parallel.layout import fixed_processes
+
+    processes = config.launch.processes or fixed_processes(config.parallel)
+    # From when the ranks are there, or the training here listens itself, a signal lets them save first.
+    with _stage(config, "train"), _terminate_stops():
+        if processes > 1:
+            from slurm.local.launcher import launch_training
+
+            return launch_training(config, processes, console)
+        return _train_here(config, console)
+
+
+def _train_here(config: Config, console: Console | None) -> int:
+    """On this process alone."""
+    start = time.time()
+    try:
+        from pipeline.train.trainer import train as stage
+
+        _check_machine(config, console)
+        return stage(config, console)
+    except (Stopped, KeyboardInterrupt) as end:
+        from pipeline.train.run.folder import note_end
+        from pipeline.train.run.lock import is_held
+
+        # It may have come before the run folder was this process's, which then has noted nothing.
+        if not is_held(config.run.dir):
+            note_end(config.run.dir, end, start)
+        raise
+
+
+def _train_as(ranks: Processes, config: Config, console: Console | None, *, own: bool) -> int:
+    """The part of one rank; `own` if our launcher has started it, which keeps the ledger."""
+    wanted = config.launch.processes
+    if wanted is not None and wanted != ranks.world_size:
+        raise UserError(
+            f"launch.processes is {wanted}, but {ranks.world_size} processes were started (WORLD_SIZE); set "
+            f"launch.processes={ranks.world_size}, or start {wanted}"
+        )
+    from pipeline.train.trainer import train as stage
+
+    ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
+    # Our launcher itself knows of a signal that comes before the training listens.
+    with ledger, nullcontext() if own else _terminate_stops():
+        _check_machine(config, console, room=False)  # of a job, looked at before it was sent
+        return stage(config, console)
+
+
+def _check_machine(config: Config, console: Console | None, *, room: bool = True) -> None:
+    """Refuse what this machine has no memory or no disk for, and warn where either is tight."""
+    from pipeline.train.planning.fit import check_memory
+    from slurm.submit.disk_space import check_room
+
+    for line in [*check_memory(config), *(check_room(config) if room else ())]:
+        say(console or Console(), f"warning: {line}")
+
+
+def check_layout(config: Config) -> None:
+    """Show what a run's layout over processes comes to, and whether it fits this machine. Leaves no trace.
+
+    See `pipeline.train.layout_check` and `pipeline.train.planning.fit`.
+    """
+    from pipeline.train.layout_check import check
+    from pipeline.train.planning.fit import check_memory, is_meant_for_this_machine
+
+    console = Console()
+    processes = check(config, console).world_size
+    if not is_meant_for_this_machine(config, processes):
+        say(console, "the memory of this machine is not compared: the run is for other machines")
+        return
+    for line in check_memory(config, processes):
+        say(console, f"warning: {line}")
+
+
+def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport | None:
+    """A model to numbers; see `pipeline.eval.perplexity`. In a folder that cannot be written to, nothing is kept.
+
+    On `eval.processes` processes, unless this process is one of several already, because a launcher has started it.
+
+    Returns:
+        The figures; None where they were computed by other processes and could not be kept.
+    """
+    from pipeline.train.distributed import rank
+
+    own = rank.LAUNCHER in os.environ  # which keeps the ledger
+    ranks = rank.of_environment()
+    if rank.is_rank():
+        _refuse_other_number(config, ranks)
+    keep = ranks.rank == 0
+    ledger: AbstractContextManager[None] = nullcontext()
+    if keep:
+        try:
+            stage_of_ledger = _ledger(config).stage("eval")
+        except MachineError:
+            keep = False
+        else:
+            ledger = nullcontext() if own and rank.is_rank() else stage_of_ledger
+    with ledger:
+        if not rank.is_rank() and config.eval.processes > 1:
+            return _evaluate_elsewhere(config, step, console)
+        from pipeline.eval.perplexity import evaluate as stage
+
+        return stage(config, step, console, keep=keep, ranks=ranks)
+
+
+def _evaluate_elsewhere(config: Config, step: int | None, console: Console | None) -> EvalReport | None:
+    """On processes that are started for it."""
+    from pipeline.eval.perplexity import heldout_splits, read_report
+    from pipeline.train.checkpoint.manager import Checkpoints
+    from slurm.local.launcher import launch_evaluation
+
+    # What would be refused is refused before they are started; and all of them have the same checkpoint.
+    heldout_splits(config)
+    found = Checkpoints.of_run(config.run.dir).find(step)
+    launch_evaluation(config, found.step, console)
+    return read_report(config, found.step)
+
+
+def _refuse_other_number(config: Config, ranks: Processes) -> None:
+    """A `UserError` where another number of processes was started than the run file asks for; 1 asks for nothing."""
+    wanted = config.eval.processes
+    if wanted not in (1, ranks.world_size):
+        raise UserError(
+            f"eval.processes is {wanted}, but {ranks.world_size} processes were started (WORLD_SIZE); set "
+            f"eval.processes={ranks.world_size}, or start {wanted}"
+        )
+
+
+def run(config: Config, console: Console | None = None) -> None:
+    """Preprocess, train, evaluate, summarize. What is done already is passed over, so this is also how to go on."""
+    from pipeline.train.distributed.rank import is_rank
+
+    if is_rank():
+        raise UserError(
+            "`pipeline run` is one process, which starts those of the training itself (launch.processes), but "
+            "WORLD_SIZE is set; unset it, or call `pipeline preprocess`, `torchrun ... -m pipeline train` and "
+            "`pipeline eval`"
+        )
+    console = console or Console()
+    from pipeline.train.parallel.rules.layout import check_evaluation_layout
+
+    # What could not be evaluated is refused before it is trained, and before it is tokenized where that can be told.
+    check_evaluation_layout(config, config.eval.processes)
+    preprocess(config)
+
+    from pipeline.eval.benchmarks import benchmarks_are_made
+    from pipeline.eval.perplexity import heldout_splits, read_report
+    from pipeline.eval.summary import show, summarize
+
+    heldout_splits(config)
+    step = train(config, console)
+    report = read_report(config, step) if benchmarks_are_made(config, step) else None
+    report = report or evaluate(config, step, console)
+    assert report is not None, "the run folder was written to just now"
+    show(config, summarize(config, report, _ledger(config).seconds(), console), console)
+
+
+@contextmanager
+def _stage(config: Config, name: str) -> Iterator[None]:
+    """A stage with its lines in the ledger; where a new run is refused, its folder is not left behind."""
+    from pipeline.train.run.folder import no_trace_if_refused
+
+    with no_trace_if_refused(config.run.dir), _ledger(config).stage(name):
+        yield
+
+
+def _ledger(config: Config) -> Ledger:
+    from pipeline.train.run.folder import make_writable
+
+    make_writable(config.run.dir)
+    return Ledger(config.run.dir)

@@ -1,0 +1,178 @@
+"""`pipeline logs`: what the processes of a run wrote, of any launch and rank, and which of them failed first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from slurm import jobs
+from slurm.job import active_jobs
+from slurm.logs.failure_analysis import Failure, first_failure
+from slurm.logs.follow import follow_logs, write_out
+from slurm.logs.parts import Part, parts
+from slurm.logs.rank_logs import RankLog
+from slurm.logs.tail import Tail, Tails, last_lines
+from slurm.run_argument import run_folder
+
+_SRUN_LINES = 10_000
+"""Of srun's own output, the last ones."""
+
+
+def show_logs(
+    run: Path,
+    console: Console,
+    *,
+    follow: bool,
+    rank: int | None,
+    attempt: int | None,
+    first_error: bool,
+    lines: int,
+) -> None:
+    """Show the log of a rank, or the first failure.
+
+    Args:
+        run: run file or folder.
+        console: where to.
+        follow: go on with what comes, in later launches, too, until the run ends.
+        rank: whose; by default rank 0.
+        attempt: of the training; by default the newest launch of any stage.
+        first_error: the first process that failed instead.
+        lines: so many of the last ones; 0: all.
+
+    Raises:
+        UserError: there is no such run, attempt or rank.
+    """
+    folder = run_folder(run)
+    found = parts(folder)
+    if attempt is not None:
+        found = _of_attempt(found, attempt)
+    if first_error:
+        _show_first_error(found, console)
+        return
+    if not found:
+        if not follow or not jobs.sent(folder):
+            _show_jobs(folder, console, lines)
+            return
+        follow_logs(folder, None, rank or 0, None, console)
+        return
+    tail = _show(found[-1], rank or 0, console, lines)
+    if follow:
+        follow_logs(folder, found[-1], rank or 0, tail, console)
+    elif attempt is None:
+        _tell_of_later_jobs(folder, found[-1], console)
+
+
+def _of_attempt(found: list[Part], number: int) -> list[Part]:
+    for part in found:
+        if any(each.number == number for each in part.attempts):
+            return [part]
+    numbers = [each.number for part in found for each in part.attempts]
+    there = f"there are {min(numbers)} to {max(numbers)}" if numbers else "there is none yet"
+    raise UserError(f"--attempt {number}: the run has no such attempt at training; {there}")
+
+
+def _show(part: Part, rank: int, console: Console, lines: int) -> Tails | None:
+    """The last lines of a rank's log; returns where to go on."""
+    processes = _processes(part)
+    if processes is not None and rank >= processes:
+        there = "is only rank 0" if processes == 1 else f"are ranks 0 to {processes - 1:,}"
+        raise UserError(f"--rank {rank}: in this launch ({part.words}) there {there}; name one of them")
+    say(console, f"==> {part.words}")
+    log = part.log(rank)
+    if log is None:
+        say(console, _in_the_terminal(part))
+        return None
+    missing = f"there is no log of rank {rank} yet: {log.path}"
+    if part.end is not None:
+        missing = f"rank {rank} wrote nothing before the launch ended: there is no {log.path}"
+    say(console, f"==> {log.path}" if log.path.exists() else missing)
+    tail = log.tail(lines)
+    write_out(tail, console)
+    return tail
+
+
+def _processes(part: Part) -> int | None:
+    """Of its step; None where that is not known."""
+    if part.attempts and (size := part.attempts[-1].layout.get("world_size")):
+        return size
+    return len(part.launch.nodes) * part.launch.processes_per_node if part.launch and part.launch.nodes else None
+
+
+def _in_the_terminal(part: Part) -> str:
+    text = "rank 0 of a training that was started by hand writes to its terminal, not to a log"
+    if part.ranks is not None:
+        text += f"; the logs of ranks from 1 on are in {part.ranks}: --rank 1"
+    return text
+
+
+def _tell_of_later_jobs(run: Path, part: Part, console: Console) -> None:
+    """A job that was started later, and ended before it launched anything, has said why in its own log."""
+    for job in jobs.sent(run):
+        log = job.log(run)
+        if job.time > part.begin and log.exists():
+            say(
+                console,
+                f"job {job.job} ({active_jobs.what(run, job)}) was sent later and has launched nothing so far: {log}",
+            )
+
+
+def _show_jobs(run: Path, console: Console, lines: int) -> None:
+    """Nothing was launched: what the job says itself."""
+    sent = jobs.sent(run)
+    for job in reversed(sent):
+        log = next((log for task in range(job.tasks) if (log := job.log(run, task)).exists()), None)
+        if log is not None:
+            say(console, f"==> {active_jobs.what(run, job)}: job {job.job} on its own; it has launched no processes")
+            say(console, f"==> {log}")
+            write_out(Tail(log, lines), console)
+            return
+    if sent:
+        names = ", ".join(job.job for job in sent)
+        say(console, f"there are no logs yet: jobs {names} have not begun (`pipeline status {run}`)")
+    else:
+        say(console, f"there are no logs in {run}: it was never submitted, nor trained on several processes")
+
+
+def _show_first_error(found: list[Part], console: Console) -> None:
+    for part in reversed(found):
+        failure = _failure(part)
+        if failure is None:
+            continue
+        say(console, f"==> {part.words}")
+        how = f" ({failure.signal})" if failure.signal else f" (code {failure.code})"
+        say(console, f"{failure.words}{how}")
+        if failure.details:
+            say(console, failure.details)
+        if failure.rank is not None and (log := _log_of(part, failure.rank)):
+            say(console, f"==> {log.path}")
+        return
+    say(console, "nothing failed")
+
+
+def _log_of(part: Part, rank: int) -> RankLog | None:
+    log = part.log(rank)
+    return log if log is not None and log.path.exists() else None
+
+
+def _failure(part: Part) -> Failure | None:
+    """What failed first in a launch; what the job or the training noted of its end, where no process is known."""
+    launch = part.launch
+    if launch is not None and launch.end is not None and not launch.crashed:
+        return None
+    folder = part.ranks or part.folder
+    nodes, per_node = (launch.nodes, launch.processes_per_node) if launch else ((), 1)
+    found = None
+    if folder is not None:
+        srun = "\n".join(last_lines(folder / "srun.log", _SRUN_LINES))
+        found = first_failure(folder, nodes, per_node, srun)
+    if found is not None:
+        return found
+    if launch is not None and launch.end is not None:
+        log = part.log(0)
+        details = "\n".join(log.last_lines(20)) if log and not launch.nodes else ""
+        return Failure(launch.end.rank, launch.end.node, launch.end.code, launch.end.reason, details)
+    died = [each for each in part.attempts if each.died]
+    return Failure(None, None, died[-1].code or 1, died[-1].reason, "") if died else None

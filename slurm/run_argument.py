@@ -1,0 +1,28 @@
+"""Which run a user means: by its run file, or by its folder, which may hold nothing but what waits in the queue."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline.config.load import RUN_FILE, load_run, no_run_folder
+from pipeline.train.run.attempts import ledger_path
+from slurm import jobs
+
+
+def run_folder(run: Path) -> Path:
+    """The folder of a run.
+
+    Args:
+        run: its run file or its folder.
+
+    Raises:
+        UserError: it is neither, or the run file has problems.
+    """
+    if not run.is_dir():
+        return load_run(run).run.dir
+    path = Path(os.path.abspath(run))
+    signs = (path / RUN_FILE, jobs.folder(path), ledger_path(path), path / "lock")
+    if not any(sign.exists() for sign in signs):
+        raise no_run_folder(run)
+    return path

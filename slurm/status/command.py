@@ -1,0 +1,166 @@
+"""`pipeline status`: how runs are, from their files and one question to the scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.load import load_run
+from slurm import scheduler
+from slurm.scheduler import Accounted, SchedulerError
+from slurm.status.files import Facts, is_run
+from slurm.status.run import RunStatus, describe
+from slurm.status.show import picture, show
+from slurm.status.state import Answer
+from slurm.sweep import folder as sweep_folder
+
+_EVERY = 5.0
+"""Seconds between pictures."""
+_SQUEUE, _SACCT = 6.0, 3.0
+"""Seconds that the scheduler and its accounting are waited for."""
+_RUNS = Path("runs")
+_DEEP = 3
+"""Levels of folders in which runs are looked for."""
+
+
+def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, as_json: bool = False) -> None:
+    """Print how runs are; nothing is changed.
+
+    Args:
+        runs: run files or folders, also those of sweeps, for all their runs; by default the current folder if it is
+            one of a run or sweep, else all below ./runs.
+        console: where to.
+        watch: again and again, until Ctrl-C.
+        as_json: one JSON object, with all digits; with `watch` one a line.
+
+    Raises:
+        UserError: one of them does not exist, or there is none.
+    """
+    named = _named(runs)
+    try:
+        on_screen = watch and console.is_terminal and not as_json
+        with Live(console=console, auto_refresh=False) if on_screen else nullcontext() as live:
+            while True:
+                folders = named or _found()
+                found = status(folders, spent=as_json or len(folders) == 1)
+                if live is not None:
+                    live.update(picture(found, console), refresh=True)
+                elif as_json:
+                    value = {"runs": [each.to_json() for each in found]}
+                    say(console, json.dumps(value, indent=None if watch else 2, ensure_ascii=False))
+                else:
+                    if watch:
+                        say(console, time.strftime("%Y-%m-%d %H:%M:%S"))
+                    show(found, console)
+                if not watch:
+                    return
+                time.sleep(_EVERY)
+    except KeyboardInterrupt:
+        if not watch:
+            raise
+
+
+def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list[RunStatus]:
+    """How runs are; the scheduler is asked once for all of them.
+
+    Args:
+        folders: of the runs, with the run file where that was named.
+        spent: whether the goodput is wanted.
+    """
+    facts = [Facts(folder, config) for folder, config in folders.items()]
+    answer = _ask(facts)
+    return [describe(each, answer, spent=spent) for each in facts]
+
+
+def _named(runs: Sequence[Path]) -> dict[Path, Config | None]:
+    found: dict[Path, Config | None] = {}
+    beside = None
+    for run in runs:
+        path = Path(os.path.abspath(run))
+        members = sweep_folder.runs_of(path.parent)
+        if path in members:
+            found[path] = None
+        elif members:
+            beside = path  # `SWEEP/*` has its notes, jobs and results, too
+        elif path.is_dir():
+            found.update(dict.fromkeys(sweep_folder.runs_of(path) or [path]))
+        else:
+            config = load_run(run)
+            found[config.run.dir] = config
+    if beside is not None and not found:
+        raise UserError(f"{beside} is none of the runs of the sweep; `pipeline status {beside.parent}` shows them")
+    return found
+
+
+def _found() -> dict[Path, None]:
+    here = Path.cwd()
+    if is_run(here):
+        return {here: None}
+    found = sweep_folder.runs_of(here)
+    for folder, below, _ in os.walk(here / _RUNS):
+        path = Path(folder)
+        if is_run(path):
+            found.append(path)
+        for sweep in sweep_folder.sweeps_of(path):
+            found += sweep_folder.runs_of(sweep)
+        # What else is inside of a run is its own: data, checkpoints.
+        if is_run(path) or len(path.relative_to(here).parts) > _DEEP:
+            below.clear()
+        below[:] = [name for name in below if name != sweep_folder.SWEEPS]
+    if not found:
+        raise UserError(
+            f"there is no run in {here / _RUNS}, and {here} is none itself; name run files or run folders, like "
+            "`pipeline status RUN.yaml`"
+        )
+    return dict.fromkeys(sorted(found))
+
+
+def _ask(facts: Sequence[Facts]) -> Answer:
+    """What the scheduler says of the jobs of all runs together."""
+    numbers = sorted({number for each in facts for number in each.questions()})
+    if not numbers:
+        return Answer({})
+    try:
+        states = scheduler.jobs(numbers, seconds=_SQUEUE)
+    except SchedulerError as error:
+        return Answer(None, problem=_short(error))
+    except ValueError as error:  # a line of squeue that is none of ours
+        return Answer(None, problem=f"squeue: {error}")
+    gone = sorted({number for each in facts for number in _to_account(each) if number not in states})
+    if not gone or shutil.which("sacct") is None:
+        return Answer(states)
+    accounted: dict[str, Accounted] = {}
+    problem = None
+    try:
+        accounted = scheduler.accounting(gone, seconds=_SACCT)
+    except SchedulerError as error:
+        problem = _short(error)
+    except ValueError as error:
+        problem = f"sacct: {error}"
+    return Answer(states, accounted, problem)
+
+
+def _to_account(facts: Facts) -> list[str]:
+    """Jobs of sites with accounting that may have ended without a word."""
+    found = []
+    for job in facts.open_jobs():
+        submission = facts.submission(job)
+        if job.where == "slurm" and (submission is None or submission.site.has_sacct):
+            found += job.numbers
+    return found
+
+
+def _short(error: SchedulerError) -> str:
+    program = error.command[0]
+    return f"{program}: {error.said.partition(chr(10))[0].removeprefix(f'{program}: ')}"

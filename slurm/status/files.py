@@ -1,0 +1,275 @@
+"""What the files of a run folder say of it, whatever the scheduler knows.
+
+Nothing is written, and nothing is too damaged to be looked at: what cannot be read is told, and the rest is read.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from pipeline.common import process_identity, storage
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.load import RUN_FILE, load_written
+from pipeline.data.order.run_length import run_length
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.preprocess.run_tokenizer import tokenizer_folder
+from pipeline.data.preprocess.status import read_workers
+from pipeline.data.provenance.run import JOURNAL_FILE, read_journal
+from pipeline.eval.reports import report_files
+from pipeline.train.run.attempts import ledger_path, metrics_path, rows_backwards
+from pipeline.train.run.lock import holder
+from slurm import jobs
+from slurm.job.launch_log import Launch, launches
+from slurm.jobs import Job, Stage
+from slurm.submit.submission import Submission, read_submission
+
+_ROWS = 20_000
+"""Rows of the metrics that are looked at, from the last one on."""
+_RECENT = 200
+"""Steps that rates are taken from."""
+_SLACK = 2.0
+"""Seconds: a process is told from a later one of the same number by its start, which the kernel rounds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A start of a stage in the ledger, and its end if it has one."""
+
+    stage: str
+    host: str
+    pid: int
+    start: float
+    """In seconds since 1970, like `end`."""
+    end: float | None = None
+    code: int | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the last rows of the metrics say; rows of the newest step come first."""
+
+    steps: list[dict[str, Any]]
+    """Of the last steps, all of one attempt."""
+    trained: dict[str, Any] | None
+    """The last one with a loss."""
+    validated: dict[str, Any] | None
+    newest: dict[str, Any] | None
+    """The last one of a step, also of one that was passed over."""
+
+
+class Facts:
+    """The files of a run.
+
+    Args:
+        run: its folder.
+        config: its run file, where that was named; what the run was started with goes before it.
+    """
+
+    def __init__(self, run: Path, config: Config | None = None) -> None:
+        self.run = run
+        self.now = time.time()
+        self.problems: list[str] = []
+        """What could not be read."""
+        self.sent: list[Job] = self.read("slurm/jobs.jsonl", lambda: jobs.sent(run), [])
+        self.launches: list[Launch] = self.read("ledger.jsonl", lambda: launches(run), [])
+        self.stages: list[StageRun] = self.read("ledger.jsonl", lambda: _stages(run), [])
+        self.exit_state: dict[str, Any] = self.read("exit.json", lambda: _object(run / "exit.json"), {})
+        self.lost: set[tuple[str, int, int]] = set()
+        """Launches without an end that are over, by what the scheduler says."""
+        self.cancelled = jobs.cancelled(run)
+        self.holder = self.read("lock", lambda: holder(run), None)
+        self.config = self._config(config)
+
+    def read(self, what: str, get: Callable[[], T], default: T) -> T:
+        """What `get` returns; where it fails, the default, and `problems` has a line more."""
+        try:
+            return get()
+        except Exception as error:  # damaged in whatever way: the other files still have something to say
+            text = f"{what} cannot be read: {str(error) or type(error).__name__}"
+            if text not in self.problems:
+                self.problems.append(text)
+            return default
+
+    def launches_of(self, job: Job) -> list[Launch]:
+        """Launches of a job, of all its tasks, in order."""
+        numbers = set(job.numbers)
+        return [launch for launch in self.launches if launch.job in numbers]
+
+    def is_over(self, job: Job) -> bool:
+        """Whether the ledger says that nothing more comes of a job, so that nobody needs to be asked.
+
+        A local job may have further stages before it, and to look whether its process lives costs nothing.
+        """
+        if job.where == "local":
+            return False
+        last = {launch.job: launch for launch in self.launches_of(job)}
+        ends = [last[number].end if number in last else None for number in job.numbers]
+        return all(end is not None and end.next in ("done", "end", "next link") for end in ends)
+
+    def open_jobs(self) -> list[Job]:
+        """Jobs of which more may come, in the order in which they were sent."""
+        return [job for job in self.sent if not self.is_over(job)]
+
+    def questions(self) -> list[str]:
+        """Numbers of jobs that the scheduler knows more of than the files, arrays task by task."""
+        found = [number for job in self.open_jobs() if job.where == "slurm" for number in job.numbers]
+        if self.holder is not None and (number := self.holder.get("job")) and str(number) not in found:
+            found.append(str(number))
+        return found
+
+    def last_job(self, stage: Stage) -> Job | None:
+        """The job that was sent last for a stage."""
+        return next((job for job in reversed(self.sent) if job.stage == stage), None)
+
+    def submission(self, job: Job | None) -> Submission | None:
+        """What a job was sent with; None if that is not known."""
+        try:
+            return None if job is None else read_submission(self.run / job.submission)
+        except UserError:
+            return None
+
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, by its plan where there is one already; None if nobody can know yet."""
+        if self.config is None:
+            return None
+        config, duration = self.config, self.config.train.duration
+        counted = duration.count if duration.unit == "steps" else None
+        if not (self.run / JOURNAL_FILE).exists():
+            return counted
+        return self.read(
+            JOURNAL_FILE, lambda: run_length(config, Sampler.of_windows(read_journal(self.run))).steps, counted
+        )
+
+    def rows(self, step: int | None) -> Rows:
+        """The end of the metrics; of steps after `step`, which were lost, nothing."""
+        return self.read("metrics.jsonl", lambda: _rows(self.run, step), Rows([], None, None, None))
+
+    def evaluations(self) -> list[tuple[float, dict[str, Any]]]:
+        """Results of evaluations and when they were written, in seconds since 1970; the newest last."""
+        files: list[Path] = self.read("eval", lambda: report_files(self.run), [])
+        found = [self.read(f"eval/{file.name}", partial(_result, file), None) for file in files]
+        return sorted((each for each in found if each is not None), key=lambda each: each[0])
+
+    def last_goodput(self) -> dict[str, float] | None:
+        """The goodput that the last attempt which ended in peace has noted."""
+        file = ledger_path(self.run)
+        lines: list[dict[str, Any]] = self.read(file.name, lambda: storage.read_json_lines(file), [])
+        return next((line["goodput"] for line in reversed(lines) if isinstance(line.get("goodput"), dict)), None)
+
+    def by_hand(self) -> StageRun | None:
+        """A stage that runs, or may, without a job and without an attempt at training."""
+        last = {each.stage: each for each in self.stages if each.end is None}
+        for each in reversed(last.values()):
+            alive = lives(each.host, each.pid, each.start)
+            if alive or (alive is None and each.stage == "preprocess" and self._preprocesses()):
+                return each
+        return None
+
+    def _preprocesses(self) -> bool:
+        """Whether a process of preprocessing gives signs of life, on whatever machine."""
+        if self.config is None:
+            return False
+        config = self.config
+        folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.sources)]
+        return self.read(
+            "leases",
+            lambda: any(each.state == "works" for folder in folders for each in read_workers(folder, self.now)),
+            False,
+        )
+
+    def _config(self, given: Config | None) -> Config | None:
+        """What training was started with, else what the newest job was sent with, else what was given."""
+        newest = self.submission(self.sent[-1] if self.sent else None)
+        for file in (self.run / RUN_FILE, newest.run_file if newest else None):
+            if file is not None and file.is_file():
+                try:
+                    return load_written(file, (), {"run.dir": os.path.abspath(self.run)})
+                except (UserError, OSError) as error:
+                    first = str(error).partition("\n")[0]
+                    self.problems.append(f"{file} cannot be read: {first}")
+        return given
+
+
+def is_run(folder: Path) -> bool:
+    """Whether something of a run is in a folder."""
+    marks = (ledger_path(folder), metrics_path(folder), jobs.folder(folder) / "jobs.jsonl")
+    try:
+        return any(mark.exists() for mark in marks)
+    except OSError:
+        return False
+
+
+def lives(host: str, pid: int, since: float) -> bool | None:
+    """Whether the process that was there at a time still runs; None if that cannot be known from this machine.
+
+    Args:
+        host: its machine.
+        pid: its number there.
+        since: when it was there, in seconds since 1970.
+    """
+    if host != socket.gethostname():
+        return None
+    found = process_identity.process(pid)
+    if found is None or found[0] in "ZX":
+        return False
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    started = time.time() - uptime + found[1] / os.sysconf("SC_CLK_TCK")
+    return started <= since + _SLACK
+
+
+def _stages(run: Path) -> list[StageRun]:
+    found: dict[tuple[str, int, float], StageRun] = {}
+    for line in storage.read_json_lines(ledger_path(run)):
+        if line.get("event") not in ("start", "end") or not line.keys() >= {"stage", "host", "pid", "start"}:
+            continue
+        key = line["host"], line["pid"], line["start"]
+        end = line["start"] + line["seconds"] if line["event"] == "end" and "seconds" in line else None
+        found[key] = StageRun(line["stage"], *key, end, line.get("exit"))
+    return list(found.values())
+
+
+def _rows(run: Path, step: int | None) -> Rows:
+    steps: list[dict[str, Any]] = []
+    trained = validated = newest = None
+    for number, row in enumerate(rows_backwards(metrics_path(run))):
+        enough = trained is not None and validated is not None and len(steps) >= _RECENT
+        if number >= _ROWS or enough:
+            break
+        at = row.get("step")
+        if not isinstance(at, int) or (step is not None and at > step):
+            continue
+        if "validation_loss" in row:
+            validated = validated or row
+        if "tokens" in row:
+            newest = newest or row
+        if "loss" in row:
+            trained = trained or row
+            if row.get("attempt") == trained.get("attempt") and len(steps) < _RECENT:
+                steps.append(row)
+    return Rows(steps, trained, validated, newest)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        value = orjson.loads(storage.read_bytes(file))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("it is no object")
+    return value
+
+
+def _result(file: Path) -> tuple[float, dict[str, Any]]:
+    return file.stat().st_mtime, {"step": (value := _object(file))["step"], **value["blended"]}

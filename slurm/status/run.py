@@ -1,0 +1,385 @@
+"""All that is known of a run: the state that it is in, how far it is, how fast, what its attempts came to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.common.errors import EXIT_OK
+from pipeline.common.format import listed
+from pipeline.config.run import LaunchConfig
+from pipeline.train.checkpoint.checkpoint import COMMIT
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.monitor.goodput import goodput
+from pipeline.train.run.attempts import Attempt, attempts, metrics_path
+from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
+from pipeline.train.run.lock import is_held
+from pipeline.train.run.unsaved import read_saves
+from slurm.job.launch_log import Launch, LaunchEnd
+from slurm.job.restart_policy import suspects
+from slurm.status.files import Facts, Rows
+from slurm.status.state import LOST, Answer, QueuedJob, State, judge, lost_launches, node_of, queue, row_outcome
+
+_LARGE = 2**26
+"""Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""
+_STOP = 120.0
+"""Seconds before the end of a job at which it stops, about: the training measures what it needs."""
+_AT_LEAST = 60.0
+"""Seconds of a job that count, however short it is."""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The heartbeat of a rank."""
+
+    rank: int
+    node: str
+    step: int | None
+    """From 1, the one that it is in."""
+    phase: str
+    seconds: float
+    """Since then."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """An attempt at training with the launch that it was part of; or a launch that came to none."""
+
+    number: int | None
+    """Of the attempt."""
+    job: str | None
+    restarts: int
+    launch: int | None
+    """Within this start of the job, from 1; None for what was started by hand."""
+    link: int | None
+    nodes: tuple[str, ...]
+    first_step: int
+    step: int
+    begin: float
+    """In seconds since 1970."""
+    seconds: float
+    outcome: str
+    reason: str
+    next: str | None
+    """What followed on the launch."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What is known of a run; None stands for what is not."""
+
+    run: Path
+    state: State
+    stage: str | None
+    why: str
+    step: int | None
+    steps: int | None
+    """Of the whole run."""
+    tokens: int | None
+    loss: float | None
+    validation_loss: float | None
+    validation_step: int | None
+    step_seconds: float | None
+    """Median of the last steps."""
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds_left: float | None
+    """At the pace of the last steps, validations and saves included."""
+    starts_left: int | None
+    """Starts of jobs after the one that runs, within their time limit."""
+    checkpoint: int | None
+    """Steps of the newest one."""
+    checkpoint_seconds: float | None
+    """Since it was committed."""
+    failed_saves: str
+    """Which saves have failed since then, in words; "" for none."""
+    ranks: int | None
+    """Of the last attempt."""
+    beating: int
+    """Of them those that have given a sign of life and not left."""
+    newest_beat: Pulse | None
+    oldest_beat: Pulse | None
+    restarts: int
+    """How often the scheduler has started a job of the training again."""
+    attempts: list[Try]
+    goodput: dict[str, float] | None
+    goodput_to_last_end: bool
+    """It is that of the last attempt which ended in peace, since the metrics are large."""
+    nodes: list[str]
+    """That it runs on now."""
+    suspects: dict[str, str]
+    """Nodes, and what they are suspected of."""
+    queue: list[QueuedJob]
+    evaluations: int
+    last_evaluation: dict[str, Any] | None
+    scheduler: str | None
+    """Why it did not answer."""
+    problems: list[str]
+    """What could not be read."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {**asdict(self), "run": str(self.run)}
+
+
+def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
+    """What is known of a run.
+
+    Args:
+        facts: its files.
+        answer: of the scheduler.
+        spent: whether the goodput is wanted, for which all metrics are read.
+    """
+    run = facts.run
+    launch = LaunchConfig() if facts.config is None else facts.config.launch
+    waiting = queue(facts, answer)
+    everything: dict[int, Beat] = facts.read("heartbeats", lambda: read_beats(run), {})
+    facts.lost = lost_launches(facts, answer, waiting, fresh=_is_fresh(facts, everything, launch))
+    tries: list[Attempt] = facts.read(
+        "ledger.jsonl", lambda: attempts(run, lambda _: _holds(facts, answer, everything, launch)), []
+    )
+    last = tries[-1] if tries else None
+    running = last is not None and last.end is None
+    beats = {rank: beat for rank, beat in everything.items() if last is not None and beat.attempt == last.number}
+    rows = facts.rows(None if last is None or running else last.step)
+    if last is not None and running and rows.newest is not None and rows.newest.get("attempt", 0) < last.number:
+        rows = facts.rows(last.first_step)  # what came after it in an earlier attempt is lost
+    step = _step(last, rows)
+    total = facts.total_steps()
+    pace = _pace(rows)
+    median = statistics.median(seconds) if (seconds := _each(rows, "step_seconds")) else None
+    patience = max(3 * launch.heartbeat_seconds, 2 * (median or 0.0))
+    verdict = judge(facts, answer, waiting, tries, beats, patience=patience, total=total)
+    saved = facts.read("checkpoints", lambda: Checkpoints.of_run(run).latest(), None)
+    left = None
+    if total is not None and pace is not None and verdict.state != "done":
+        left = max(0, total - (step or 0)) * pace
+    evaluated = facts.evaluations()
+    trained = [each for each in facts.launches if each.stage == "train"]
+    alive = sorted((beat for beat in beats.values() if beat.phase != ENDED), key=lambda beat: beat.time)
+    spent_now, partial = _goodput(facts, tries) if spent else (None, False)
+    return RunStatus(
+        run=run,
+        state=verdict.state,
+        stage=verdict.stage,
+        why=verdict.why,
+        step=step,
+        steps=total,
+        tokens=rows.newest["tokens"] if rows.newest else None,
+        loss=rows.trained["loss"] if rows.trained else None,
+        validation_loss=rows.validated["validation_loss"] if rows.validated else None,
+        validation_step=rows.validated["step"] if rows.validated else None,
+        step_seconds=median,
+        tokens_per_second=statistics.median(rates) if (rates := _each(rows, "tokens_per_second")) else None,
+        mfu=statistics.median(shares) if (shares := _each(rows, "mfu")) else None,
+        seconds_left=left,
+        starts_left=_starts(facts, left, waiting, launch),
+        checkpoint=saved.step if saved else None,
+        checkpoint_seconds=facts.read("checkpoints", lambda: _age(facts, saved), None),
+        failed_saves=_failed_saves(facts, last),
+        ranks=last.layout.get("world_size") if last else None,
+        beating=len(alive),
+        newest_beat=_pulse(facts, alive[-1]) if running and alive else None,
+        oldest_beat=_pulse(facts, alive[0]) if running and alive else None,
+        restarts=max((each.restarts for each in trained), default=0),
+        attempts=facts.read("ledger.jsonl", lambda: _rows_of(tries, trained, facts), []),
+        goodput=spent_now,
+        goodput_to_last_end=partial,
+        nodes=_nodes(last if running else None, alive, waiting, facts),
+        suspects=_suspects(trained, saved.step if saved else 0),
+        queue=waiting,
+        evaluations=len(evaluated),
+        last_evaluation=evaluated[-1][1] if evaluated else None,
+        scheduler=answer.problem,
+        problems=facts.problems,
+    )
+
+
+def _holds(facts: Facts, answer: Answer, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
+    """Whether a process trains in the run folder, or may."""
+    if facts.holder is not None and (number := facts.holder.get("job")) is not None:
+        last = next((each for each in reversed(facts.launches) if each.job == str(number)), None)
+        if last is not None and last.key in facts.lost:
+            return False
+
+    def job_state(number: str) -> str | None:
+        if answer.states is None:
+            return None
+        state = answer.states.get(number)
+        if state is None:  # it is over, or this scheduler does not tell us of others' jobs
+            return None if _is_fresh(facts, beats, launch) else ""
+        return state.state if state.runs else ""
+
+    return is_held(facts.run, job_state)
+
+
+def _is_fresh(facts: Facts, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
+    """Whether a rank has given a sign of life just now."""
+    return any(facts.now - beat.time < 3 * launch.heartbeat_seconds for beat in beats.values() if beat.phase != ENDED)
+
+
+def _step(last: Attempt | None, rows: Rows) -> int | None:
+    """Steps that are done."""
+    newest = rows.newest
+    if last is None:
+        return newest["step"] if newest else None
+    if newest is not None and newest.get("attempt", 0) >= last.number:
+        return max(last.first_step, int(newest["step"]))
+    return last.first_step if last.end is None else last.step
+
+
+def _each(rows: Rows, key: str) -> list[float]:
+    return [value for row in rows.steps if isinstance(value := row.get(key), (int, float))]
+
+
+def _pace(rows: Rows) -> float | None:
+    """Seconds from step to step, with all that comes between."""
+    times: list[tuple[int, float]] = [(row["step"], row["time"]) for row in rows.steps if "time" in row]
+    if len(times) > 1 and times[0][0] > times[-1][0]:
+        return (times[0][1] - times[-1][1]) / (times[0][0] - times[-1][0])
+    seconds = _each(rows, "step_seconds")
+    return seconds[0] if seconds else None
+
+
+def _starts(facts: Facts, left: float | None, waiting: Sequence[QueuedJob], launch: LaunchConfig) -> int | None:
+    submission = facts.submission(facts.last_job("train"))
+    if left is None or submission is None or submission.where == "local" or submission.resources.time is None:
+        return None
+    limit, given = 60 * submission.resources.time, launch.stop_before_end_seconds
+    before = min(_STOP, limit / 4) if given is None else given
+    ends = [job.end for job in waiting if job.stage == "train" and job.runs and job.end is not None]
+    here = max(0.0, ends[0] - facts.now - before) if ends else 0.0
+    return math.ceil(max(0.0, left - here) / max(_AT_LEAST, limit - before))
+
+
+def _age(facts: Facts, saved: Checkpoint | None) -> float | None:
+    return max(0.0, facts.now - (saved.path / COMMIT).stat().st_mtime) if saved else None
+
+
+def _failed_saves(facts: Facts, last: Attempt | None) -> str:
+    found = read_saves(facts.run)
+    if found is None or last is None or found.attempt < last.number:
+        return ""
+    return found.words(facts.now if last.end is None else last.end)
+
+
+def _pulse(facts: Facts, beat: Beat) -> Pulse:
+    return Pulse(beat.rank, node_of(facts, beat), beat.step, beat.phase, max(0.0, facts.now - beat.time))
+
+
+def _goodput(facts: Facts, tries: Sequence[Attempt]) -> tuple[dict[str, float] | None, bool]:
+    """The goodput, and whether it is of an earlier moment."""
+    path = metrics_path(facts.run)
+    if not path.exists():
+        return None, False
+    if path.stat().st_size > _LARGE:
+        return facts.last_goodput(), True
+    found = facts.read("metrics.jsonl", lambda: goodput(facts.run, tries), None)
+    return (found.to_json() if found else None), False
+
+
+def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: Facts) -> list[Try]:
+    """Attempts and launches of the training as one table, in order."""
+    now = facts.now
+    found: list[Try] = []
+    seen: dict[tuple[str, int, int], int] = {}
+    for each in tries:
+        launch = _launch_of(each, trained, now)
+        if launch is not None:
+            seen[launch.key] = len(found)
+        found.append(
+            Try(
+                number=each.number,
+                job=launch.job if launch else each.job,
+                restarts=launch.restarts if launch else each.restarts,
+                launch=launch.number if launch else None,
+                link=launch.link if launch else None,
+                nodes=(launch.nodes if launch else ()) or (each.host,),
+                first_step=each.first_step,
+                step=each.step,
+                begin=each.begin,
+                seconds=max(0.0, (now if each.end is None else each.end) - each.begin),
+                outcome=each.outcome,
+                reason="" if each.end is None else listed(each.reason),
+                next=None,
+            )
+        )
+    # What a launch came to, its last attempt came to.
+    for launch in trained:
+        if launch.end is not None and launch.key in seen:
+            place = seen[launch.key]
+            found[place] = _with_end(found[place], launch, launch.end)
+        elif launch.key not in seen:
+            found.append(_without_attempt(launch, now, is_lost=launch.key in facts.lost))
+    return sorted(found, key=lambda each: each.begin)
+
+
+def _with_end(row: Try, launch: Launch, end: LaunchEnd) -> Try:
+    """Of a launch that failed it is known what failed first; an attempt may have noted what came of that."""
+    row = replace(row, next=end.next)
+    if launch.crashed or (row.outcome == "killed" and end.code != EXIT_OK):
+        row = replace(row, outcome=row_outcome(launch), reason=_cause(end))
+    return row
+
+
+def _cause(end: LaunchEnd) -> str:
+    """Why a launch ended, without what followed and why."""
+    before, found, _ = end.reason.rpartition(f"; {end.next}: ")
+    return listed(before if found else end.reason)
+
+
+def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> Try:
+    end = launch.end
+    over = end.time if end else launch.time if is_lost else now
+    open_reason = LOST if is_lost else "no attempt has begun"
+    return Try(
+        number=None,
+        job=launch.job,
+        restarts=launch.restarts,
+        launch=launch.number,
+        link=launch.link,
+        nodes=launch.nodes or (launch.host,),
+        first_step=launch.checkpoint,
+        step=launch.checkpoint,
+        begin=launch.time,
+        seconds=max(0.0, over - launch.time),
+        outcome=row_outcome(launch, is_lost=is_lost),
+        reason=_cause(end) if end else open_reason,
+        next=end.next if end else None,
+    )
+
+
+def _launch_of(attempt: Attempt, trained: Sequence[Launch], now: float) -> Launch | None:
+    """The launch that an attempt was part of: the last one that had begun by its end, if it had not ended before."""
+    before = [launch for launch in trained if launch.time <= (now if attempt.end is None else attempt.end) + 1]
+    if not before or (before[-1].end is not None and attempt.begin > before[-1].end.time):
+        return None
+    return before[-1]
+
+
+def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[QueuedJob], facts: Facts) -> list[str]:
+    """Where it runs now."""
+    open_launches = [launch for launch in facts.launches if launch.end is None and launch.key not in facts.lost]
+    jobs = {job.job: job for job in waiting if job.runs}
+    for launch in reversed(open_launches):
+        if not jobs.keys().isdisjoint((launch.job, launch.job.partition("_")[0])):
+            return list(launch.nodes) or [launch.host]
+    if last is not None:
+        return sorted({beat.host for beat in alive}) or [last.host]
+    return sorted({job.nodes for job in jobs.values() if job.nodes})
+
+
+def _suspects(trained: Sequence[Launch], checkpoint: int) -> dict[str, str]:
+    """Nodes that were lost or unhealthy, and those that the last crashes have in common."""
+    found: dict[str, int] = {}
+    for launch in trained:
+        for node in launch.end.failed_nodes if launch.end else ():
+            found[node] = found.get(node, 0) + 1
+    words = {node: f"failed in {count} of {len(trained)} launches" for node, count in found.items()}
+    for node in suspects(trained, checkpoint):
+        words[node] = "; ".join(filter(None, (words.get(node), "the last crashes have it in common")))
+    return words

@@ -1,0 +1,557 @@
+"""In which state a run is, from what its files and the scheduler say."""
+
+from __future__ import annotations
+
+import pwd
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.common.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_NUMERICAL,
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    EXIT_UNSAVED,
+)
+from pipeline.common.format import listed
+from pipeline.data.preprocess.status import duration
+from pipeline.train.run.attempts import Attempt
+from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
+from pipeline.train.run.lock import when
+from slurm import jobs
+from slurm.job.launch_log import Launch, Next, is_all
+from slurm.jobs import Cancelled, Job, Stage, Where
+from slurm.scheduler import Accounted, JobState
+from slurm.status.files import Facts
+from slurm.submit.job_plan import KEYS
+
+# fmt: off
+State = Literal[
+    "nothing known", "pending", "held", "running", "stalled", "suspended", "requeued", "preprocessing", "evaluating",
+    "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "chain exhausted", "done",
+]
+# fmt: on
+_OF_CODE: dict[int | None, State] = {
+    EXIT_OK: "done",
+    EXIT_REFUSED: "refused",
+    EXIT_STOPPED: "stopped",
+    EXIT_HANG: "hung",
+    EXIT_NUMERICAL: "diverged",
+    EXIT_UNSAVED: "unsaved",
+    EXIT_INTERRUPTED: "stopped",
+}
+LOST = "no end was noted, as where its node was lost"
+"""Why a launch is over that has none."""
+_SKEW = 60.0
+"""Seconds that the clocks of a node and the controller may differ."""
+UNKNOWN = "UNKNOWN"
+"""State of a job of which the scheduler says nothing, and that the files do not know to have ended."""
+_SUSPENDED = ("SUSPENDED", "STOPPED")
+_HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_SUBMIT = "`pipeline cancel` it and submit it again"
+_ASK_FOR_OTHERS = f"change slurm.nodes, or constraint, exclude and options of slurm.{{key}}, {_SUBMIT}"
+_SEE_NODES = "`sinfo -R` and `scontrol show reservation` tell why, and until when"
+_ASK_FOR_LESS = f"change slurm.nodes, or partition, qos and time of slurm.{{key}}, {_SUBMIT}"
+_STUCK = {
+    "BadConstraints": ("too few nodes have what it asks for", _ASK_FOR_OTHERS),
+    "ReqNodeNotAvail": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
+    "Nodes required for job are": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
+    "PartitionNodeLimit": ("its partition does not allow so many nodes", _ASK_FOR_LESS),
+    "PartitionTimeLimit": ("its partition does not allow so long a time", _ASK_FOR_LESS),
+    "PartitionDown": ("its partition is down", _ASK_FOR_LESS),
+    "DependencyNeverSatisfied": ("a job that it waits for has failed", _SUBMIT),
+}
+"""Why a job cannot start and what to do, by how the reason of squeue begins."""
+_AGAIN: tuple[Next, ...] = ("requeue", "scheduler", "relaunch")
+_BUSY: dict[Stage, State] = {
+    "train": "running",
+    "preprocess": "preprocessing",
+    "finish": "preprocessing",
+    "eval": "evaluating",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the scheduler has said of all jobs that it was asked about."""
+
+    states: Mapping[str, JobState] | None
+    """By number; None if it did not answer."""
+    accounted: Mapping[str, Accounted] = field(default_factory=dict)
+    """Of jobs that it no longer knows."""
+    problem: str | None = None
+    """Why it did not answer, or accounting did not."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job that waits or runs, or may."""
+
+    stage: Stage
+    job: str
+    where: Where
+    state: str
+    """As squeue names it, or UNKNOWN; of an array that of a task that runs, if one does."""
+    tasks: dict[str, int]
+    """Tasks of an array by state."""
+    reason: str
+    """Why it waits."""
+    excluded: str
+    """Nodes that it is kept from, compact."""
+    link: int
+    step: int | None
+    """Of the checkpoint that it evaluates."""
+    nodes: str
+    start: float | None
+    """When it began or is expected to begin, in seconds since 1970."""
+    end: float | None
+    """When its time is over."""
+    waits: bool
+    runs: bool
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits until a person releases it."""
+        return self.waits and (self.state in _HELD or "held" in self.reason.lower())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The state of a run."""
+
+    state: State
+    stage: str | None
+    """Which it is in, or that it has come to."""
+    why: str
+    """In words, "" where the state says all."""
+
+
+def queue(facts: Facts, answer: Answer) -> list[QueuedJob]:
+    """The jobs of a run that wait or run, in the order in which they were sent."""
+    found = (_queued(facts, job, answer) for job in facts.open_jobs())
+    return [each for each in found if each is not None]
+
+
+def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
+    states: list[JobState] = []
+    unknown = False
+    if job.where == "local":
+        from slurm.submit.submitit_backend import is_alive  # submitit takes a while to import
+
+        unknown = job.host != socket.gethostname()
+        past, submission = facts.launches_of(job), facts.submission(job)
+        stages = None if submission is None else 1 + len(submission.then)
+        if not unknown and is_alive(facts.run, job) and not is_all(past, stages):
+            # The process of a sweep does one run after the other.
+            begun = bool(past)
+            state = JobState(job.job, "RUNNING", nodes=job.host, start=job.time)
+            # Who is cancelled meanwhile stays in the list of the process, which passes it over.
+            by = jobs.cancelled(facts.run, job.stage)
+            turn = f"cancelled by {by.by}, its turn will be passed over" if by else "its turn has not come"
+            states = [state if begun else JobState(job.job, "PENDING", turn)]
+    elif answer.states is None:
+        unknown = True
+    else:
+        states = [answer.states[number] for number in job.numbers if number in answer.states]
+        states = [state for state in states if state.waits or state.runs]
+    if not states and not unknown:
+        return None
+    # Of an array a task that is at work stands for all.
+    by_work = sorted(states, key=lambda state: (state.state != "RUNNING", not state.runs))
+    first = by_work[0] if states else JobState(job.job, UNKNOWN)
+    last = next(iter(reversed(facts.launches_of(job))), None)
+    may_run = unknown and last is not None and last.end is None
+    return QueuedJob(
+        stage=job.stage,
+        job=job.job,
+        where=job.where,
+        state=first.state,
+        tasks=dict(Counter(state.state for state in states)) if job.tasks > 1 else {},
+        reason=first.reason if first.waits else "",
+        excluded=first.excluded if first.waits else "",
+        link=job.link,
+        step=job.step,
+        nodes=first.nodes,
+        start=first.start,
+        end=first.end if first.runs else None,
+        waits=first.waits or (unknown and not may_run),
+        runs=first.runs or may_run,
+    )
+
+
+def lost_launches(
+    facts: Facts, answer: Answer, waiting: Sequence[QueuedJob], *, fresh: bool
+) -> set[tuple[str, int, int]]:
+    """Launches whose end nobody has noted, and that are over: their job was started again since, or does not run.
+
+    Args:
+        facts: files of the run.
+        answer: of the scheduler, which may tell nothing of others' jobs.
+        waiting: jobs of the run that wait or run.
+        fresh: whether a rank has given a sign of life just now.
+    """
+    open_launches = [launch for launch in facts.launches if launch.end is None]
+    found = {launch.key for launch in open_launches if _is_lost(facts, launch, answer, waiting)}
+    last = facts.launches[-1] if facts.launches else None
+    if fresh and last is not None and last.stage == "train" and answer.states is not None:
+        return found if last.job in answer.states else found - {last.key}
+    return found
+
+
+def _is_lost(facts: Facts, launch: Launch, answer: Answer, waiting: Sequence[QueuedJob]) -> bool:
+    if any(each.job == launch.job and each.key > launch.key for each in facts.launches):
+        return True
+    job = next((each for each in facts.sent if launch.job in each.numbers), None)
+    if job is None:
+        return False
+    if job.where == "local":
+        return not any(each.runs and _is_of(launch, each) for each in waiting)
+    if answer.states is None:
+        return False
+    state = answer.states.get(launch.job)
+    again = state is not None and state.start is not None and state.start > launch.time + _SKEW
+    return state is None or not state.runs or again
+
+
+def _is_of(launch: Launch, job: QueuedJob) -> bool:
+    """Whether it is a launch of a job, or of a task of an array; a run of a sweep has one task as its job."""
+    return job.job in (launch.job, launch.job.partition("_")[0])
+
+
+def judge(
+    facts: Facts,
+    answer: Answer,
+    waiting: Sequence[QueuedJob],
+    tries: Sequence[Attempt],
+    beats: Mapping[int, Beat],
+    *,
+    patience: float,
+    total: int | None,
+) -> Verdict:
+    """The state of a run.
+
+    Args:
+        facts: its files.
+        answer: of the scheduler.
+        waiting: its jobs that wait or run.
+        tries: attempts at training.
+        beats: heartbeats of the last one.
+        patience: so many seconds after the last heartbeat it has stalled.
+        total: steps of the run.
+    """
+    if tries and tries[-1].end is None:
+        stopped = next((job for job in waiting if job.stage == "train" and job.state in _SUSPENDED), None)
+        return _suspended(stopped) if stopped else _training(facts, tries[-1], beats, patience)
+    for stages in (("train",), ("preprocess", "finish")):
+        if verdict := _at_work(facts, [job for job in waiting if job.stage in stages]):
+            return verdict
+    if (hand := facts.by_hand()) is not None:
+        on = f"process {hand.pid} on {hand.host}, since {when(hand.start)}"
+        if hand.stage == "train":
+            return Verdict("running", hand.stage, f"{on}; its first step is not begun")
+        return Verdict("evaluating" if hand.stage == "eval" else "preprocessing", hand.stage, on)
+    in_queue = [job for job in waiting if job.waits and job.stage != "eval"]
+    if in_queue:
+        return _waits(facts, in_queue)
+    trained = _training_ended(facts, answer, tries, total)
+    evaluation = _at_work(facts, [job for job in waiting if job.stage == "eval"])
+    if evaluation is not None:
+        after = f"training: {trained.state}" if trained is not None and trained.state != "done" else ""
+        return Verdict("evaluating", "eval", "; ".join(filter(None, (evaluation.why, after))))
+    if trained is not None:
+        return trained
+    if waiting:
+        return _waits(facts, waiting)
+    for group in (("preprocess", "finish"), ("eval",)):
+        if (ended := _stage_ended(facts, answer, group)) is not None:
+            return ended
+    return Verdict("nothing known", None, "no stage of the run has left a trace")
+
+
+def _training(facts: Facts, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> Verdict:
+    """Of an attempt that runs, or may."""
+    told = []
+    since = attempt.begin
+    if facts.cancelled is not None and facts.cancelled.time >= since:
+        told.append(f"{facts.cancelled.by} has cancelled it at {when(facts.cancelled.time)}")
+    if (facts.run / "stop").exists():
+        told.append("it is asked to stop (stop file)")
+    alive = {rank: beat for rank, beat in beats.items() if beat.phase != ENDED}
+    told += [f"rank {rank} on {beat.host} hangs at {beat.place}" for rank, beat in alive.items() if beat.phase == HUNG]
+    if not alive:
+        silent = facts.now - since > patience
+        text = "no process has given a sign of life yet" if not beats else "its processes have left the training"
+        return Verdict("stalled" if silent and not beats else "running", "train", "; ".join([*told, text]))
+    oldest = min(alive.values(), key=lambda beat: beat.time)
+    least, most = facts.now - max(beat.time for beat in alive.values()), facts.now - oldest.time
+    if least > patience:
+        words = f"no sign of life for {duration(least)}"
+        if len(alive) > 1:
+            words += f"; the oldest is of {_who(facts, oldest)}, {duration(most)} ago"
+        return Verdict("stalled", "train", "; ".join([*told, words]))
+    if most > patience:
+        told.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
+    return Verdict("running", "train", "; ".join(told))
+
+
+def _who(facts: Facts, beat: Beat) -> str:
+    return f"rank {beat.rank} on {node_of(facts, beat)}"
+
+
+def node_of(facts: Facts, beat: Beat) -> str:
+    """Where a rank runs, as the scheduler names it if it started it."""
+    last = facts.launches[-1] if facts.launches else None
+    if last is None or last.stage != "train" or last.end is not None or beat.time < last.time:
+        return beat.host
+    return last.node_of(beat.rank) or beat.host
+
+
+def _suspended(job: QueuedJob) -> Verdict:
+    return Verdict(
+        "suspended",
+        _stage_name(job.stage),
+        f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job with precedence; it "
+        f"resumes when that one has ended, or when an administrator calls `scontrol resume {job.job}`",
+    )
+
+
+def _at_work(facts: Facts, among: Sequence[QueuedJob]) -> Verdict | None:
+    """Of the first job that runs."""
+    job = next((job for job in among if job.runs), None)
+    if job is None:
+        return None
+    if job.state in _SUSPENDED:
+        return _suspended(job)
+    what = f"{'process' if job.where == 'local' else 'job'} {job.job}"
+    past = [each for each in facts.launches if _is_of(each, job)]
+    # Of an array the tasks that are at work, whatever has become of others.
+    last = next((each for each in reversed(past) if each.end is None and each.key not in facts.lost), None)
+    if last is not None:
+        why = f"{what}, since {when(last.time)}"
+        if last.stage == "train":
+            why += "; its first step is not begun, or it is about to leave"
+    elif not past or (job.tasks and (end := past[-1].end) is not None and end.next not in ("requeue", "relaunch")):
+        why = f"{what} has started, its processes have not yet"
+    elif (end := past[-1].end) is None:
+        why = f"{what} starts again after: {LOST}"
+    else:
+        leaves = end.next == "scheduler" and job.state == "COMPLETING"
+        why = f"{what} {'is about to leave' if leaves else 'starts again after'}: {listed(end.reason)}"
+    last = past[-1] if past else None
+    if job.state == UNKNOWN:
+        why += "; by the files alone"
+    stage = job.stage if last is None else last.stage
+    return Verdict(_BUSY[stage], _stage_name(stage), why)
+
+
+def _waits(facts: Facts, waiting: Sequence[QueuedJob]) -> Verdict:
+    """Of what waits next: not what waits for other jobs, if there is anything else."""
+    job = next((job for job in waiting if "Dependency" not in job.reason), waiting[0])
+    past = [launch for launch in facts.launches if _is_of(launch, job)]
+    words = [f"job {job.job}" + (f" ({job.reason})" if job.reason else "")]
+    if job.state == UNKNOWN:
+        words = [f"job {job.job} by the files alone"]
+    if stuck := _stuck(job):
+        words.append(stuck)
+    if job.start is not None:
+        words.append(f"expected to start at {when(job.start)}")
+    state: State = "held" if job.held else "pending"
+    if past:
+        starts = past[-1].restarts + 1
+        words.insert(0, f"{starts} {'time' if starts == 1 else 'times'}, waits for its next start")
+        state = "held" if job.held else "requeued"
+    before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
+    if before is not None and (before.end is not None or before.key in facts.lost):
+        words.append(f"the last end: {listed(before.end.reason) if before.end else LOST}")
+    return Verdict(state, _stage_name(job.stage), "; ".join(words))
+
+
+def _stuck(job: QueuedJob) -> str:
+    """What keeps a job from starting until something is done, and what to do; "" of one that waits for its turn."""
+    why, advice = next((_STUCK[word] for word in _STUCK if job.reason.startswith(word)), ("", ""))
+    if not why:
+        return ""
+    if job.excluded and advice in (_ASK_FOR_OTHERS, _SEE_NODES):
+        advice = (
+            f"it is kept from {job.excluded}: `scontrol update JobId={job.job} ExcNodeList=` lets it run there; "
+            f"or {advice}"
+        )
+    return f"this job cannot start: {why}; {advice.format(key=KEYS[job.stage])}"
+
+
+def _stage_name(stage: Stage) -> str:
+    return "preprocess" if stage == "finish" else stage
+
+
+@dataclass(frozen=True)
+class _End:
+    """An end that something has told of."""
+
+    time: float
+    code: int | None
+    reason: str
+    final: bool = True
+    """Whether nothing was to follow."""
+    next: Next | None = None
+
+
+def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], total: int | None) -> Verdict | None:
+    """Of training of which nothing runs or waits; None if there was none."""
+    end = _last_end(facts, "train")
+    last = tries[-1] if tries else None
+    if last is not None and last.end is not None and (end is None or last.begin > end.time):
+        of_job = facts.last_job("train")
+        final = last.code == EXIT_OK or of_job is None or last.job != of_job.job
+        end = _End(last.end, last.code, listed(last.reason), final)
+    if last is not None and last.code == EXIT_OK and last.end is not None and end is not None:
+        # Its job may have been ended before it could note that.
+        begun = [launch.time for launch in facts.launches if launch.stage == "train"]
+        end = end if max(begun, default=0) > last.end else _End(max(last.end, end.time), EXIT_OK, "")
+    if (hand := _by_itself(facts, "train", end)) is not None:
+        end = hand
+    lost = _lost(facts, answer, ("train",), end)
+    if end is None and lost is None:
+        return None
+    step = max((each.step for each in tries), default=0)
+    if end is not None and end.code == EXIT_OK and lost is None:
+        return Verdict("done", "train", _too_late(facts.cancelled, end.time))
+    if facts.cancelled is not None and facts.cancelled.stages != ("eval",):
+        return _cancelled(facts, facts.cancelled, end, tries)
+    if lost is not None:
+        return lost
+    assert end is not None
+    if end.next == "next link":
+        of = f" of {total:,}" if total is not None else ""
+        why = f"all links have ended, at step {step:,}{of}; submit the run again to go on; the last end: {end.reason}"
+        return Verdict("chain exhausted", "train", why)
+    return Verdict(_OF_CODE.get(end.code, "failed"), "train", end.reason)
+
+
+def _too_late(by: Cancelled | None, end: float) -> str:
+    """Who has cancelled a training that reached its end all the same."""
+    if by is None or "train" not in (by.stages or ("train",)):
+        return ""
+    how = "which did not stop it" if by.time <= end else "after its end"
+    return f"{by.by} cancelled it at {when(by.time)}, {how}"
+
+
+def _cancelled(facts: Facts, by: Cancelled, end: _End | None, tries: Sequence[Attempt]) -> Verdict:
+    """Who has cancelled what.
+
+    Args:
+        facts: files of the run.
+        by: who, and when.
+        end: of the training; one that is older has nothing to do with it.
+        tries: attempts at training.
+    """
+    last = facts.launches[-1].stage if facts.launches else "train"
+    stage = by.stages[0] if by.stages else last
+    who = f"by {by.by} at {when(by.time)}"
+    ended = end is not None and end.time >= by.time
+    told = end.reason if end is not None and ended else ""
+    job = facts.last_job(stage)
+    if job is not None and not ended and not facts.launches_of(job):
+        who += f", before job {job.job} began"
+    elif stage == "train" and ended:
+        own = [each.reason for each in tries[-1:] if each.end is not None and each.end >= by.time]
+        who += ", after a save" if any("; saved" in text for text in (told, *own)) else ", without saving"
+    return Verdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
+
+
+def _stage_ended(facts: Facts, answer: Answer, group: Sequence[Stage]) -> Verdict | None:
+    """Of another stage of which nothing runs or waits; None if there was none."""
+    ends = [end for stage in group if (end := _last_end(facts, stage)) is not None]
+    end = max(ends, key=lambda each: each.time, default=None)
+    if (hand := _by_itself(facts, group[0], end)) is not None:
+        end = hand
+    if lost := _lost(facts, answer, group, end):
+        return lost
+    if end is None:
+        return None
+    if end.code == EXIT_OK:
+        return Verdict("done", group[0], "training has not begun" if group[0] == "preprocess" else "")
+    if facts.cancelled is not None:
+        return Verdict("cancelled", group[0], f"by {facts.cancelled.by} at {when(facts.cancelled.time)}")
+    return Verdict(_OF_CODE.get(end.code, "failed"), group[0], end.reason)
+
+
+def _last_end(facts: Facts, stage: Stage) -> _End | None:
+    """Of the last launch of a stage; of the tasks of an array that of one that failed, if one has."""
+    past = [launch for launch in facts.launches if launch.stage == stage]
+    if not past:
+        return None
+    same = {launch.job: launch for launch in past if launch.job.partition("_")[0] == past[-1].job.partition("_")[0]}
+    ended = [launch for launch in same.values() if launch.end is not None]
+    if not ended:
+        return None
+    launch = next((each for each in ended if each.crashed), ended[-1])
+    how = launch.end
+    assert how is not None
+    return _End(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
+
+
+def _by_itself(facts: Facts, stage: str, known: _End | None) -> _End | None:
+    """The end of a stage that the ledger has of its own, if it came after what is known."""
+    last = next((each for each in reversed(facts.stages) if each.stage == stage), None)
+    if last is None or (known is not None and last.start <= known.time):
+        return None
+    if last.end is None:
+        return _End(last.start, None, f"process {last.pid} on {last.host} ended without a word, or cannot be seen here")
+    told = facts.exit_state.get("reason") if facts.exit_state.get("code") == last.code else None
+    return _End(last.end, last.code, str(told) if told and stage == "train" else f"it left with exit code {last.code}")
+
+
+def _lost(facts: Facts, answer: Answer, group: Sequence[Stage], end: _End | None) -> Verdict | None:
+    """Of the newest job of a stage that has left the queue without a word in the ledger; None if there is none."""
+    job = next((each for each in reversed(facts.sent) if each.stage in group), None)
+    if job is None or job.where == "local" or facts.is_over(job) or answer.states is None:
+        return _lost_here(facts, job, end)
+    if end is not None and end.final and end.time > job.time:
+        return None
+    stage = _stage_name(job.stage)
+    for number in job.numbers:
+        state, accounted = answer.states.get(number), answer.accounted.get(number)
+        if accounted is not None and not accounted.over:
+            accounted = None
+        word = accounted.state if accounted else state.state if state else ""
+        if not word or word == "COMPLETED":
+            continue
+        if word == "CANCELLED" and (accounted or (state and state.reason == "DependencyNeverSatisfied")):
+            return None  # by nobody: what it waited for has not come to a good end, which is told instead
+        text = f"job {number} ended as {word}"
+        if accounted is not None:
+            text += f" after {accounted.elapsed}" + (f" on {accounted.nodes}" if accounted.nodes else "")
+            text += f", exit code {accounted.exit_code}" if accounted.exit_code != "0:0" else ""
+        if word.startswith("CANCELLED"):
+            by = word.removeprefix("CANCELLED").removeprefix(" by ").strip()
+            return Verdict("cancelled", stage, f"job {number} was cancelled" + (f" by {_user(by)}" if by else ""))
+        return Verdict("failed", stage, "; ".join(filter(None, (text, end.reason if end else ""))))
+    if end is not None:
+        return None
+    return Verdict("failed", stage, f"job {job.job} has left the queue, and nothing in the ledger")
+
+
+def _lost_here(facts: Facts, job: Job | None, end: _End | None) -> Verdict | None:
+    """Of a job on this machine, which nobody but the process table knows."""
+    if job is None or job.where != "local" or facts.is_over(job) or end is not None:
+        return None
+    return Verdict("failed", _stage_name(job.stage), f"process {job.job} on {job.host} has left nothing in the ledger")
+
+
+def _user(number: str) -> str:
+    with suppress(KeyError, ValueError):
+        return pwd.getpwuid(int(number)).pw_name
+    return f"user {number}"
+
+
+def row_outcome(launch: Launch, *, is_lost: bool = False) -> str:
+    """How a launch ended that came to no attempt at training, in a word."""
+    if is_lost:
+        return "lost"
+    return "running" if launch.end is None else _OF_CODE.get(launch.end.code, "failed")

@@ -1,0 +1,65 @@
+"""Room on the disk of a run for its checkpoints, before the run is sent to a cluster or starts here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from pipeline.common.errors import MachineError, UserError
+from pipeline.config import Config
+from pipeline.data.preprocess.disk_space import room_of
+from pipeline.data.work.progress import size
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.layout_check import vocabulary
+from pipeline.train.model.config import decoder_spec
+from slurm.forecast.course import Course, Disk, checkpoints_disk, read_course
+
+_TIGHT = 2
+"""Times the room that checkpoints need, below which it is tight."""
+
+
+def checkpoints_room(config: Config, disk: Disk, course: Course | None) -> tuple[str | None, str | None]:
+    """A problem, where not even one checkpoint fits, or a warning, where not all of them do; None: there is none.
+
+    Args:
+        config: the run.
+        disk: what its checkpoints take.
+        course: how long it is; None where that is not known.
+    """
+    if course is not None and not course.steps_left:
+        return None, None
+    where, folder = room_of("run.dir", config.run.dir, disk.free), Checkpoints.of_run(config.run.dir).folder
+    if folder.is_symlink():
+        where = f"{folder} -> {folder.resolve()} has {size(disk.free)} free"
+    todo = "make room, or set run.dir to a folder on another disk"
+    if disk.free < disk.each:
+        return f"{where}, and a checkpoint needs {size(disk.each)}; {todo}", None
+    if disk.free >= _TIGHT * disk.needed:
+        return None, None
+    rules = config.train.checkpoint
+    fewer = "lower train.checkpoint.keep"
+    if rules.keep_every is not None:
+        fewer += ", raise train.checkpoint.keep_every"
+    less = "less" if disk.free < disk.needed else "not much more"
+    return None, (
+        f"{where}, {less} than the {size(disk.needed)} that checkpoints still take (up to {disk.most:,} at a time, "
+        f"{disk.there:,} are there): {todo}, or {fewer}"
+    )
+
+
+def check_room(config: Config) -> list[str]:
+    """The same for a training that starts on this machine; returns warnings.
+
+    Raises:
+        MachineError: not even one checkpoint fits.
+    """
+    course: Course | None = None
+    try:
+        spec = decoder_spec(config.model, vocabulary(config)[0], config.max_positions)
+        with suppress(UserError, OSError):  # what is wrong with the data is told by the training
+            course = read_course(config, None)
+        problem, warning = checkpoints_room(config, checkpoints_disk(config, spec, course), course)
+    except (UserError, OSError):
+        return []  # no tokenizer yet, or a disk that does not answer
+    if problem:
+        raise MachineError(problem)
+    return [warning] if warning else []

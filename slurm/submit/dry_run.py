@@ -1,0 +1,196 @@
+"""`--dry-run` with `--slurm` or `--local`: the jobs on paper, what the training costs, the scripts. Sends nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.common.format import duration, minutes
+from pipeline.config import Config
+from pipeline.config.slurm import SiteConfig
+from pipeline.data.work.progress import counted, size
+from slurm.forecast.course import START_S, Course, Disk, Forecast, forecast, links_needed
+from slurm.jobs import Where
+from slurm.submit.job_plan import PlannedJob
+from slurm.submit.stop_lead_time import signal_seconds
+
+_LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
+
+
+def show(
+    console: Console,
+    config: Config,
+    site: SiteConfig,
+    planned: Sequence[PlannedJob],
+    where: Where,
+    script_of: Callable[[PlannedJob], str],
+    warnings: Iterable[str],
+) -> None:
+    """Print the jobs that would be sent, what they cost, and their scripts.
+
+    Args:
+        console: where to.
+        config: the run.
+        site: where it runs.
+        planned: the jobs in the order in which they would be sent.
+        where: on a cluster or on this machine.
+        script_of: gives the text of a job's script.
+        warnings: what `checks.check` has found.
+    """
+    say(console, f"run: {config.run.dir}")
+    say(console, f"profile: {config.slurm.profile}" if where == "slurm" else "where: this machine, in the background")
+    for number, job in enumerate(planned, start=1):
+        say(console, "")
+        for line in job_lines(number, job, where):
+            say(console, line)
+        if job.stage == "train":
+            for line in training_lines(config, job, where, forecast(config, site, job), time.time()):
+                say(console, f"  {line}")
+    for job in planned:
+        say(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
+    say(console, "")
+    for line in warnings:
+        say(console, f"warning: {line}")
+    say(console, "nothing was sent and nothing was written (--dry-run)")
+
+
+def job_lines(number: int, job: PlannedJob, where: Where) -> Iterator[str]:
+    """What a job asks for, and what it waits for."""
+    kind = {"finish": "end of preprocessing"}.get(job.stage, job.stage)
+    step = "" if job.step is None else f" of step {job.step:,}"
+    yield f"job {number}: {job.name} ({kind}{step}: pipeline {' '.join(job.command)})"
+    processes = f"{counted(job.nodes, 'node')} x {job.processes_per_node} process{_es(job.processes_per_node)}"
+    if job.tasks > 1:
+        yield f"  array: {job.tasks:,} tasks, each of {processes}"
+    else:
+        spare = f", and {counted(job.spare_nodes, 'spare node')}" if job.spare_nodes else ""
+        yield f"  size: {processes} = {job.processes:,}{spare}"
+    if where == "slurm":
+        yield f"  asks for: {', '.join(_resources(job))}"
+        again = {
+            "requeue": "the same job is queued again",
+            "singleton": f"{counted(job.links, 'job')} of this name queued, one runs at a time",
+            "afterany": f"{counted(job.links, 'job')} queued, each after the end of the one before",
+            "none": "it is not started again",
+        }
+        yield f"  when its time is over: {again[job.chain]}"
+    for after in job.after:
+        how = "has ended well" if after.kind == "afterok" else "has ended, well or not"
+        yield f"  waits: until {after.job.name} {how}"
+
+
+def _resources(job: PlannedJob) -> Iterator[str]:
+    """What a job asks the scheduler for, in words."""
+    asked = job.resources
+    yield f"partition {asked.partition or '(default)'}"
+    yield f"at most {minutes(job.minutes)}"
+    if job.gpus_per_node:
+        yield f"{counted(job.gpus_per_node, 'GPU')} a node"
+    if asked.cpus_per_task is not None:
+        yield f"{counted(asked.cpus_per_task, 'CPU')} a process"
+    if asked.mem_gb is not None:
+        yield f"{asked.mem_gb:g} GB a node" if asked.mem_gb else "all memory of each node"
+    if asked.exclusive:
+        yield "whole nodes"
+    for key in ("account", "qos", "constraint", "exclude"):
+        if (value := getattr(asked, key)) is not None:
+            yield f"{key} {value}"
+    yield from (f"{key}={value}" for key, value in asked.options.items())
+
+
+def training_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, now: float) -> Iterator[str]:
+    """What a training comes to.
+
+    Args:
+        config: the run.
+        job: the training.
+        where: it runs.
+        ahead: what it has before it.
+        now: in seconds since 1970.
+    """
+    course = ahead.course
+    if course is None:
+        yield "length: not known before the data are there"
+    else:
+        yield from _course_lines(course)
+    if course is None or course.steps_left:
+        yield from _time_lines(config, job, where, ahead, now)
+    if ahead.disk is not None:
+        yield _disk_line(ahead.disk, ahead.course)
+
+
+def _course_lines(course: Course) -> Iterator[str]:
+    assumed = "; there are no datasets yet, they are taken to be large enough" if course.assumed else ""
+    yield f"length: {counted(course.steps, 'step')}, {count(course.tokens)} tokens ({course.reason}{assumed})"
+    if not course.steps_left:
+        yield "left: nothing, all steps are made"
+    elif course.done_steps:
+        yield (
+            f"left: {counted(course.steps_left, 'step')}, {count(course.tokens_left)} tokens; the newest checkpoint is "
+            f"of step {course.done_steps:,}"
+        )
+
+
+def _time_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, now: float) -> Iterator[str]:
+    limit = 60.0 * job.minutes
+    if where == "slurm":
+        full, unit = cost(job, limit)
+        yield f"cost of a job that takes all its time: {full:,.1f} {unit}"
+    course, step = ahead.course, ahead.step_seconds
+    if course is None or ahead.seconds is None or step is None:
+        yield f"time: {ahead.how}"
+        return
+    rate = course.tokens_left / ahead.seconds
+    yield f"step: {duration(step)}, {count(rate)} tokens/s ({ahead.how})"
+    starts = 1
+    if where == "slurm":
+        stop = signal_seconds(config, job.minutes)
+        needed = links_needed(ahead.seconds, limit, START_S + stop)
+        if needed is None:
+            yield f"time: {duration(ahead.seconds)} of steps; {minutes(job.minutes)} a job leave none for them"
+            return
+        starts = needed
+        yield (
+            f"time: {duration(ahead.seconds)} of steps, about {counted(starts, 'job')} of {minutes(job.minutes)} "
+            f"({duration(START_S)} for the start of each and {duration(stop)} before its end are taken off)"
+        )
+    else:
+        yield f"time: {duration(ahead.seconds)} of steps"
+    whole = ahead.seconds + starts * START_S
+    all_, unit = cost(job, whole)
+    yield f"cost until the end: {all_:,.1f} {unit}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(now + whole))
+    yield f"end: {when}, if it began now and never waited or failed"
+
+
+def cost(job: PlannedJob, seconds: float) -> tuple[float, str]:
+    """What all nodes of a job take in some time, spare ones too, in the unit that sites count in.
+
+    GPU-hours; without GPUs core-hours, or node-hours where cores are not asked for.
+    """
+    nodes, hours = job.nodes + job.spare_nodes, seconds / 3600
+    if job.gpus_per_node:
+        return nodes * job.gpus_per_node * hours, "GPU-hours"
+    if job.resources.cpus_per_task is not None and not job.resources.exclusive:
+        return nodes * job.processes_per_node * job.resources.cpus_per_task * hours, "core-hours"
+    return nodes * hours, "node-hours"
+
+
+def _disk_line(disk: Disk, course: Course | None) -> str:
+    more = ", and those of keep_every" if course is None else ""
+    return (
+        f"checkpoints: {size(disk.each)} each, up to {disk.most:,} at a time{more} = {size(disk.most * disk.each)} "
+        f"({disk.there:,} are there); {size(disk.free)} free"
+    )
+
+
+def count(number: float) -> str:
+    """`41.9B`, `2.1M`, `512,000`."""
+    return next((f"{number / scale:.3g}{letter}" for letter, scale in _LETTERS if number >= scale), f"{number:,.0f}")
+
+
+def _es(number: int) -> str:
+    return "" if number == 1 else "es"

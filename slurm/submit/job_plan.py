@@ -1,0 +1,250 @@
+"""From a config and stages to the jobs that have to be sent, on paper: nothing is asked of a scheduler here.
+
+preprocess (array) -> finish -> train (chain) -> eval
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from pipeline.train.parallel.layout import fixed_processes, resolve
+from slurm.jobs import Stage, Where
+from slurm.submit.submission import Chain
+
+StageName = Literal["preprocess", "train", "eval"]
+"""What a user asks for; preprocessing becomes two jobs."""
+KEYS: dict[Stage, StageName] = {"preprocess": "preprocess", "finish": "preprocess", "train": "train", "eval": "eval"}
+_DEFAULT_TIME = 60
+"""Minutes, where neither the run file nor the profile has a time."""
+
+
+@dataclass(frozen=True)
+class After:
+    """A job that is waited for."""
+
+    job: PlannedJob
+    kind: Literal["afterok", "afterany"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedJob:
+    """A job, an array of them, or a chain."""
+
+    stage: Stage
+    name: str
+    command: tuple[str, ...]
+    """As in `Submission.command`."""
+    resources: ResourcesConfig
+    nodes: int = 1
+    processes_per_node: int = 1
+    spare_nodes: int = 0
+    gpus_per_node: int = 0
+    tasks: int = 1
+    """Of an array."""
+    chain: Chain = "none"
+    links: int = 1
+    after: tuple[After, ...] = field(default=())
+    step: int | None = None
+
+    @property
+    def minutes(self) -> int:
+        """Time limit of one job."""
+        assert self.resources.time is not None, "`plan` sets it"
+        return self.resources.time
+
+    @property
+    def processes(self) -> int:
+        """On all nodes of one job."""
+        return self.nodes * self.processes_per_node
+
+
+def plan(
+    config: Config, site: SiteConfig, stages: Sequence[StageName], where: Where, *, units: int | None = None
+) -> list[PlannedJob]:
+    """The jobs of some stages in the order in which they are sent.
+
+    Args:
+        config: the run.
+        site: where it runs.
+        stages: which, in their order.
+        where: on a cluster or on this machine.
+        units: of the preprocessing, where that is known: an array has no more tasks than these.
+
+    Raises:
+        UserError: nodes and processes do not fit the layout.
+    """
+    found: list[PlannedJob] = []
+    before: PlannedJob | None = None
+    for stage in stages:
+        for job in _of_stage(config, site, stage, where, units, before):
+            found.append(job)
+            before = job
+    return found
+
+
+def eval_job(
+    config: Config, site: SiteConfig, step: int | None, after: tuple[After, ...] = (), where: Where = "slurm"
+) -> PlannedJob:
+    """The evaluation of a checkpoint, of the newest one when it starts if no step is named.
+
+    Raises:
+        UserError: its processes cannot be dealt to nodes evenly.
+    """
+    command = ("eval",) if step is None else ("eval", "--step", str(step))
+    name = job_name(config, "eval") + ("" if step is None else f"-{step}")
+    resources = resources_of(config, site, "eval")
+    nodes, here = _eval_processes(config, site, where)
+    return PlannedJob(
+        "eval",
+        name,
+        command,
+        resources,
+        nodes=nodes,
+        processes_per_node=here,
+        gpus_per_node=min(here, site.gpus_per_node),
+        chain=_repeats(site),
+        after=after,
+        step=step,
+    )
+
+
+def _eval_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
+    """Nodes of an evaluation, as few as possible, and processes on each."""
+    total = config.eval.processes
+    if where == "local":
+        return 1, total
+    most = site.gpus_per_node or config.slurm.processes_per_node or 1
+    if total <= most:
+        return 1, total
+    if total % most:
+        below = total // most * most
+        why = gpus_key(config) if site.gpus_per_node else _why(config, site)
+        raise UserError(
+            f"eval.processes={total} cannot be dealt evenly to nodes of {most} processes each ({why}); set "
+            f"eval.processes={below} or {below + most}"
+        )
+    return total // most, most
+
+
+def train_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
+    """Nodes of the training, and processes on each.
+
+    Raises:
+        UserError: they do not fit `launch.processes` or the layout.
+    """
+    if where == "local":
+        return 1, config.launch.processes or fixed_processes(config.parallel)
+    nodes, here = config.slurm.nodes, config.slurm.processes_per_node or site.gpus_per_node or 1
+    total = nodes * here
+    each = f"{here} process{'es' if here > 1 else ''} on each node"
+    text = f"slurm.nodes={nodes} with {each} ({_why(config, site)}) are {total} in all"
+    if config.launch.processes not in (None, total):
+        raise UserError(f"launch.processes is {config.launch.processes}, but {text}; leave launch.processes out")
+    try:
+        resolve(config.parallel, total)
+    except UserError:
+        needed = fixed_processes(config.parallel)
+        rest = -1 in (config.parallel.dp_shard, config.parallel.dp_replicate)
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        named = [f"{axis} {size}" for axis in axes if (size := getattr(config.parallel, axis)) > 1]
+        raise UserError(
+            f"{text}, but parallel ({' x '.join(named) or 'no axis above 1'}) needs "
+            + (f"a multiple of {needed}; " if rest else f"{needed}; ")
+            + f"change slurm.nodes, slurm.processes_per_node (by default {gpus_key(config)}) or parallel"
+            + ("" if rest else " (dp_shard: -1 takes all there are)")
+        ) from None
+    return nodes, here
+
+
+def resources_of(config: Config, site: SiteConfig, stage: Stage) -> ResourcesConfig:
+    """What a job of a stage asks for: run file over the profile's stage over its defaults."""
+    key = KEYS[stage]
+    merged: dict[str, object] = {"time": _DEFAULT_TIME}
+    options: dict[str, str] = {}
+    layers: tuple[ResourcesConfig, ...] = (site.defaults, getattr(site, key), getattr(config.slurm, key))
+    for layer in layers:
+        values = layer.model_dump(exclude_none=True)
+        options |= values.pop("options", {})
+        merged |= values
+    return ResourcesConfig.model_validate(merged | {"options": options})
+
+
+def job_name(config: Config, stage: Stage) -> str:
+    """As the queue shows it: the same for all links of a chain, and for no other run in a folder of this name."""
+    from pipeline.common.hashing import value_hash
+
+    return f"{config.run.dir.name}-{value_hash(str(config.run.dir))[:6]}-{stage}"
+
+
+def _of_stage(
+    config: Config, site: SiteConfig, stage: StageName, where: Where, units: int | None, before: PlannedJob | None
+) -> list[PlannedJob]:
+    after = (After(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
+    if stage == "eval":
+        return [eval_job(config, site, None, after, where)]
+    if stage == "preprocess":
+        resources = resources_of(config, site, "preprocess")
+        if where == "local":
+            return [PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, after=after)]
+        tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))
+        chain = _repeats(site)
+        array = PlannedJob(
+            "preprocess",
+            job_name(config, "preprocess"),
+            ("preprocess", "--units"),
+            resources,
+            tasks=tasks,
+            chain=chain,
+            after=after,
+        )
+        # After any end of the array: what its tasks have lost is made here.
+        last = (After(array, "afterany"),)
+        finish = PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, chain=chain, after=last)
+        return [array, finish]
+    slurm = config.slurm
+    chained = slurm.chain if where == "slurm" else "requeue"
+    if chained == "requeue" and not site.has_requeue and where == "slurm":
+        raise UserError(
+            f"slurm.chain is requeue, which this site does not allow (has_requeue: false in the profile "
+            f"{slurm.profile}); set slurm.chain=singleton, or afterany"
+        )
+    links = 1 if chained == "requeue" else slurm.links
+    nodes, processes = train_processes(config, site, where)
+    return [
+        PlannedJob(
+            "train",
+            job_name(config, "train"),
+            ("train",),
+            resources_of(config, site, "train"),
+            nodes=nodes,
+            processes_per_node=processes,
+            spare_nodes=slurm.spare_nodes if where == "slurm" else 0,
+            gpus_per_node=site.gpus_per_node,
+            chain=chained,
+            links=links,
+            after=after,
+        )
+    ]
+
+
+def _repeats(site: SiteConfig) -> Chain:
+    """How a short stage goes on when its time was too short or its node was lost."""
+    return "requeue" if site.has_requeue else "none"
+
+
+def _why(config: Config, site: SiteConfig) -> str:
+    if config.slurm.processes_per_node:
+        return "slurm.processes_per_node"
+    return gpus_key(config) if site.gpus_per_node else "one on a node without GPUs"
+
+
+def gpus_key(config: Config) -> str:
+    """The key that decides how many GPUs a node has."""
+    if config.slurm.gpus_per_node is not None:
+        return "slurm.gpus_per_node"
+    return f"gpus_per_node of the profile {config.slurm.profile}"

@@ -1,0 +1,105 @@
+"""Who may look after a run besides its owner: the group and the permissions of what is written for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.config import Config
+from pipeline.train.run.folder import make_writable
+from slurm import jobs
+from slurm.submit import integrity
+
+
+def honour(config: Config) -> None:
+    """Let new files of this process have the permissions and group that `slurm:` names.
+
+    Raises:
+        UserError: there is no such group, or this user may not give folders to it.
+    """
+    if config.slurm.umask is not None:
+        os.umask(int(config.slurm.umask, 8))
+    group = config.slurm.group
+    if group is None:
+        return
+    make_writable(config.run.dir)
+    for folder in (config.run.dir, jobs.folder(config.run.dir)):
+        folder.mkdir(exist_ok=True)
+        _give(folder, group)
+
+
+def private_folder(config: Config, run: Path) -> Path | None:
+    """Folder for what jobs execute, where that is not the run folder because others may write there.
+
+    Args:
+        config: of the run.
+        run: its folder, or that of a sweep.
+    """
+    base = config.slurm.private_dir
+    if base is None:
+        if config.slurm.group is None and not _others_will_write(config, run):
+            return None
+        base = Path.home() / ".pipeline"
+    return base / f"{run.name}-{value_hash(str(run))[:8]}"
+
+
+def _others_will_write(config: Config, run: Path) -> bool:
+    """Whether folders that this process makes in a run may be written by others than its user."""
+    umask = int(config.slurm.umask, 8) if config.slurm.umask is not None else _umask()
+    if umask & 0o022 == 0o022:
+        return False
+    if umask & 0o002 == 0 or config.slurm.umask is not None:
+        return True
+    # Many systems give each user a group, and all of them the umask 0002.
+    above = next(each for each in (run, *run.absolute().parents) if each.exists()).stat()
+    return not integrity.is_own_group(above.st_gid if above.st_mode & stat.S_ISGID else os.getegid())
+
+
+def make_private(config: Config, run: Path) -> Path | None:
+    """The same, made so that nobody else may write there.
+
+    Raises:
+        UserError: others may write to it or above it, or it cannot be made.
+    """
+    folder = private_folder(config, run)
+    if folder is None:
+        return None
+    todo = "set slurm.private_dir to a folder of yours on a disk that all nodes share"
+    own = [folder, *(each for each in folder.parents if not each.exists())]
+    try:
+        with integrity.for_owner_alone():
+            for each in (*reversed(own), folder / "code", folder / "submissions"):
+                each.mkdir(exist_ok=True)
+                integrity.others_cannot_write(each)
+    except OSError as error:
+        raise UserError(f"slurm.private_dir: {folder} cannot be made ({error.strerror}); {todo}") from error
+    integrity.refuse_replaceable(folder, todo)
+    return folder
+
+
+def _give(folder: Path, group: str) -> None:
+    """To a group, also what will be made in it."""
+    try:
+        before, mask = folder.stat(), _umask()
+        shutil.chown(folder, group=group)
+        folder.chmod(stat.S_IMODE(before.st_mode) | stat.S_ISGID | (stat.S_IRWXG & ~mask))
+    except LookupError:
+        raise UserError(f"slurm.group = {group}: there is no such Unix group here; `id -Gn` lists yours") from None
+    except PermissionError as error:
+        if folder.stat().st_uid != os.getuid():
+            return  # another member of the group has made it, and alone may change it
+        raise UserError(
+            f"slurm.group = {group}: {folder} cannot be given to it ({error.strerror}); name a group that you are in "
+            "(`id -Gn` lists them)"
+        ) from None
+
+
+def _umask() -> int:
+    """Of this process; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,295 @@
+"""Before anything is sent: whatever would end a job at its start is found here, and told all at once. Writes nothing.
+
+What the scheduler says of the jobs is in `slurm.submit.preflight_cluster`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.common.errors import UserError
+from pipeline.common.format import duration, minutes
+from pipeline.config import Config
+from pipeline.config.slurm import SiteConfig
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.loading.loader import check_run_file
+from pipeline.data.preprocess.disk_space import free_space, nearest
+from pipeline.data.preprocess.source_plan import find_source_files
+from pipeline.data.sources.reader import check_columns
+from pipeline.data.work.receipts import TRAIN
+from pipeline.eval.perplexity import heldout_splits
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.open_run import open_validation
+from pipeline.train.optim.lr_schedule import Schedule
+from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout, layout_warnings
+from pipeline.train.run.folder import refuse_lost_checkpoints
+from pipeline.train.run_plan import plan_run
+from slurm.forecast.course import START_S, Forecast, forecast, links_needed
+from slurm.jobs import Where
+from slurm.submit import sbatch_env
+from slurm.submit.disk_space import checkpoints_room
+from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
+from slurm.submit.preflight_cluster import check_cluster
+from slurm.submit.problems import Findings
+from slurm.submit.stop_lead_time import signal_seconds
+
+_FEW_FILES = 10_000
+"""Inodes below which a warning is due."""
+
+
+def check(
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
+) -> list[str]:
+    """As `look`, for a run that is sent only if nothing is wrong with it.
+
+    Returns:
+        Warnings, a sentence each.
+
+    Raises:
+        UserError: there are problems; one message lists all of them.
+        MachineError: there are problems, all of them of the machine or the scheduler.
+    """
+    found = look(config, site, planned, where, dry_run=dry_run)
+    found.raise_problems()
+    return found.warnings
+
+
+def look(
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
+) -> Findings:
+    """Look for all that would end the jobs of a run at their start, or that is probably not meant.
+
+    Args:
+        config: the run.
+        site: where it runs.
+        planned: its jobs.
+        where: on a cluster or on this machine.
+        dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
+    """
+    found = Findings()
+    makes_data = any(job.stage in ("preprocess", "finish") for job in planned)
+    _check_folder("run.dir", config.run.dir, found)
+    if makes_data:
+        _check_folder("data.dir", config.data_dir, found)
+        _check_sources(config, found)
+    for job in planned:
+        if job.stage == "train":
+            _check_training(config, site, job, makes_data, where, found)
+        if job.stage == "eval":
+            _check_evaluation(config, job, planned, makes_data, found)
+    if where == "slurm":
+        for key, value, todo in _needs_gpus(config, planned):
+            found.problem(
+                f"{key}={value} needs GPUs, but jobs ask for none ({gpus_key(config)} is {site.gpus_per_node}); set "
+                f"slurm.gpus_per_node, or gpus_per_node in the profile, or {todo}"
+            )
+        sbatch_env.check(os.environ, site, planned, found)
+        check_cluster(config, site, planned, found, dry_run=dry_run)
+    return found
+
+
+def _needs_gpus(config: Config, planned: Sequence[PlannedJob]) -> Iterator[tuple[str, object, str]]:
+    """Keys and values with which jobs that have no GPU would fail, and what to set instead."""
+    without = {job.stage for job in planned if not job.gpus_per_node and not _names_gpus(job)}
+    if config.launch.device == "cuda" and without & {"train", "eval"}:
+        yield "launch.device", "cuda", "launch.device=auto"
+    if "train" not in without or config.launch.device == "cpu":  # of which the rules of layouts speak
+        return
+    if config.parallel.overlap.async_tp:
+        yield "parallel.overlap.async_tp", "true", "parallel.overlap.async_tp=false"
+    if (backend := config.train.attention.backend) not in ("auto", "sdpa"):
+        yield "train.attention.backend", backend, "train.attention.backend=auto"
+    fp8 = config.train.precision.fp8
+    if fp8 is not None and not fp8.emulate:
+        yield "train.precision.fp8.backend", fp8.backend, "leave train.precision.fp8 out"
+
+
+def _names_gpus(job: PlannedJob) -> bool:
+    """Whether a job asks for GPUs by options of its own."""
+    options = job.resources.options
+    return "gpu" in options.get("gres", "") or any(name.startswith(("gpus-per-", "tres-per-")) for name in options)
+
+
+def _check_folder(key: str, path: Path, found: Findings) -> None:
+    """Whether a folder can be written to, or made. Quotas are not known here."""
+    there = nearest(path)
+    todo = f"set {key} to a folder of yours on a disk that all nodes share"
+    if not there.is_dir():
+        found.problem(f"{key}={path}: {there} is a file; {todo}")
+        return
+    if not os.access(there, os.W_OK | os.X_OK):
+        mode = stat.filemode(there.stat().st_mode)
+        found.problem(f"{key}={path}: {there} cannot be written to by this user ({mode}); {todo}, or get the right to")
+        return
+    _, files = free_space(path)
+    if files is not None and files < _FEW_FILES:
+        found.warn(f"{key}={path}: there are only {files:,} inodes free; remove small files there")
+
+
+def _check_sources(config: Config, found: Findings) -> None:
+    """What preprocessing reads."""
+    with found.collecting():
+        for source in find_source_files(config):
+            check_columns(source.files, source.reader)
+    for source_config in config.data.sources:
+        if source_config.dataset is not None:
+            with found.collecting():
+                Dataset.open(dataset_folder(config, source_config, TRAIN))
+
+
+def _check_training(
+    config: Config, site: SiteConfig, job: PlannedJob, makes_data: bool, where: Where, found: Findings
+) -> None:
+    with found.collecting():
+        layout = check_layout(config, job.processes)
+        found.warn(*layout_warnings(config, layout))
+        if layout.tp > job.processes_per_node:
+            found.warn(
+                f"parallel.tp={layout.tp} is more than the {job.processes_per_node} processes of a node, so that every "
+                f"layer communicates over the network; parallel.tp={job.processes_per_node} or less is faster"
+            )
+    if where == "slurm":
+        _check_devices(config, site, job, found)
+    with found.collecting():
+        checkpoint = _resume_point(config, found)
+        if not makes_data:
+            _check_start(config, checkpoint, found)
+    if config.eval.every_checkpoint and config.train.checkpoint.keep_every is None:
+        found.problem(
+            "eval.every_checkpoint=true evaluates the checkpoints that are kept for ever, but without "
+            "train.checkpoint.keep_every there are none; set train.checkpoint.keep_every to a number of steps, or "
+            "eval.every_checkpoint=false"
+        )
+    if config.eval.every_checkpoint and where == "slurm":
+        with found.collecting():
+            eval_job(config, site, None)
+            check_evaluation_layout(config, config.eval.processes)
+    with suppress(OSError):  # of a file system that does not answer, which was told before
+        ahead = forecast(config, site, job)
+        _check_room(config, ahead, found)
+        if where == "slurm":
+            _check_time(config, job, ahead, found)
+
+
+def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Findings) -> None:
+    """Processes of a node against its GPUs."""
+    if config.launch.device == "cpu" or not site.gpus_per_node:
+        return
+    here, gpus = job.processes_per_node, site.gpus_per_node
+    if here > gpus:
+        found.problem(
+            f"slurm.processes_per_node={here}, but a node has {gpus} GPUs ({gpus_key(config)}) and "
+            f"each process takes one; set slurm.processes_per_node={gpus} and slurm.nodes={-(-job.processes // gpus)}, "
+            "or leave it out"
+        )
+    if here < gpus:
+        found.warn(
+            f"slurm.processes_per_node={here}: a job asks for {gpus} GPUs on each node ({gpus_key(config)}), of "
+            f"which {gpus - here} do nothing"
+        )
+
+
+def _resume_point(config: Config, found: Findings) -> Checkpoint | None:
+    """The checkpoint that training would go on from, by its name and the sizes of its files.
+
+    Raises:
+        UserError: there is none, though there must be one.
+    """
+    checkpoints, wanted = Checkpoints.of_run(config.run.dir), config.resume.from_
+    latest = checkpoints.latest()
+    if latest is None:
+        if wanted is not None:
+            raise checkpoints.not_there(config.resume.step)
+        refuse_lost_checkpoints(config.run.dir)
+        return None
+    named = [checkpoint for checkpoint in checkpoints.all() if checkpoint.step == config.resume.step]
+    if config.resume.step is not None and not named:
+        found.warn(
+            f"resume.from={config.resume.step}: {checkpoints.folder} does not have it any more, or never had; training "
+            f"refuses that, unless it went on from there before and now goes on from step {latest.step:,}"
+        )
+    checkpoint = named[0] if named else latest
+    if problems := checkpoint.problems(full=False):
+        found.warn(f"checkpoint {checkpoint.path.name} is damaged, an older one will be taken: {'; '.join(problems)}")
+        return None
+    return checkpoint
+
+
+def _check_start(config: Config, checkpoint: Checkpoint | None, found: Findings) -> None:
+    """What training does before its first step, short of building the model.
+
+    Raises:
+        UserError: it would refuse the data, or that the run goes on with them from the checkpoint.
+    """
+    plan = plan_run(config, checkpoint)
+    if plan.length.steps == 0:
+        raise UserError(f"the run has no step ({plan.length.reason}); give it at least one")
+    check_run_file(config, plan.datasets)
+    Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
+    open_validation(config, plan.tokenizer, check=True)
+    found.warn(*plan.warnings)
+
+
+def _check_evaluation(
+    config: Config, job: PlannedJob, planned: Sequence[PlannedJob], makes_data: bool, found: Findings
+) -> None:
+    with found.collecting():
+        check_evaluation_layout(config, job.processes)
+    if not makes_data:
+        with found.collecting():
+            heldout_splits(config)
+    elif all(split.share == 0 and not split.documents for split in config.data.splits.values()):
+        found.problem(
+            f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
+            f"there is nothing to evaluate on; set data.splits.{config.eval.split} to a share or a number of documents"
+        )
+    if not any(other.stage == "train" for other in planned):
+        with found.collecting():
+            Checkpoints.of_run(config.run.dir).find(job.step)
+
+
+def _check_room(config: Config, ahead: Forecast, found: Findings) -> None:
+    """Disk for the checkpoints."""
+    if ahead.disk is not None:
+        problem, warning = checkpoints_room(config, ahead.disk, ahead.course)
+        if problem:
+            found.problem(problem)
+        if warning:
+            found.warn(warning)
+
+
+def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Findings) -> None:
+    """The time limit of a job against its stop and its saves."""
+    limit, given = 60 * job.minutes, config.launch.stop_before_end_seconds
+    if given is not None and limit <= 2 * given:
+        found.problem(
+            f"slurm.train.time is {minutes(job.minutes)}, and launch.stop_before_end_seconds={given:g} takes half of "
+            f"it or more; set slurm.train.time to at least {minutes(int(2 * given / 60) + 1)}, or a lower "
+            "launch.stop_before_end_seconds (without the key it is measured)"
+        )
+        return
+    reserve = START_S + signal_seconds(config, job.minutes)
+    links = links_needed(ahead.seconds or 0.0, limit, reserve)
+    if links is None:
+        found.warn(
+            f"slurm.train.time is {minutes(job.minutes)}, which may leave no time for steps between the start (about "
+            f"{duration(START_S)}) and the stop before the end"
+        )
+    elif job.chain in ("singleton", "afterany") and links > job.links:
+        found.warn(
+            f"slurm.links={job.links}: about {links:,} jobs are needed; raise slurm.links, or submit again when these "
+            "have ended"
+        )
+    rules, step = config.train.checkpoint, ahead.step_seconds
+    every = min(filter(None, (rules.every_steps, rules.keep_every)))
+    if step is not None and rules.every_minutes is None and every * step > limit:
+        found.warn(
+            f"train.checkpoint.every_steps={rules.every_steps:,} steps take about {duration(every * step)}, longer "
+            f"than a job (slurm.train.time, {minutes(job.minutes)}): nothing is saved but at its end, and a crash "
+            "loses all of it; lower every_steps or set train.checkpoint.every_minutes"
+        )

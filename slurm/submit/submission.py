@@ -1,0 +1,128 @@
+"""What a job of a run is: all that its batch process needs to know, in a file of the run folder.
+
+A job may start days after it was sent, on another machine, and again after each requeue. So its script has the
+path and the digest of this file, which names the resolved run file and the snapshot of the code it was sent with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.load import load_written
+from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from slurm import jobs
+from slurm.jobs import Stage, Where
+from slurm.submit import integrity
+
+Chain = Literal["requeue", "singleton", "afterany", "none"]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job of one stage of a run. Paths are absolute; `run` may not be moved while jobs of it wait."""
+
+    run: Path
+    """Run folder."""
+    stage: Stage
+    where: Where
+    command: tuple[str, ...]
+    """Words after `pipeline`, like ("train",) or ("eval", "--step", "100"); the run file follows the first one."""
+    run_file: Path
+    """The resolved config that the stage reads, in the run folder."""
+    code: Path | None
+    """Snapshot of the packages, which the job puts before all others; None: those that are installed."""
+    site: SiteConfig
+    resources: ResourcesConfig
+    """Of this stage: run file over profile."""
+    nodes: int = 1
+    processes_per_node: int = 1
+    spare_nodes: int = 0
+    chain: Chain = "none"
+    """How it goes on when it is stopped; `none`: by nobody."""
+    links: int = 1
+    max_restarts: int = 0
+    doctor: bool = False
+    every_checkpoint: bool = False
+    """Whether evaluation jobs are sent for permanent checkpoints while this one trains."""
+    then: tuple[str, ...] = ()
+    """Files of submissions that the same job runs after a good end of this one, in this order."""
+    others: tuple[str, ...] = ()
+    """Files of submissions that the same job runs after all that, however it ended: the next runs of a sweep, on a
+    machine without a queue."""
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files that are named here, by path, as they were when it was saved."""
+
+    @property
+    def processes(self) -> int:
+        """Of the stage, on all nodes."""
+        return self.nodes * self.processes_per_node
+
+    def config(self) -> Config:
+        """What the stage runs with."""
+        return load_written(self.run_file)
+
+    def save(self, file: Path) -> None:
+        """Write it down, with the digests of the files that it names, so that only their owner may change it.
+
+        What is elsewhere than in the run folder is also put there, where members of the run's group can read it.
+        """
+        named = (str(self.run_file), *self.then, *self.others)
+        sealed = replace(self, sha256={name: integrity.sha256(Path(name).read_bytes()) for name in named})
+        values = asdict(sealed) | {"site": self.site.model_dump(), "resources": self.resources.model_dump()}
+        values = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+        with integrity.for_owner_alone():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            storage.put_json(file, values)
+        integrity.others_cannot_write(file, self.run_file)
+        for each in (file, self.run_file):
+            if (kept := record(self.run, each)) != each:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                storage.put(kept, each.read_bytes())
+
+    def refuse_changed(self) -> None:
+        """A `UserError` where a file that is named here is not what it was."""
+        for name, digest in self.sha256.items():
+            integrity.read_checked(Path(name), digest)
+
+
+def record(run: Path, file: Path) -> Path:
+    """Where a file of a submission is in the run folder, whether jobs read it there or not."""
+    return jobs.folder(run) / "submissions" / file.name
+
+
+def read_submission(file: Path, digest: str | None = None) -> Submission:
+    """What `save` wrote.
+
+    Args:
+        file: of it.
+        digest: that the file must have.
+
+    Raises:
+        UserError: the file is not there, damaged, or another one.
+    """
+    try:
+        values: dict[str, Any] = orjson.loads(integrity.read_checked(file, digest))
+        paths = {key: Path(values[key]) for key in ("run", "run_file")}
+        code = Path(values["code"]) if values["code"] else None
+        site, resources = SiteConfig(**values["site"]), ResourcesConfig(**values["resources"])
+        more = {
+            "command": tuple(values["command"]),
+            "then": tuple(values["then"]),
+            "others": tuple(values["others"]),
+            "code": code,
+            "site": site,
+            "resources": resources,
+        }
+        return Submission(**{**values, **paths, **more})
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} does not say what to run ({error}); submit the run again") from error

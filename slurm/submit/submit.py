@@ -1,0 +1,322 @@
+"""`--slurm` and `--local`: stages of a run become jobs, once, with a copy of the code they were asked for with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.file_lock import exclusive
+from pipeline.config import Config
+from pipeline.config.load import dump
+from pipeline.config.slurm import SiteConfig
+from pipeline.data.preprocess.source_plan import cut_units, find_source_files
+from pipeline.train.run.folder import make_writable
+from pipeline.train.run.lock import refusal
+from slurm import jobs, scheduler
+from slurm.job import active_jobs
+from slurm.jobs import Job, Where
+from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
+from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
+from slurm.submit.site_profile import site_of
+from slurm.submit.submission import Submission, read_submission, record
+
+_SUBMIT_SECONDS = 600.0
+"""For another command that sends jobs of the same run: a chain of many links on a busy controller takes minutes."""
+
+
+def submit(
+    config: Config,
+    stages: Sequence[StageName],
+    where: Where,
+    console: Console,
+    *,
+    dry_run: bool = False,
+    step: int | None = None,
+) -> list[Job]:
+    """Send stages of a run, unless they wait or run already.
+
+    Args:
+        config: the run.
+        stages: which, in their order.
+        where: to the scheduler, or into the background of this machine.
+        console: for what is told.
+        dry_run: show what would be sent, and write nothing.
+        step: of the checkpoint, for an evaluation alone.
+
+    Returns:
+        The jobs, those that were there already if there are any.
+
+    Raises:
+        UserError: the run cannot be sent as it is, which a dry run says after it has shown the jobs; its jobs wait or
+            run with another config; another process trains.
+        MachineError: the scheduler refuses a job or does not answer. Nothing stays in the queue then.
+    """
+    site = site_of(config, where)
+    if step is None:
+        planned = plan(config, site, stages, where, units=_units(config) if "preprocess" in stages else None)
+    else:
+        planned = [eval_job(config, site, step, where=where)]
+    for job in planned:
+        submitit_backend.refuse_our_options(job, site)
+    run = config.run.dir
+    submitit_backend.refuse_path(run)
+    if not dry_run and (found := active_jobs.of(run, planned)):
+        return active_jobs.attach(config, planned, found, console)
+    from slurm.submit import preflight
+
+    found_here = preflight.look(config, site, planned, where, dry_run=dry_run)
+    if dry_run:
+        _show(config, site, planned, where, found_here.warnings, console)
+    found_here.raise_problems()
+    if dry_run:
+        return []
+    permissions.honour(config)
+    make_writable(run)
+    with one_at_a_time(run):
+        if found := active_jobs.of(run, planned):  # another command was faster
+            return active_jobs.attach(config, planned, found, console)
+        _clear_the_way(run, planned, console)
+        code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
+        sent = send_all(run, config, site, planned, where, code)
+    for warning in found_here.warnings:
+        say(console, f"warning: {warning}")
+    _tell(run, sent, console)
+    return sent
+
+
+def _show(
+    config: Config,
+    site: SiteConfig,
+    planned: Sequence[PlannedJob],
+    where: Where,
+    warnings: Sequence[str],
+    console: Console,
+) -> None:
+    """What would be sent."""
+    from slurm.submit import dry_run as paper
+
+    private = permissions.private_folder(config, config.run.dir)
+    code = code_snapshot.place(config.run.dir, private)
+
+    def script_of(job: PlannedJob) -> str:
+        return submitit_backend.script(config.run.dir, job, site, code, config, where)
+
+    paper.show(console, config, site, planned, where, script_of, warnings)
+
+
+def send_job(run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None) -> Job:
+    """Send one job that waits for no other, like an evaluation, and note it.
+
+    Raises:
+        SchedulerError: it was refused.
+    """
+    return send_all(run, config, site, [planned], where, code)[0]
+
+
+def send_all(
+    run: Path, config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, code: Path | None
+) -> list[Job]:
+    """Send jobs and note them: all, or none if one is refused.
+
+    Args:
+        run: folder.
+        config: what the stages run with.
+        site: where they run.
+        planned: the jobs, each after those that it waits for.
+        where: to the scheduler, or one after the other into the background of this machine.
+        code: snapshot of the code.
+
+    Raises:
+        MachineError: one was refused.
+    """
+    files = [write_submission(run, config, site, job, where, code) for job in planned]
+    if where == "local":
+        return [_send_local(run, planned, files)]
+    numbers: dict[PlannedJob, str] = {}
+    with all_or_none() as sent:
+        for job, file in zip(planned, files, strict=True):
+            for link in range(1, job.links + 1):
+                waits = _waits(job, link, numbers)
+                dependency = ",".join(waits) or None
+                number = submitit_backend.send(run, job, [file], where=where, dependency=dependency, link=link)
+                sent.numbers.append(number)
+                after = tuple(part.partition(":")[2] for part in waits if ":" in part)
+                sent.noted.append((run, _noted(run, job, file, number, where, link=link, after=after)))
+                numbers[job] = number
+    return [job for _, job in sent.noted]
+
+
+def write_submission(
+    run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None
+) -> Path:
+    """What a job reads when it starts: the resolved run file and the submission, in the run folder."""
+    folder = permissions.make_private(config, run) or jobs.folder(run)
+    with integrity.for_owner_alone():
+        run_file = _new_file(folder / "submissions", planned)
+    run_file.write_text(dump(config), encoding="utf-8")
+    trains = planned.stage == "train"
+    submission = Submission(
+        run=run,
+        stage=planned.stage,
+        where=where,
+        command=planned.command,
+        run_file=run_file,
+        code=code,
+        site=site,
+        resources=planned.resources,
+        nodes=planned.nodes,
+        processes_per_node=planned.processes_per_node,
+        spare_nodes=planned.spare_nodes,
+        chain=planned.chain,
+        links=planned.links,
+        max_restarts=config.slurm.max_restarts,
+        doctor=trains and config.slurm.doctor,
+        every_checkpoint=trains and where == "slurm" and config.eval.every_checkpoint,
+    )
+    file = run_file.with_suffix(".json")
+    submission.save(file)
+    return file
+
+
+def _units(config: Config) -> int | None:
+    """Of the preprocessing; None where its sources cannot be read, which the checks will tell."""
+    settings = config.data.preprocess
+    with suppress(UserError):
+        return sum(len(cut_units(found, settings.seed, settings.unit_bytes)) for found in find_source_files(config))
+    return None
+
+
+def _new_file(folder: Path, planned: PlannedJob) -> Path:
+    """A run file in it that no other job has: `2026-01-31_12-00-00-train.yaml`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    base = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{planned.stage}"
+    base += "" if planned.step is None else f"-{planned.step}"
+    number = 1
+    while True:
+        file = folder / (f"{base}.yaml" if number == 1 else f"{base}.{number}.yaml")
+        with suppress(FileExistsError):
+            file.touch(exist_ok=False)
+            return file
+        number += 1
+
+
+def _waits(job: PlannedJob, link: int, numbers: Mapping[PlannedJob, str]) -> list[str]:
+    """What a link of a chain waits for, in the words of sbatch."""
+    waits = [f"{after.kind}:{numbers[after.job]}" for after in job.after] if link == 1 else []
+    if job.links > 1 and job.chain == "singleton":
+        waits.append("singleton")
+    elif link > 1:
+        waits.append(f"afterany:{numbers[job]}")
+    return waits
+
+
+def _send_local(run: Path, planned: Sequence[PlannedJob], files: Sequence[Path]) -> Job:
+    """One process that does all of them, one after the other."""
+    first = replace(read_submission(files[0]), then=tuple(str(file) for file in files[1:]))
+    first.save(files[0])
+    number = submitit_backend.send(run, planned[0], files[:1], where="local")
+    return _noted(run, planned[0], files[0], number, "local")
+
+
+def _noted(run: Path, planned: PlannedJob, file: Path, number: str, where: Where, **more: object) -> Job:
+    """A job that was sent just now, written down."""
+    submission = str(record(run, file).relative_to(run))
+    values = {"tasks": planned.tasks, "step": planned.step, **more}
+    job = jobs.new_job(planned.stage, number, where, planned.name, submission, **values)
+    jobs.note(run, job)
+    return job
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Jobs that belong together, so far."""
+
+    numbers: list[str] = field(default_factory=list)
+    """Of those that the scheduler has taken; of an array without the tasks."""
+    noted: list[tuple[Path, Job]] = field(default_factory=list)
+    """What was written down of them, with the folder of the run."""
+
+
+@contextmanager
+def all_or_none() -> Iterator[Sent]:
+    """What was sent inside is taken out of the queue again, if not all of it could be.
+
+    Raises:
+        MachineError: it was not; the message says what became of the jobs before.
+    """
+    sent = Sent()
+    try:
+        yield sent
+    except BaseException as error:
+        told = _take_back(sent)
+        if told and isinstance(error, Exception):
+            raise MachineError(f"{error}\n{told}") from error
+        raise
+
+
+def _take_back(sent: Sent) -> str:
+    """Returns what to tell of it."""
+    numbers = sent.numbers
+    if not numbers:
+        return ""
+    try:
+        scheduler.cancel(numbers)
+    except scheduler.SchedulerError as other:
+        return f"What was sent before it is still in the queue, since {other}; do `scancel {' '.join(numbers)}`"
+    for run, job in sent.noted:
+        with suppress(OSError):
+            jobs.note_withdrawn(run, job)
+    return f"Nothing of it stays in the queue: what was sent before it ({', '.join(numbers)}) was cancelled again"
+
+
+@contextmanager
+def one_at_a_time(run: Path) -> Iterator[None]:
+    """Of two commands at the same moment one sends, and the other one finds what it has sent."""
+    folder = jobs.folder(run)
+    folder.mkdir(exist_ok=True)
+    with exclusive(folder / "submit.lock", _SUBMIT_SECONDS):
+        yield
+
+
+def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -> None:
+    """Nobody else trains, and what was asked of the jobs before is not asked of these.
+
+    Raises:
+        UserError: another process trains in the run folder, or a cancelled job has not ended yet.
+    """
+    trains = any(job.stage == "train" for job in planned)
+    if by := jobs.cancelled(run):
+        if ending := active_jobs.of(run):
+            raise UserError(
+                f"{by.by} has cancelled the run, and {active_jobs.words(run, ending[0])} has not ended yet; wait for "
+                f"it (`pipeline status {run}`), then submit again"
+            )
+        jobs.forget_cancelled(run)
+        say(console, f"the run was cancelled by {by.by}; it may start again now")
+    if not trains:
+        return
+    if why_not := refusal(run):
+        raise UserError(why_not)
+    stop = run / "stop"
+    if stop.exists():
+        stop.unlink(missing_ok=True)
+        say(console, f"removed {stop}, which would have stopped the training at once")
+
+
+def _tell(run: Path, sent: Sequence[Job], console: Console) -> None:
+    """What was sent, and what to do next."""
+    for job in sent:
+        what = "process" if job.where == "local" else "job" if job.tasks == 1 else f"array of {job.tasks} jobs"
+        waits = f", after {' and '.join(job.after)}" if job.after else ""
+        link = f" (link {job.link})" if any(each.link > 1 and each.name == job.name for each in sent) else ""
+        say(console, f"{active_jobs.what(run, job)}: {what} {job.job}{link}{waits}")
+    shown = os.path.relpath(run) if run.is_relative_to(Path.cwd()) else str(run)
+    say(console, f"next: pipeline status {shown}, pipeline logs {shown} -f, pipeline cancel {shown}")

@@ -1,0 +1,420 @@
+"""How a job gets to where it runs: submitit writes sbatch's script and calls it, or starts a process on this machine.
+
+submitit's part is the script, sbatch, the names of logs, and the process of this machine. It would put a pickle beside
+the script, which whoever may write there could replace; the script names a file of JSON with its digest instead. What
+the job does is in `slurm.job.batch_entry`; signals, requeues and chains are those of `slurm.job.batch_main`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
+from pathlib import Path
+from typing import Any
+
+from submitit.core.core import Job
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor
+
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.base import single_line
+from pipeline.config.slurm import SiteConfig
+from slurm import jobs, scheduler
+from slurm.jobs import Where
+from slurm.submit import code_snapshot, integrity, permissions, sbatch_hints
+from slurm.submit.job_plan import PlannedJob
+from slurm.submit.stop_lead_time import signal_seconds
+from slurm.submit.submission import read_submission
+
+_FOREVER = 10 * 365 * 24 * 60
+"""Minutes of a local job: nothing ends it but itself and `pipeline cancel`."""
+_JOB_VARIABLES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI", "TORCHELASTIC_")
+_RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_NODE_ERRORS", "PIPELINE_STORE"),
+)
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_MODULE = [
+    # The shell of a job is no login shell, so that `module`, a function, need not be there.
+    'for pipeline_file in /etc/profile.d/{modules,lmod,z00_lmod}.sh "${MODULESHOME:-}/init/bash" '
+    '"${LMOD_PKG:-}/init/bash" /usr/share/{lmod/lmod,modules}/init/bash; do',
+    '  type module >/dev/null 2>&1 || { [ ! -r "$pipeline_file" ] || . "$pipeline_file"; }',
+    "done",
+    "type module >/dev/null 2>&1 || { echo \"there is no command 'module' on $(hostname), which modules of the profile "
+    "needs; set before_modules there to the line that defines it, like 'source /opt/lmod/init/bash', or remove "
+    'modules" >&2; exit 2; }',
+]
+"""Lines of a script that define `module`."""
+_OURS = {
+    "account": "account",
+    "array": "slurm.array.tasks",
+    "chdir": None,
+    "constraint": "constraint",
+    "cpus-per-task": "cpus_per_task",
+    "dependency": None,
+    "error": None,
+    "exclude": "exclude",
+    "exclusive": "exclusive",
+    "gpus": "gpus_per_node",
+    "gpus-per-node": "gpus_per_node",
+    "job-name": None,
+    "kill-on-invalid-dep": None,
+    "mem": "mem_gb",
+    "no-kill": "slurm.spare_nodes",
+    "nodes": "slurm.nodes",
+    "ntasks": "slurm.processes_per_node",
+    "ntasks-per-node": "slurm.processes_per_node",
+    "open-mode": None,
+    "output": None,
+    "partition": "partition",
+    "qos": "qos",
+    "requeue": "slurm.chain",
+    "no-requeue": "slurm.chain",
+    "signal": None,
+    "time": "time",
+    "wckey": "wckey",
+    "wrap": None,
+}
+"""Options of sbatch that follow from others or are needed as they are, and the key that decides them."""
+
+
+def send(
+    run: Path,
+    planned: PlannedJob,
+    submissions: Sequence[Path],
+    *,
+    where: Where,
+    dependency: str | None = None,
+    link: int = 1,
+) -> str:
+    """Send one job, or one array of them; the caller notes it.
+
+    Args:
+        run: folder; script and log of the job go there.
+        planned: what it asks for.
+        submissions: files for `slurm.submit.submission`, one for each task of an array, or one for all of them.
+        where: to the scheduler, or into the background of this machine.
+        dependency: as sbatch wants it, like `afterok:77`.
+        link: of a chain, from 1.
+
+    Returns:
+        Its number, of an array without the tasks; of a local one its process id.
+
+    Raises:
+        SchedulerError: it was refused.
+        UserError: SLURM would change or misread the path of the run folder.
+    """
+    assert len(submissions) in (1, planned.tasks)
+    refuse_path(run)
+    submission = read_submission(submissions[0])
+    config = submission.config()
+    folder = jobs.jobs_folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = _command(submissions, link)
+    if where == "local":
+        with _environment(rank_only=True):
+            os.environ.update(_exports(submission.site, submission.code, planned))
+            executor = _InBackground(folder)
+            executor.update_parameters(timeout_min=_FOREVER, stderr_to_stdout=True)
+            return str(executor.send(command).job_id)
+    seconds = signal_seconds(config, planned.minutes)
+    check: list[str] = []
+    if submission.code is not None:
+        owned = permissions.private_folder(config, run) is not None
+        check = integrity.check_lines(submission.code, code_snapshot.digest(submission.code), owned=owned)
+    values = _parameters(planned, submission.site, submission.code, check, seconds, dependency)
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        missing = "sbatch" if shutil.which("sbatch") is None else "srun"
+        raise scheduler.SchedulerError(["sbatch"], f"{missing} is not on the path", sbatch_hints.NO_SLURM)
+    before = set(folder.iterdir())
+    try:
+        # submitit prints what sbatch says of an error; it is told once, below.
+        with _environment(), redirect_stderr(io.StringIO()):
+            to_slurm = _ToSlurm(folder)
+            to_slurm.update_parameters(**values)
+            return str(to_slurm.send(command, planned.tasks).job_id)
+    except (FailedJobError, FailedSubmissionError) as error:
+        refused, said = _sweep(folder, before, planned.name), str(error)
+        raise scheduler.SchedulerError(["sbatch", *refused], said, sbatch_hints.hint(said)) from None
+
+
+def script(
+    run: Path, planned: PlannedJob, site: SiteConfig, code: tuple[Path, str], config: Config, where: Where
+) -> str:
+    """The script that sbatch would be given, without the jobs that are waited for; or what a local job comes to.
+
+    Args:
+        run: folder.
+        planned: what the job asks for.
+        site: where it runs.
+        code: snapshot, and the digest of its list.
+        config: of the run.
+        where: to the scheduler, or into the background of this machine.
+    """
+    if where == "local":
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in _exports(site, code[0], planned).items()]
+        # Its run file is written when it is sent; the name has the time of that.
+        run_file = jobs.folder(run) / "submissions" / f"TIME-{planned.stage}.yaml"
+        first, *rest = planned.command
+        return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", first, str(run_file), *rest])])
+    paper = _OnPaper(jobs.jobs_folder(run))
+    check = integrity.check_lines(*code, owned=permissions.private_folder(config, run) is not None)
+    seconds = signal_seconds(config, planned.minutes)
+    paper.update_parameters(**_parameters(planned, site, code[0], check, seconds, None))
+    # Its submission is written when it is sent; the name has the time of that.
+    return paper.text(f"{_PYTHON} 1 {shlex.quote(f'TIME-{planned.stage}.json')} DIGEST", planned.tasks)
+
+
+_PYTHON = f"{shlex.quote(sys.executable)} -u -m slurm.job.batch_entry"
+
+
+def _command(submissions: Sequence[Path], link: int) -> str:
+    """Shell that runs a submission, or that of the task of an array, if it is what is sent now."""
+    words = [shlex.join([str(file.absolute()), integrity.sha256(file.read_bytes())]) for file in submissions]
+    if len(words) == 1:
+        return f"{_PYTHON} {link} {words[0]}"
+    cases = [f"{task}) set -- {each} ;;" for task, each in enumerate(words)]
+    return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", f'{_PYTHON} {link} "$@"'])
+
+
+def refuse_path(run: Path) -> None:
+    """Refuse a run folder that jobs cannot have: SLURM and submitit replace `%j` and so on in the paths of logs.
+
+    Raises:
+        UserError: its path has such a character.
+    """
+    if odd := next((each for each in str(run) if each in "%\\"), None):
+        raise UserError(
+            f"run.dir = {run}: jobs cannot have a folder with {odd} in its path, which SLURM replaces in the names of "
+            "their logs; set run.dir to another one"
+        )
+    refuse_control_characters([("run.dir", str(run))])
+
+
+def refuse_control_characters(values: Iterable[tuple[str, str]]) -> None:
+    """Refuse what would be more than one line of a script: the last look before one is written.
+
+    Raises:
+        UserError: with the name of the first such value, which is shown escaped.
+    """
+    for name, value in values:
+        try:
+            single_line(value)
+        except ValueError as error:
+            raise UserError(f"{ascii(name)[1:-1]}: {error}") from None
+
+
+def is_alive(run: Path, job: jobs.Job) -> bool:
+    """Whether the process of a local job of this machine runs."""
+    try:
+        words = Path(f"/proc/{job.job}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    folder = jobs.jobs_folder(run)  # of a sweep's run, a link to that of the sweep
+    names = {os.fsencode(folder.absolute()), os.fsencode(folder.resolve())}
+    return not names.isdisjoint(words)  # else another process has its number by now
+
+
+class _ToSlurm(SlurmExecutor):
+    """Sends a command as it is, without a pickle."""
+
+    def send(self, command: str, tasks: int = 1) -> Job[Any]:
+        """Send a job, or an array; its tasks have one number without their own."""
+        if tasks > 1:
+            self.parameters["map_count"] = tasks
+        return self._submit_command(command)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        given = {**self.parameters, **self.parameters["additional_parameters"], "folder": str(self.folder)}
+        refuse_control_characters((name, f"{name}={value}") for name, value in given.items() if isinstance(value, str))
+        return str(super()._make_submission_file_text(command, uid))
+
+
+class _OnPaper(_ToSlurm):
+    """Writes scripts where there is no SLURM, too."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+    def text(self, command: str, tasks: int) -> str:
+        """The script of a job, or of an array."""
+        if tasks > 1:
+            self.parameters["map_count"] = tasks
+        return self._make_submission_file_text(command, "")
+
+
+class _InBackground(LocalExecutor):
+    """Starts a process that outlives its shell and terminal, and sees the GPUs that this one sees."""
+
+    def send(self, command: str) -> LocalJob[Any]:
+        """Start a command as it is, without a pickle."""
+        return self._submit_command(command)
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        environment = {
+            **os.environ,
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        quiet = subprocess.DEVNULL  # what the job says is in its log
+        process = subprocess.Popen(
+            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+            env=environment,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+        )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _parameters(
+    planned: PlannedJob,
+    site: SiteConfig,
+    code: Path | None,
+    check: Sequence[str],
+    seconds: int,
+    dependency: str | None,
+) -> dict[str, Any]:
+    """Of submitit's executor."""
+    resources = planned.resources
+    refuse_our_options(planned, site)
+    more: dict[str, Any] = {key: value or True for key, value in resources.options.items()}
+    more["requeue" if planned.chain == "requeue" else "no-requeue"] = True
+    more["kill-on-invalid-dep"] = "yes"
+    if planned.spare_nodes:
+        more["no-kill"] = True  # the job goes on without a node that is lost
+    gpus: dict[str, str] = {}
+    if planned.gpus_per_node:
+        text = ":".join([*([site.gpu_type] if site.gpu_type else []), str(planned.gpus_per_node)])
+        gpus = {"gres": f"gpu:{text}"} if site.gpus_by == "gres" else {"gpus_per_node": text}
+    return {
+        "job_name": planned.name,
+        "partition": resources.partition,
+        "account": resources.account,
+        "qos": resources.qos,
+        "constraint": resources.constraint,
+        "exclude": resources.exclude,
+        "time": planned.minutes,
+        "nodes": planned.nodes + planned.spare_nodes,
+        "ntasks_per_node": planned.processes_per_node,
+        "cpus_per_task": resources.cpus_per_task,
+        "mem": None if resources.mem_gb is None else _memory(resources.mem_gb),
+        "exclusive": resources.exclusive or None,
+        **gpus,
+        "dependency": dependency,
+        "array_parallelism": planned.tasks,  # by default 256 at a time
+        "wckey": site.wckey,
+        "signal_delay_s": seconds,
+        "stderr_to_stdout": True,
+        "use_srun": False,
+        "setup": [*_setup(planned, site, code), *check],
+        "additional_parameters": more,
+    }
+
+
+def refuse_our_options(planned: PlannedJob, site: SiteConfig) -> None:
+    """Some options of sbatch are decided by other keys.
+
+    Raises:
+        UserError: there is one of them.
+    """
+    for name in planned.resources.options:
+        if name.lstrip("-").replace("_", "-") != name or not re.fullmatch(r"[A-Za-z0-9-]+", name):
+            raise UserError(
+                f"options has {ascii(name)[1:-1]}; write the long name without dashes before it, with - inside it"
+            )
+        if name in _OURS:
+            todo = f"set {_OURS[name]} instead" if _OURS[name] else "leave it out, jobs need their own"
+            raise UserError(f"options has {name}, which follows from other keys; {todo}")
+        if name == "gres" and planned.gpus_per_node and site.gpus_by == "gres":
+            raise UserError(
+                f"options has gres, which would take the place of the {planned.gpus_per_node} GPUs a node that the "
+                "profile asks for in the same way; set gpus_by: gpus-per-node there, or gpus_per_node: 0 and "
+                "slurm.processes_per_node, and have the GPUs in options.gres, too"
+            )
+
+
+def _setup(planned: PlannedJob, site: SiteConfig, code: Path | None) -> list[str]:
+    """Lines of the script before the command. The job ends where a module cannot be loaded."""
+    lines = [*site.before_modules, *(_MODULE if site.modules else [])]
+    for each in site.modules:
+        failed = f"echo {shlex.quote(f'module load {each} failed on')} $(hostname) >&2; exit 2"
+        lines.append(f"module load {shlex.quote(each)} || {{ {failed}; }}")
+    exports = _exports(site, None, planned)
+    lines += [*site.setup, *(f"export {name}={shlex.quote(value)}" for name, value in exports.items())]
+    if code is not None:
+        lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
+    return lines
+
+
+def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[str, str]:
+    """Variables of the batch process, which those of the stage get from it."""
+    found = dict(site.environment)
+    # Else `python -m` takes the packages from the folder in which the run was submitted, if it is a checkout.
+    found["PYTHONSAFEPATH"] = "1"
+    # Bytecode in the snapshot would be a file that nobody has submitted.
+    found["PYTHONDONTWRITEBYTECODE"] = "1"
+    if planned.resources.cpus_per_task:
+        found["SRUN_CPUS_PER_TASK"] = str(planned.resources.cpus_per_task)  # since 22.05 srun does not know it
+    if code is not None:
+        rest = found.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        found["PYTHONPATH"] = f"{code}{os.pathsep}{rest}" if rest else str(code)
+    return found
+
+
+def _memory(gb: float) -> str:
+    """As sbatch understands it; its 0 is all memory of the node, so nothing else may be rounded to it."""
+    if gb == int(gb):
+        return f"{int(gb)}G" if gb else "0"
+    return f"{max(1, int(gb * 1024))}M"
+
+
+@contextmanager
+def _environment(*, rank_only: bool = False) -> Iterator[None]:
+    """Without the variables of a job or rank that this process may be part of; what is set inside ends with it.
+
+    Args:
+        rank_only: keep those of the job, in whose allocation a process of this machine stays.
+    """
+    before = dict(os.environ)
+    for name in before:
+        of_job = name.startswith(_JOB_VARIABLES) and name != "SLURM_CONF"
+        of_rank = name in _RANK_VARIABLES or name.startswith(("SUBMITIT_", "TORCHELASTIC_"))
+        if of_rank or (not rank_only and (of_job or name in _DEVICES)):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _sweep(folder: Path, before: set[Path], name: str) -> list[str]:
+    """Tidy up after a job that was refused; others may be sent at the same time. Returns its script, which is kept."""
+    kept = []
+    for file in set(folder.iterdir()) - before:
+        with suppress(OSError):
+            data = b"" if file.is_symlink() else file.read_bytes()
+            if file.name.startswith(".submission_file_") and f"--job-name={shlex.quote(name)}\n".encode() in data:
+                kept.append(str(file.replace(folder / f"refused-{name}.sh")))
+    return kept

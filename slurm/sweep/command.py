@@ -1,0 +1,243 @@
+"""`pipeline sweep`: train with each combination of values, every run in a folder of its own, and compare the results.
+
+The runs share the data of the run file, so only training and evaluation are repeated. What is done is passed over, so
+the same command is how to go on; a value more in it trains only what is new.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from pipeline.common.console import Console, alarm, say
+from pipeline.common.errors import MachineError, RankFailed, UserError
+from pipeline.common.format import minutes
+from pipeline.data.work.progress import counted
+from slurm.jobs import Where
+from slurm.sweep.members import Member, Sweep, find_sweep, make_sweep, short_names, told
+from slurm.sweep.table import is_done, live, note_members, show_table
+
+
+class RunsFailed(UserError):
+    """Some runs of a sweep failed; the others are done."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A run that could start now."""
+
+    member: Member
+    steps: int
+    """Of the whole run."""
+    parameters: int
+
+
+def sweep(
+    run: Path,
+    values: list[str],
+    console: Console,
+    *,
+    slurm: bool,
+    local: bool,
+    dry_run: bool,
+    table: bool,
+    as_json: bool,
+) -> None:
+    """The command.
+
+    Raises:
+        UserError: options that exclude each other; words or runs that are not valid, all of them in one message, before
+            anything starts; in the foreground, that some runs failed.
+    """
+    if slurm and local:
+        raise UserError("--slurm and --local exclude each other; name one")
+    if as_json and not table:
+        raise UserError("--json is for the results; add --table")
+    if table:
+        show_table(find_sweep(run, values), console, as_json=as_json)
+        return
+    found = make_sweep(run, values)
+    where: Where | None = "slurm" if slurm else "local" if local else None
+    checked = _check(found, where)
+    if dry_run:
+        _show(found, checked, where, console)
+        return
+    if where is not None:
+        _send(found, checked, where, console)
+        return
+    _note(found, checked)
+    if left := _left(checked, console):
+        _in_turn(found, left, console)
+    else:
+        show_table(found.folder, console, as_json=False)
+
+
+def _check(found: Sweep, where: Where | None) -> list[Checked]:
+    """What training would refuse is refused for all runs before the first one starts."""
+    checked = []
+    problems: dict[str, list[str]] = {}
+    for member in found.members:
+        try:
+            checked.append(_examined(member, where))
+        except UserError as error:
+            problems.setdefault(str(error), []).append(member.name)
+    if problems:
+        raise UserError(told(problems, len(found.members)))
+    return checked
+
+
+def _examined(member: Member, where: Where | None) -> Checked:
+    """Lay a run out and plan it."""
+    from pipeline.data.plan.build import make_plan
+    from pipeline.train.layout_check import vocabulary, world_size
+    from pipeline.train.model.config import decoder_spec
+    from pipeline.train.model.flops import num_parameters
+    from pipeline.train.optim.lr_schedule import Schedule
+    from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
+
+    config = member.config
+    if where is None:
+        processes = world_size(config, os.environ)
+    else:
+        from slurm.sweep.send import planned_training, refuse_larger_evaluation
+
+        planned = planned_training(config, where)
+        refuse_larger_evaluation(config, planned, where)
+        processes = planned.processes
+    check_layout(config, processes)
+    check_evaluation_layout(config, config.eval.processes)
+    schedule, duration = config.train.schedule, config.train.duration
+    course = make_plan(
+        config,
+        hashed_steps=0,
+        check=lambda journal, steps: Schedule(schedule, duration, steps, journal.tokens),
+    )
+    size, _ = vocabulary(config)
+    parameters = num_parameters(decoder_spec(config.model, size, config.max_positions))
+    return Checked(member, course.steps, parameters)
+
+
+def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console: Console) -> None:
+    """What would be done."""
+    table = Table(*short_names(found.keys).values(), box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("parameters", "steps"):
+        table.add_column(column, justify="right")
+    table.add_column("now")
+    states = live([each.member.folder for each in checked])
+    for each in checked:
+        done = is_done(each.member.folder, each.steps)
+        now = "done" if done else states[each.member.folder] or "to do"
+        table.add_row(*each.member.values.values(), f"{each.parameters:,}", f"{each.steps:,}", now)
+    say(console, f"sweep {found.folder}")
+    console.print(table)
+    left = [each.member for each in checked if not is_done(each.member.folder, each.steps)]
+    left = [member for member in left if not states[member.folder]]
+    if where == "slurm":
+        _show_jobs(found.folder, left, console)
+    elif left:
+        say(console, f"{counted(len(left), 'run')} one after the other, each trained and then evaluated")
+    say(console, f"nothing was {'started' if where is None else 'sent'} and nothing was written (--dry-run)")
+
+
+def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
+    """The jobs that would be sent, and their scripts."""
+    from slurm.submit import code_snapshot, permissions, submitit_backend
+    from slurm.sweep.send import groups
+
+    wanted = groups(folder, left, "slurm")
+    for warning in dict.fromkeys(warning for group in wanted for warning in group.check("slurm", dry_run=True)):
+        say(console, f"warning: {warning}")
+    for group in wanted:
+        planned, count = group.planned, len(group.members)
+        what = f"an array of {count:,} jobs, each" if count > 1 else f"a job for {group.members[0].name}"
+        nodes = counted(planned.nodes + planned.spare_nodes, "node")
+        processes = f"{planned.processes_per_node:,} process{'' if planned.processes_per_node == 1 else 'es'}"
+        say(
+            console,
+            f"{what} with {nodes} x {processes}, for {minutes(planned.minutes)}: trained and then evaluated",
+        )
+    for group in wanted:
+        code = code_snapshot.place(folder, permissions.private_folder(group.config, folder))
+        text = submitit_backend.script(folder, group.planned, group.site, code, group.config, "slurm")
+        say(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")
+
+
+def _note(found: Sweep, checked: Sequence[Checked]) -> None:
+    """Write down which runs there are, for the table."""
+    values = {each.member.name: each.member.values for each in checked}
+    note_members(found.folder, values, {each.member.name: each.steps for each in checked})
+
+
+def _left(checked: Sequence[Checked], console: Console) -> list[Checked]:
+    """The runs that neither are done nor wait or run already."""
+    states = live([each.member.folder for each in checked])
+    left = []
+    for each in checked:
+        if is_done(each.member.folder, each.steps):
+            say(console, f"{each.member.name}: done")
+        elif state := states[each.member.folder]:
+            say(console, f"{each.member.name}: {state}, is left alone")
+        else:
+            left.append(each)
+    return left
+
+
+def _in_turn(found: Sweep, left: Sequence[Checked], console: Console) -> None:
+    """Train and evaluate one run after the other, in this process. One that fails does not keep the others from it."""
+    from pipeline.eval.perplexity import read_report
+    from pipeline.train.distributed.rank import is_rank
+    from slurm.local.stages import evaluate, train
+
+    if is_rank():
+        raise UserError(
+            "`pipeline sweep` is one process, which starts those of the training itself (launch.processes), but "
+            "WORLD_SIZE is set; unset it"
+        )
+    failed = []
+    for number, each in enumerate(left, start=1):
+        config = each.member.config
+        say(console, f"run {number} of {len(left)}: {each.member.name}")
+        try:
+            step = train(config, console)
+            if read_report(config, step) is None:
+                evaluate(config, step, console)
+        except (UserError, RankFailed) as error:
+            if isinstance(error, MachineError):
+                raise  # the others would meet the same
+            alarm("failed:", f"{each.member.name}: {error}")
+            failed.append(each.member.name)
+    show_table(found.folder, console, as_json=False)
+    if failed:
+        raise RunsFailed(f"{len(failed)} of {len(left)} runs failed: {', '.join(failed)}; the others are done")
+
+
+def _send(found: Sweep, checked: Sequence[Checked], where: Where, console: Console) -> None:
+    """Send what neither is done nor was sent before."""
+    from pipeline.train.run.folder import make_writable
+    from slurm.submit.submit import one_at_a_time
+    from slurm.sweep.send import groups, send
+
+    make_writable(found.folder)
+    with one_at_a_time(found.folder):
+        left = [each.member for each in _left(checked, console)]
+        if not left:
+            _note(found, checked)
+            show_table(found.folder, console, as_json=False)
+            return
+        wanted = groups(found.folder, left, where)
+        for warning in dict.fromkeys(warning for group in wanted for warning in group.check(where)):
+            say(console, f"warning: {warning}")
+        _note(found, checked)
+        sent = send(found.folder, wanted, where)
+    members = [member for group in wanted for member in group.members]
+    for member, job in zip(members, sent, strict=True):
+        what = "job" if where == "slurm" else "in its turn, process"
+        say(console, f"{member.name}: {what} {job.job}")
+    say(console, f"next: the same command with --table; pipeline status|logs|cancel {found.folder}/{members[0].name}")

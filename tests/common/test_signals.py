@@ -1,0 +1,29 @@
+"""Signals that come at the wrong moment."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from pipeline.common.signals import ignore
+
+
+def test_a_signal_that_comes_while_it_begins_to_be_ignored_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would print a traceback of one that it has taken note of, but has no handler for any more."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    put = signal.signal
+
+    def comes_first(number: int, handler: Any) -> Any:
+        signal.raise_signal(number)
+        return put(number, handler)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(signal, "signal", comes_first)
+            ignore(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [] and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        put(signal.SIGTERM, before)

@@ -1,0 +1,144 @@
+"""Temporary files: whose they are, and which of them nobody needs any more."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import file_hash
+from pipeline.data.datasets.adopt import _remove_stale
+
+MAKE = "import sys; from pathlib import Path; from pipeline.common import storage\n"
+MAKE += "tmp = storage.temporary(Path(sys.argv[1])); tmp.touch(); print(tmp, flush=True)\n"
+
+
+def make(path, *before, after=""):
+    """A temporary file by another process; the process, and the file."""
+    command = [*before, sys.executable, "-c", MAKE + after, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return process, type(path)(process.stdout.readline().strip())
+
+
+def test_what_a_dead_process_left_is_removed_and_a_living_one_s_is_not(tmp_path):
+    process, tmp = make(tmp_path / "a.b.bin", after="sys.stdin.read()")
+    storage.remove_if_stale(tmp)
+    assert tmp.exists()
+    process.communicate()
+    storage.remove_if_stale(tmp)
+    assert not tmp.exists()
+
+
+@pytest.fixture
+def in_a_container():
+    """A command line that runs a command with pids of its own."""
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*command, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    return command
+
+
+def test_a_process_of_another_container_is_not_taken_for_dead(tmp_path, in_a_container):
+    """It has the same host name, and its pid is nobody's here, or another's."""
+    process, tmp = make(tmp_path / "a.bin", *in_a_container, after="sys.stdin.read()")
+    own = storage.temporary(tmp_path / "a.bin")
+    assert tmp.name.split(".")[3] != own.name.split(".")[3]
+    storage.remove_if_stale(tmp)
+    assert tmp.exists()
+    process.communicate()
+    storage.remove_if_stale(tmp)
+    assert tmp.exists()  # nobody here can know
+    old = time.time() - 7 * 86_400
+    os.utime(tmp, (old + 60, old + 60))
+    storage.remove_if_stale(tmp)
+    assert tmp.exists()
+    os.utime(tmp, (old - 60, old - 60))
+    storage.remove_if_stale(tmp)
+    assert not tmp.exists()
+
+
+def test_age_says_nothing_about_a_living_process(tmp_path):
+    tmp = storage.temporary(tmp_path / "a.bin")
+    tmp.touch()
+    os.utime(tmp, (0, 0))
+    storage.remove_if_stale(tmp)
+    assert tmp.exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".a.tmp", "a.host.1.0123abcd.tmp", ".a.host.x.0123abcd.tmp", ".a.host.1.ab.tmp", ".tmp"]
+)
+def test_other_names_are_not_ours(tmp_path, name):
+    (tmp_path / name).touch()
+    os.utime(tmp_path / name, (0, 0))
+    storage.remove_if_stale(tmp_path / name)
+    assert (tmp_path / name).exists()
+
+
+def test_a_name_is_short(tmp_path):
+    assert len(storage.temporary(tmp_path / "x").name) <= len(".x.") + 30
+
+
+def test_half_an_adoption_of_another_container_stays(tmp_path, in_a_container):
+    process, tmp = make(tmp_path / "train", *in_a_container, after="tmp.unlink(); tmp.mkdir(); sys.stdin.read()")
+    _remove_stale(tmp_path / "train")
+    process.communicate()
+    assert tmp.exists()
+    os.utime(tmp, (0, 0))
+    _remove_stale(tmp_path / "train")
+    assert not tmp.exists()
+
+
+def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        mine = storage.temporary(tmp_path / "a.bin")
+        left = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{process.pid}."))
+        left.touch()
+        assert not storage.is_stale(left)
+        process.kill()
+        deadline = time.monotonic() + 10
+        while not storage.is_stale(left):  # it is a zombie until somebody waits for it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+
+
+HOSTILE = ("../out", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[2J", "\udcff", 7, None)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_that_leads_elsewhere_is_none(name: object, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="list.json names .* not a plain file name"):
+        storage.plain_name(name, tmp_path / "list.json")
+
+
+def test_a_plain_name_is_itself(tmp_path: Path) -> None:
+    for name in ("__0_0.distcp", ".metadata", "model-00001-of-00002.safetensors", "a b", "é"):
+        assert storage.plain_name(name, tmp_path) == name
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    pipe, link, file, device = (tmp_path / name for name in ("pipe", "link", "file", "device"))
+    os.mkfifo(pipe)
+    file.write_bytes(b"text")
+    link.symlink_to(file)
+    device.symlink_to("/dev/zero")
+    assert storage.read_bytes(file) == storage.read_bytes(link) == b"text"
+    for path in (pipe, device, Path("/dev/zero")):
+        with pytest.raises(UserError, match="is not a regular file"):
+            storage.read_bytes(path)
+        with pytest.raises(UserError, match="is not a regular file"):
+            file_hash(path)
+    with pytest.raises(UserError, match="is a symbolic link"):
+        storage.open_regular(link, links=False)
+    with pytest.raises(IsADirectoryError):
+        storage.open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        storage.open_regular(tmp_path / "none")

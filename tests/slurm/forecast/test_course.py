@@ -1,0 +1,203 @@
+"""What a training is said to cost, against sums by hand, the policy of checkpoints itself, and a run that was made."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from pipeline.common.format import duration
+from pipeline.config.load import load
+from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from pipeline.config.train import CheckpointConfig
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.checkpoint.policy import doomed, due
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.monitor import metrics
+from pipeline.train.planning import shares
+from slurm.forecast import course as forecasting
+from slurm.forecast.course import forecast, links_needed, measured_rate, most_checkpoints, peak_flops
+from slurm.local import stages as local
+from slurm.submit.dry_run import cost, count, show
+from slurm.submit.job_plan import PlannedJob, plan
+from slurm.submit.stop_lead_time import signal_seconds
+from tests import tiny
+
+PLENTY_OF_TIME = 24 * 60
+
+
+def job(**values: Any) -> PlannedJob:
+    return PlannedJob("train", "run-train", ("train",), ResourcesConfig(time=PLENTY_OF_TIME), **values)
+
+
+@pytest.fixture
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any device."""
+    file = tmp_path / "measured.json"
+    file.write_text("{}")
+    monkeypatch.setattr(shares, "FILE", file)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run file of a finished training of eight steps."""
+    file = tiny.write_run(tmp_path_factory.mktemp("paper"))
+    config = load(file)
+    local.preprocess(config)
+    local.train(config, Console(file=io.StringIO()))
+    return file
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep_every", [None, 1, 4, 7, 12])
+def test_most_checkpoints_are_those_of_the_policy(keep: int, keep_every: int | None) -> None:
+    for every in (1, 3, 5, 100):
+        rules = CheckpointConfig(every_steps=every, keep=keep, keep_every=keep_every)
+        for steps in range(1, 50):
+            there: set[int] = set()
+            most = 0
+            for step in range(1, steps + 1):
+                if due(rules, step, steps):
+                    there.add(step)
+                    most = max(most, len(there))
+                    there -= set(doomed(rules, sorted(there), step))
+            assert most_checkpoints(rules, steps) == most, (every, steps)
+
+
+def test_links_share_the_steps_and_each_has_its_start_and_stop() -> None:
+    assert links_needed(10_000, limit=3600, reserve=300) == 4  # 3 x 3,300 are not enough
+    assert links_needed(9_900, limit=3600, reserve=300) == 3
+    assert links_needed(0, limit=3600, reserve=300) == 0
+    assert links_needed(10, limit=300, reserve=300) is None
+
+
+def test_the_stop_before_the_end_is_the_given_one_or_at_most_a_quarter(tmp_path: Path) -> None:
+    file = tiny.write_run(tmp_path)
+
+    def seconds(*overrides: str, minutes: int = 120) -> int:
+        return signal_seconds(load(file, overrides), minutes)
+
+    key = "launch.stop_before_end_seconds"
+    assert (seconds(), seconds(minutes=4)) == (120, 60)
+    assert (seconds(f"{key}=29.5"), seconds(f"{key}=0"), seconds(f"{key}=2000")) == (30, 1, 2000)
+    assert seconds(f"{key}=2000", minutes=10) == 300  # a stage that is shorter than training
+
+
+def test_the_rate_is_the_median_with_saves_and_validation_on_top() -> None:
+    rows = [{"step": 9, "validation_seconds": 1.0}, {"step": 9, "save_blocked": 2.0, "save_seconds": 50.0}]
+    rows += [{"step": step, "step_seconds": 2.0, "tokens_per_second": 1000.0} for step in range(2, 10)]
+    rows += [{"step": 1, "step_seconds": 14.0, "tokens_per_second": 140.0}]
+    assert measured_rate(rows) == pytest.approx(1000 / (1 + 3 / 30))
+    assert measured_rate(rows[:2]) is None
+
+
+def test_the_cost_counts_spare_nodes() -> None:
+    assert cost(job(nodes=4, spare_nodes=1, processes_per_node=8, gpus_per_node=8), 7200) == (80, "GPU-hours")
+    assert cost(job(nodes=2, processes_per_node=4), 1800) == (1, "node-hours")
+    cores = PlannedJob("train", "t", ("train",), ResourcesConfig(cpus_per_task=6), nodes=2, processes_per_node=4)
+    assert cost(cores, 3600) == (48, "core-hours")
+
+
+@pytest.mark.parametrize(
+    ("name", "gres"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "H100_PCIe"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100_80gb_pcie"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GH200 120GB", "gh200"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "a100_1g.10gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_peaks_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch, name: str, gres: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    expected = metrics.peak_flops(torch.device("cuda", 0), "bf16")
+    as_the_driver_says = name.lower().replace(" ", "_")
+    assert peak_flops(gres, "bf16") == peak_flops(as_the_driver_says, "bf16") == expected
+    assert peak_flops(gres, "fp32") is None
+
+
+def test_words() -> None:
+    assert [duration(value) for value in (0.25, 45, 600, 11_100, 372_000)] == [
+        *("0.25 s", "45 s", "10 min", "3 h 05 min", "4 d 7 h")
+    ]
+    assert [count(value) for value in (999, 512_000, 2_100_000, 41_900_000_000)] == ["999", "512,000", "2.1M", "41.9B"]
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_a_run_without_data_is_planned_from_flops(tmp_path: Path) -> None:
+    changes = ["train.duration=100_000 tokens", "train.batch_ramp={start: 2, increment: 2, tokens: 6400}"]
+    config = load(tiny.write_run(tmp_path), [*changes, "model.tie_embeddings=false"])
+    site = SiteConfig(gpus_per_node=8, gpu_type="h100")
+    ahead = forecast(config, site, job(nodes=2, processes_per_node=8, gpus_per_node=8))
+    assert ahead.course is not None and ahead.course.assumed and ahead.course.done_steps == 0
+    # 100 steps of 2 windows of 32 tokens, then 4.
+    assert ahead.course.steps == 100 + 732 and ahead.course.tokens == 6400 + 732 * 128
+    spec = decoder_spec(config.model, 300, config.max_positions)
+    flops = ahead.course.tokens * flops_per_token(spec, 32, causal=False)
+    assert ahead.seconds == pytest.approx(flops / (16 * 989e12 * forecasting.ASSUMED_MFU))
+    assert ahead.disk is not None and ahead.disk.each == 12 * num_parameters(spec)
+    assert not config.run.dir.exists() and not config.data_dir.exists()
+
+
+def test_a_run_on_cpus_or_with_an_unknown_gpu_is_not_guessed(tmp_path: Path) -> None:
+    config = load(tiny.write_run(tmp_path))
+    for site, gpus in ((SiteConfig(), 0), (SiteConfig(gpus_per_node=8, gpu_type="tpu"), 8)):
+        ahead = forecast(config, site, job(gpus_per_node=gpus))
+        assert ahead.seconds is None and "unknown until" in ahead.how
+
+
+def test_a_run_that_has_begun_is_measured_and_what_remains_is_told(run: Path) -> None:
+    config = load(run, ["train.duration=24 steps"])
+    ahead = forecast(config, SiteConfig(), job())
+    assert ahead.course is not None and not ahead.course.assumed
+    assert (ahead.course.done_steps, ahead.course.steps_left, ahead.course.tokens_left) == (8, 16, 16 * 128)
+    assert ahead.how == "measured in the last steps of this run"
+    assert ahead.seconds is not None and ahead.seconds > 0
+    twice = forecast(config, SiteConfig(), job(processes_per_node=2))
+    assert twice.seconds == pytest.approx(ahead.seconds / 2) and "on 1 process, taken as" in twice.how
+    newest = Checkpoints.of_run(config.run.dir).latest()
+    assert newest is not None and ahead.disk is not None
+    assert (ahead.disk.each, ahead.disk.there, ahead.disk.most) == (newest.size, 2, 3)
+
+
+def printed(config: Any, site: SiteConfig, where: Any, warnings: list[str]) -> str:
+    out = io.StringIO()
+    jobs = plan(config, site, ["preprocess", "train", "eval"], where)
+    show(Console(file=out), config, site, jobs, where, lambda each: f"#SBATCH --job-name={each.name} [x]\n", warnings)
+    return out.getvalue()
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_the_dry_run_has_jobs_costs_scripts_and_warnings(tmp_path: Path) -> None:
+    overrides = ["slurm.nodes=4", "slurm.spare_nodes=1", "slurm.train={time: 12h, account: me}", "train.batch_size=64"]
+    config = load(tiny.write_run(tmp_path), [*overrides, "train.duration=1T tokens", "slurm.array.tasks=3"])
+    before = sorted(tmp_path.rglob("*"))
+    text = printed(config, SiteConfig(gpus_per_node=8, gpu_type="a100"), "slurm", ["[odd] something"])
+    for part in (
+        "array: 3 tasks, each of 1 node x 1 process",
+        "size: 4 nodes x 8 processes = 32, and 1 spare node",
+        "partition (default), at most 12 h, 8 GPUs a node, account me",
+        "has ended, well or not",
+        "has ended well",
+        "1T tokens (train.duration: 1,000,000,000,000 tokens; there are no datasets yet",
+        "cost of a job that takes all its time: 480.0 GPU-hours",
+        "32 x a100 at 35% (assumed) of 312 TFLOP/s",
+        "free",
+        "warning: [odd] something\nnothing was sent",
+    ):
+        assert part in text, part
+    assert text.count("#SBATCH --job-name=") == text.count("[x]") == 4
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_dry_run_of_a_finished_run_on_this_machine(run: Path) -> None:
+    text = printed(load(run), SiteConfig(), "local", [])
+    assert "left: nothing, all steps are made" in text and "cost" not in text and "partition" not in text
+    assert "(2 are there)" in text

@@ -1,0 +1,90 @@
+"""The end of a training and of a check of nodes, as their job reads it."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pipeline.common import storage
+from pipeline.common.console import Console
+from slurm.job.batch_main import Ending, Link
+from slurm.job.srun_step import Step, meeting_place
+
+
+def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
+    site = SimpleNamespace(gpus_per_node=0, network_interface=None)
+    what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False}
+    submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site)
+    return Link(submission, 1, Console(file=io.StringIO()))
+
+
+def test_processes_of_several_nodes_meet_at_the_first_over_the_network_that_is_named() -> None:
+    """NCCL's variable and gloo's."""
+    site = SimpleNamespace(network_interface="ib0")
+    found = meeting_place(cast(Any, SimpleNamespace(site=site)), ["n1", "n2"])
+    assert found.pop("MASTER_PORT").isdecimal()
+    assert found == {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+
+
+def noted(run: Path, reason: str) -> None:
+    end = {"attempt": 1, "code": 79, "reason": reason, "agreed": True, "step": 3}
+    storage.put_json(run / "exit.json", end)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_end_of_a_launch_is_told_from_that_of_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """Also where a file system of the network answers `stat` from memory, and times are coarse."""
+    link = made(tmp_path, monkeypatch)
+    file = tmp_path / "exit.json"
+    assert link._exit_state(link._exit_file()) is None
+    noted(tmp_path, "before")
+    before, stat = link._exit_file(), file.stat()
+    assert link._exit_state(before) is None
+    if cached:
+        noted(tmp_path, "new")
+        monkeypatch.setattr(Path, "stat", lambda self, **keys: stat)
+    else:
+        file.write_bytes(file.read_bytes().replace(b"before", b"behind"))
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert link._exit_state(before) == Ending(79, "new" if cached else "behind", agreed=True)
+
+
+@pytest.mark.parametrize(
+    ("srun", "unhealthy", "told"),
+    [
+        ("n1: task 0: Killed", {"n1", "n2"}, set()),
+        ("n1: task 0: User defined signal 2", set(), {signal.SIGUSR2}),
+        ("n2: task 1: Exited with exit code 78\nsrun: error: n1: task 0: Terminated", set(), {signal.SIGUSR2}),
+        ("Node failure on n2\nsrun: error: n1: task 0: Killed\nsrun: Force Terminated StepId=6.0", set(), set()),
+    ],
+)
+def test_nodes_whose_check_was_interrupted_are_not_unhealthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, unhealthy: set[str], told: set[int]
+) -> None:
+    """The lines are those of srun 22.05; no process has left a report."""
+    link = made(tmp_path, monkeypatch)
+    link._allocation = SimpleNamespace(nodes=["n1", "n2"], down=list, unhealthy={})
+    monkeypatch.setattr(Step, "run", lambda step, *_: step.said.write_text(f"srun: error: {srun}\n"))
+    said = link._examine(tmp_path)
+    assert (set(link._allocation.unhealthy), link._told) == (unhealthy, told)
+    assert len(said) == (0 if told else len(unhealthy) or 1), "a node that is lost is named"
+
+
+def test_a_process_that_a_signal_ended_which_was_handed_on_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = made(tmp_path, monkeypatch)
+    step: Any = SimpleNamespace(nodes=(), logs=tmp_path, said=tmp_path / "srun.log")
+    launch: Any = SimpleNamespace(nodes=(), processes_per_node=1)
+    assert link._judge(step, -signal.SIGUSR2, launch, None).code == 1
+    link._told.add(signal.SIGUSR2)
+    assert link._judge(step, -signal.SIGUSR2, launch, None).code == 75

@@ -1,0 +1,319 @@
+"""Conversion to Hugging Face's format and from it, against transformers and its own files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.config.model import ModelConfig
+from pipeline.config.tokenizer import TokenizerConfig, TokenizerTrainConfig
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.weight_source import open_weights
+from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
+from pipeline.train.huggingface.convert import describe, from_hf, to_hf
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.mixers.attention import Context
+from tests.train.huggingface.hf_mapping import randomize
+from tests.train.models import FAMILIES, VOCAB
+
+QUIET = Console(file=io.StringIO())
+LENGTHS = (1, 13, 60)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be asked of the hub."""
+    monkeypatch.setattr(transformers.utils.logging, "_default_log_level", transformers.utils.logging.ERROR)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Of fewer ids than the models have rows."""
+    config = TokenizerConfig(train=TokenizerTrainConfig(vocab_size=257))
+    trained = Tokenizer.train(iter(["the cat sat on the mat"]), config)
+    state = json.loads(trained.definition)
+    keep = {token: number for token, number in state["model"]["vocab"].items() if number < VOCAB - 5}
+    state["model"]["vocab"], state["model"]["merges"] = keep, []
+    return Tokenizer(__import__("tokenizers").Tokenizer.from_str(json.dumps(state)), "<|endoftext|>", [])
+
+
+def theirs_in(folder: Path, family: str, tokenizer: Tokenizer, **save: Any) -> PreTrainedModel:
+    """A model of transformers with every tensor random, as it saves it itself."""
+    model = FAMILIES[family].theirs()
+    randomize(model, seed=3)
+    model.save_pretrained(folder, **save)
+    tokenizer.save(folder)
+    storage.put_json(folder / "tokenizer_config.json", {"eos_token": "<|endoftext|>"})
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    found: Tensor = model(tokens).logits
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(tmp_path: Path, family: str, tokenizer: Tokenizer) -> None:
+    """Each tensor is bit for bit what it was, no key more and none less, and all three compute the same."""
+    theirs = theirs_in(tmp_path / "theirs", family, tokenizer).eval()
+    text = from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
+    assert type(theirs).__name__ in text
+    said = to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
+
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(again) is type(theirs)
+    source = open_weights(tmp_path / "ours", None, "model")
+    ours = Decoder(decoder_spec(source.model, tokenizer.vocab_size, 64))
+    ours.load_state_dict(source.read(source.tensors))
+    for length in LENGTHS:
+        tokens = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
+        wanted = logits(theirs, tokens)
+        assert torch.equal(logits(again.eval(), tokens), wanted)
+        with torch.no_grad():
+            here = ours(tokens, Context())
+        torch.testing.assert_close(here[..., :VOCAB], wanted, atol=1e-4, rtol=0)
+        assert bool((here[..., VOCAB:] == -torch.inf).all())
+    text = "the cat of 1234 cafe\u0301"
+    if "qwen2" in family:
+        assert "warning: AutoTokenizer of transformers 5" in said
+        again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
+    else:
+        assert "warning" not in said
+        again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again.encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_several_files_and_types(tmp_path: Path, family: str, tokenizer: Tokenizer) -> None:
+    model = FAMILIES[family].theirs().to(torch.bfloat16)
+    randomize(model, seed=3)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    tokenizer.save(tmp_path / "theirs")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    from_hf(tmp_path / "theirs", tmp_path / "ours", end_of_document="<|endoftext|>", max_shard=30_000, console=QUIET)
+    to_hf(tmp_path / "ours", tmp_path / "again", max_shard=10_000, console=QUIET)
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_bytes())
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "again")
+    assert index["weight_map"].keys() == before.keys() == after.keys()
+    assert all(value.dtype == torch.bfloat16 and torch.equal(value, after[name]) for name, value in before.items())
+    to_hf(tmp_path / "ours", tmp_path / "fp32", dtype="fp32", console=QUIET)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32")
+    assert loaded.dtype == torch.float32
+    for name, value in tensors_of(tmp_path / "fp32").items():
+        assert torch.equal(value, before[name].float()), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_section_is_what_the_config_says(family: str) -> None:
+    """Both ways, and read from what version 4 of transformers wrote as from what 5 does."""
+    wanted = FAMILIES[family].config
+    hf, values = to_hf_config(wanted, VOCAB, 64)
+    assert {"model_type": hf.model_type}.items() <= values.items()
+    for given in (values, FAMILIES[family].theirs().config.to_dict()):
+        found_family, found = from_hf_config(given, "config.json")
+        assert found_family is hf
+        spec = decoder_spec(found.model_copy(update={"vocab_multiple": 20}), 90, 64)
+        assert spec == decoder_spec(wanted, VOCAB, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma2"}, "model_type: 'gemma2' cannot be converted; these can: gpt2, llama"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map.*needs code of its own, and no code .* is run"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.*quantized cannot be trained on"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be converted: only 'silu'"),
+        ({"attention_bias": True}, "attention_bias: True.*mlp_bias is False"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'.*linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_scaling: 'mscale: 0.7'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate: false"),
+        (
+            {"some_new_gate": 7},
+            "some_new_gate: 7 cannot be converted: nothing here computes it.*--ignore some_new_gate",
+        ),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"num_key_value_heads": 3}, "describes no model that can be built.*multiple of kv_heads 3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling: .*rope_parameters says something else",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention has its own"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    base = FAMILIES["llama"].theirs().config.to_dict()
+    base.pop("rope_parameters")
+    with pytest.raises(UserError, match=message):
+        from_hf_config({**base, **changes}, "config.json")
+
+
+def test_layers_of_two_kinds_are_refused() -> None:
+    base = {**FAMILIES["qwen3"].theirs().config.to_dict(), "use_sliding_window": True, "sliding_window": 8}
+    base |= {"max_window_layers": 1, "layer_types": None}
+    with pytest.raises(UserError, match="layer_types: .*all layers have the same attention here"):
+        from_hf_config(base, "config.json")
+    _, windowed = from_hf_config({**base, "max_window_layers": 0}, "config.json")
+    assert windowed.sliding_window == 8
+    _, same = from_hf_config(to_hf_config(windowed, VOCAB, 64)[1], "config.json")
+    assert same == windowed.model_copy(update={"vocab_size": VOCAB})
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "window", "kv_heads"),
+    [
+        ("mistral", {}, 4096, 8),
+        ("mistral", {"sliding_window": None, "num_key_value_heads": 4}, None, 4),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096, 32),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, None, 32),
+        ("qwen3", {"num_key_value_heads": None, "head_dim": 4}, None, 16),
+    ],
+)
+def test_what_is_not_said_is_what_transformers_takes(
+    kind: str, values: dict[str, Any], window: int | None, kv_heads: int
+) -> None:
+    heads = 32 if kv_heads == 32 else 16
+    base = {"hidden_size": 64, "num_attention_heads": heads, "num_hidden_layers": 2, "intermediate_size": 64}
+    given = {"model_type": kind, "vocab_size": 99, **base, **values}
+    _, found = from_hf_config(given, "config.json")
+    assert (found.sliding_window, found.kv_heads) == (window, kv_heads)
+    theirs = transformers.AutoConfig.for_model(kind, **{**base, **values})
+    assert theirs.num_key_value_heads == kv_heads and theirs.sliding_window == window
+
+
+def test_ignored_keys() -> None:
+    values = {**FAMILIES["llama"].theirs().config.to_dict(), "some_new_gate": 7}
+    from_hf_config(values, "config.json", ignore=["some_new_gate"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"logit_soft_cap": 30.0}, "model.logit_soft_cap is 30.0"),
+        ({"init": {"scheme": "mup", "mup_base_dim": 16}}, "model.init.scheme is 'mup'"),
+        ({"norm": "layernorm"}, "model.positions is 'rope' and model.norm is 'layernorm'"),
+        ({"mlp": "gelu"}, "model.mlp is 'gelu'"),
+        ({"positions": "learned"}, "model.positions is 'learned' and model.norm is 'rmsnorm'"),
+        ({"qk_norm": True, "bias": "qkv"}, "model.qk_norm is true and model.bias is 'qkv'"),
+        ({"bias": "all", "sliding_window": 4}, "model.sliding_window is set and model.bias is 'all'"),
+        ({"bias": "qkv", "head_dim": 16}, "model.bias is 'qkv' and model.head_dim is 16"),
+    ],
+)
+def test_a_model_that_no_family_computes_is_refused_by_its_key(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        to_hf_config(ModelConfig.model_validate({"layers": 2, "dim": 32, "heads": 4, **keys}), 100, 64)
+
+
+def test_folders_that_are_no_models(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def refused(message: str, folder: Path = tmp_path / "theirs") -> None:
+        with pytest.raises(UserError, match=message):
+            from_hf(folder, tmp_path / "ours", console=QUIET)
+        assert not (tmp_path / "ours").exists()
+
+    refused(r"has no config\.json", tmp_path)
+    theirs_in(tmp_path / "theirs", "llama", tokenizer)
+    weights = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(weights).items()}  # the file is written over
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    refused("model.safetensors is no sound safetensors file.*is the download complete")
+    save_file({name: value for name, value in tensors.items() if name != "model.norm.weight"}, weights)
+    refused("has no tensor model.norm.weight")
+    save_file({**tensors, "model.norm.weight": torch.ones(3)}, weights)
+    refused("model.norm.weight is 3, but by config.json it is 32")
+    save_file({**tensors, "model.layers.0.extra.weight": torch.ones(3)}, weights)
+    refused("1 tensors that a llama by this config.json has not, like model.layers.0.extra.weight")
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}, weights)
+    assert "llama" in describe(tmp_path / "theirs").lower(), "buffers of old versions are passed over"
+    weights.rename(tmp_path / "theirs" / "pytorch_model.bin")
+    refused("pytorch_model.bin, a pickle, which could run code and is not read")
+    (tmp_path / "theirs" / "pytorch_model.bin").unlink()
+    refused(r"has no \*.safetensors files")
+    weights.write_bytes(whole)
+    (tmp_path / "theirs" / "tokenizer_config.json").unlink()
+    values = json.loads((tmp_path / "theirs" / "config.json").read_bytes())
+    storage.put_json(tmp_path / "theirs" / "config.json", {**values, "eos_token_id": None})
+    refused("name it with --end-of-document")
+    (tmp_path / "theirs" / "tokenizer.json").unlink()
+    refused("has no tokenizer.json")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "file").touch()
+    with pytest.raises(UserError, match="ours is there already"):
+        from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
+
+
+def test_a_head_beside_a_tied_embedding(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    theirs_in(tmp_path / "theirs", "llama-tied-full-heads", tokenizer)
+    weights = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(weights).items()}
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, weights)
+    assert "llama" in describe(tmp_path / "theirs").lower()
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, weights)
+    with pytest.raises(
+        UserError, match=r"lm_head.weight is not model.embed_tokens.weight, though config.json ties them"
+    ):
+        describe(tmp_path / "theirs")
+
+
+def test_no_token_is_added_to_a_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Not even where the tokenizer that a model came with adds one."""
+    theirs_in(tmp_path / "theirs", "llama", tokenizer)
+    file = tmp_path / "theirs" / "tokenizer.json"
+    state = json.loads(file.read_bytes())
+    template = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    state["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": template,
+        "pair": template * 1,
+        "special_tokens": tokens,
+    }
+    file.write_text(json.dumps(state))
+    from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
+    to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again.encode("the cat") == tokenizer.encode("the cat")
+
+
+def test_names_without_the_prefix_of_the_head(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """As the first GPT-2 files have them, with masks among the tensors."""
+    theirs_in(tmp_path / "theirs", "gpt2", tokenizer)
+    from_hf(tmp_path / "theirs", tmp_path / "one", console=QUIET)
+    weights = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): value.clone() for name, value in load_file(weights).items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 64, 64)}, weights)
+    from_hf(tmp_path / "theirs", tmp_path / "other", console=QUIET)
+    one, other = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "other")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

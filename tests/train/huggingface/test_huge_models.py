@@ -1,0 +1,59 @@
+"""Folders of others that say their model is of absurd size: refused before anything of that size is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from pipeline.common.errors import UserError
+from pipeline.config.model import ModelConfig
+from pipeline.train.checkpoint.weight_source import open_weights
+from pipeline.train.huggingface.folder import HuggingFaceFolder
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.setup import check_has_weights
+from tests import bounded
+
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 310, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+}
+TINY = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 310}
+
+
+def folder(path: Path, **values: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_bytes(orjson.dumps(LLAMA | values))
+    return path
+
+
+def test_a_billion_layers(tmp_path: Path) -> None:
+    message = bounded.refused(
+        "HuggingFaceFolder(Path(sys.argv[1])).plan",
+        "from pathlib import Path\nfrom pipeline.train.huggingface.folder import HuggingFaceFolder",
+        folder(tmp_path / "hf", num_hidden_layers=10**9),
+    )
+    assert "config.json" in message and "layers" in message and "4096" in message
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"])
+def test_other_sizes(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match="less than or equal to"):
+        _ = HuggingFaceFolder(folder(tmp_path / "hf", **{key: 2**40})).plan
+
+
+def test_exported_weights(tmp_path: Path) -> None:
+    about = {"files": {}, "weights": "model", "fingerprints": {"model": TINY | {"layers": 10**9}}, "positions": 64}
+    (tmp_path / "export.json").write_bytes(orjson.dumps(about))
+    with pytest.raises(UserError, match="says of its model what cannot be: layers: .*less than or equal to 4096"):
+        open_weights(tmp_path, None, "model")
+
+
+def test_a_checkpoint_that_has_not_so_many_bytes() -> None:
+    checkpoint: Any = SimpleNamespace(path=Path("step-1"), size=200_000)
+    check_has_weights(checkpoint, decoder_spec(ModelConfig(**TINY), 310, 64))
+    with pytest.raises(UserError, match="step-1 has 200,000 bytes, but the model that it names has weights of"):
+        check_has_weights(checkpoint, decoder_spec(ModelConfig(**TINY | {"dim": 2**20, "layers": 4096}), 310, 64))

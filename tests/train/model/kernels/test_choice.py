@@ -1,0 +1,198 @@
+"""Which kernel is taken for which GPU, packages and model, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.common.errors import UserError
+from pipeline.config.load import load
+from pipeline.config.train import AttentionConfig
+from pipeline.train.model.kernels.choice import Machine, Need, choose, choose_on
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from tests.train.runs import start
+
+ALL = frozenset({2, 3, 4})
+NEED = Need(documents=True, windows=False, head_size=128, compute="bf16")
+CPU = Machine("cpu")
+VOLTA, AMPERE, HOPPER, BLACKWELL = (Machine("cuda", capability) for capability in ((7, 0), (8, 0), (9, 0), (10, 0)))
+
+
+def auto(need: Need, machine: Machine) -> tuple[str, int | None]:
+    choice = choose(AttentionConfig(), need, machine)
+    assert choice.reason
+    return choice.backend, choice.version
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "expected"),
+    [
+        (CPU, {}, ("sdpa", None)),
+        (AMPERE, {}, ("varlen", None)),
+        (AMPERE, {"compute": "fp32"}, ("sdpa", None)),
+        (AMPERE, {"documents": False}, ("sdpa", None)),
+        (AMPERE, {"documents": False, "windows": True}, ("varlen", None)),
+        (AMPERE, {"head_size": 100}, ("flex", None)),
+        (AMPERE, {"head_size": 512}, ("flex", None)),
+        (VOLTA, {}, ("sdpa", None)),
+        (replace(AMPERE, flash=ALL), {}, ("flash", 2)),
+        (replace(AMPERE, flash=frozenset({3, 4})), {}, ("varlen", None)),
+        (replace(AMPERE, flash=ALL, te=True), {"documents": False}, ("sdpa", None)),
+        (replace(AMPERE, te=True), {}, ("varlen", None)),
+        (replace(HOPPER, flash=ALL), {}, ("flash", 3)),
+        (replace(HOPPER, flash=frozenset({2, 4})), {}, ("flash", 2)),
+        (replace(HOPPER, flash=frozenset({4})), {}, ("flash", 4)),
+        (replace(HOPPER, flash=frozenset({4})), {"compiled": True}, ("varlen", None)),
+        (replace(HOPPER, flash=ALL), {"compiled": True, "deterministic": True}, ("flash", 3)),
+        (replace(BLACKWELL, flash=ALL), {}, ("flash", 2)),
+        (replace(BLACKWELL, flash=frozenset({3, 4})), {}, ("flash", 4)),
+        (replace(BLACKWELL, flash=frozenset({3, 4})), {"deterministic": True}, ("varlen", None)),
+        (replace(BLACKWELL, flash=frozenset({3, 4})), {"head_size": 192}, ("varlen", None)),
+        (replace(BLACKWELL, flash=frozenset({3})), {}, ("varlen", None)),
+    ],
+)
+def test_auto(machine: Machine, changes: dict[str, object], expected: tuple[str, int | None]) -> None:
+    assert auto(replace(NEED, **changes), machine) == expected  # type: ignore[arg-type]
+
+
+def test_masks_in_memory_are_warned_of() -> None:
+    reason = choose(AttentionConfig(), NEED, VOLTA).reason
+    assert reason.startswith("warning: documents as masks of sequence x sequence in memory")
+
+
+@pytest.mark.parametrize(
+    ("backend", "machine", "changes", "message"),
+    [
+        ("flex", CPU, {}, "needs a CUDA device, but this run is on a CPU: set train.attention.backend=sdpa"),
+        ("flash", AMPERE, {}, r"needs the package flash-attn: install the extra flash"),
+        ("te", AMPERE, {}, r"needs the package transformer-engine: install the extra te"),
+        ("flash", replace(AMPERE, flash=frozenset({3})), {}, r"only 3: install version 2"),
+        ("varlen", AMPERE, {"compute": "fp32"}, "set train.precision.compute=bf16"),
+        ("varlen", AMPERE, {"head_size": 100}, "set train.attention.backend=flex"),
+        ("flex", VOLTA, {}, "needs compute capability 8.0, but this GPU has 7.0"),
+        ("te", replace(AMPERE, te=True), {"compiled": True}, "set train.compile=false"),
+    ],
+)
+def test_what_is_named_and_not_possible(
+    backend: str, machine: Machine, changes: dict[str, object], message: str
+) -> None:
+    config = AttentionConfig.model_validate({"backend": backend})
+    with pytest.raises(UserError, match=f"train.attention.backend={backend} .*{message}"):
+        choose(config, replace(NEED, **changes), machine)  # type: ignore[arg-type]
+
+
+def test_what_is_named_and_possible() -> None:
+    for backend, machine in (("te", replace(AMPERE, te=True)), ("flex", AMPERE), ("sdpa", CPU), ("sdpa", HOPPER)):
+        config = AttentionConfig.model_validate({"backend": backend})
+        assert choose(config, NEED, machine).backend == backend
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of packages on what seems a Hopper."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    importlib.invalidate_caches()
+
+
+FUNCTION = "def flash_attn_varlen_func(): ..."
+FLASH2 = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": FUNCTION}
+CUTE = {"flash_attn/cute/__init__.py": "from cutlass import anything"}
+FLASH3 = {"flash_attn_interface.py": FUNCTION}
+FLASH4 = {"flash_attn/cute/__init__.py": FUNCTION, "cutlass/__init__.py": ""}
+FLASH4 |= {"flash_attn_4-4.0.0.dist-info/METADATA": "Name: flash-attn-4\nVersion: 4.0.0"}
+BROKEN = {"flash_attn/flash_attn_interface.py": "raise OSError('no such library')"}
+
+
+@pytest.mark.parametrize(
+    ("files", "compiled", "expected", "reason"),
+    [
+        (FLASH2 | CUTE, False, ("flash", 2), ""),
+        (CUTE, False, ("varlen", None), ""),
+        (FLASH4, False, ("flash", 4), ""),
+        (FLASH2 | BROKEN, False, ("varlen", None), "; flash-attn 2 cannot be imported (OSError: no such library)"),
+        (FLASH2 | BROKEN | FLASH4, False, ("flash", 4), "; flash-attn 2 cannot be imported (OSError: no such library)"),
+        (FLASH2 | FLASH3, False, ("flash", 3), ""),
+        (FLASH2 | FLASH3, True, ("flash", 2), "; flash-attn 3 is a build that torch.compile cannot follow"),
+    ],
+)
+def test_packages_as_they_are_found(
+    packages: Path, files: dict[str, str], compiled: bool, expected: tuple[str, int | None], reason: str
+) -> None:
+    write(packages, files)
+    choice = choose_on(AttentionConfig(), replace(NEED, compiled=compiled), torch.device("cuda"))
+    assert (choice.backend, choice.version) == expected
+    assert choice.reason == f"documents without a mask in memory{reason}"
+
+
+def test_a_named_package_that_cannot_be_imported(packages: Path) -> None:
+    raises = {"__init__.py": "", "pytorch/__init__.py": "raise RuntimeError('found two of me')"}
+    write(packages, FLASH2 | BROKEN | {f"transformer_engine/{name}": text for name, text in raises.items()})
+    cuda = torch.device("cuda")
+    assert choose_on(AttentionConfig(), NEED, cuda).backend == "varlen", "what is not asked for is not imported"
+    assert "transformer_engine" not in sys.modules
+    with pytest.raises(UserError, match="only 2, which cannot be imported .*no such library"):
+        choose_on(AttentionConfig(backend="flash"), NEED, cuda)
+    with pytest.raises(UserError, match=r"which cannot be imported \(RuntimeError: found two of me\)"):
+        choose_on(AttentionConfig(backend="te"), NEED, cuda).build(deterministic=False)
+
+
+def test_this_machine() -> None:
+    choice = choose(AttentionConfig(), NEED, Machine.of(torch.device("cpu")))
+    assert isinstance(choice.build(deterministic=True), Sdpa)
+    assert str(choice) == "sdpa (the device is a CPU)"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["backend=flex", "cpu"], "needs a CUDA device, but launch.device=cpu"),
+        (["backend=flash", "fp32"], "computes in 16 bits alone, but train.precision.compute=fp32"),
+        (["backend=varlen", "model.head_dim=12"], "but this model's is 12: set model.head_dim=8"),
+        (["backend=te"], "train.compile=null, which compiles on a GPU: torch.compile cannot follow"),
+        (["backend=te", "train.compile=false", "train.recompute.mode=selective"], "recompute.mode=full or none"),
+    ],
+)
+def test_what_can_never_be_is_refused_without_the_device(root: Path, values: list[str], message: str) -> None:
+    """By rules, as `train --check` on a login node has them; what it may have is not."""
+    given = ["launch.device=cuda", "train.precision.compute=bf16", "model.head_dim=8"]
+    names = {"cpu": "launch.device=cpu", "fp32": "train.precision.compute=fp32"}
+    names |= {value: f"train.attention.{value}" for value in values if value.startswith("backend")}
+    with pytest.raises(UserError, match=message):
+        check_layout(load(root / "run.yaml", [*given, *(names.get(value, value) for value in values)]), 1)
+    check_layout(load(root / "run.yaml", [*given, "train.attention.backend=flash"]), 1)
+
+
+def test_a_run_says_what_it_takes_and_refuses_what_is_not_there(root: Path) -> None:
+    code, out = start(root, "says", "train.duration=3 steps")
+    assert code == 0 and "attention: sdpa (the device is a CPU)" in out
+    code, out = start(root, "refuses", "train.attention.backend=flex", "launch.device=cpu")
+    assert code == 2 and "train.attention.backend=flex needs a CUDA device" in out
+    values = ("train.attention.backend=varlen", "launch.device=auto", "train.precision.compute=fp32")
+    code, out = start(root, "never", *values)
+    assert code == 2 and "computes in 16 bits alone" in out
+
+
+def test_what_keep_names_and_cannot_be_kept_is_warned_of(root: Path) -> None:
+    values = ["launch.device=cuda", "train.attention.backend=flex", "train.recompute.mode=selective"]
+    for more, warned in ((["train.compile=false"], True), ([], False), (["train.recompute.keep=[matmul]"], False)):
+        config = load(root / "run.yaml", ["train.compile=null", *values, *more])
+        lines = [line for line in layout_warnings(config, check_layout(config, 1)) if "computed again" in line]
+        assert bool(lines) == warned, more

@@ -1,0 +1,53 @@
+"""FlexAttention against the mask; on a CPU its forward pass, which runs without a compiler there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import RecomputeConfig
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.kernels.flex import OPERATION, Flex
+from pipeline.train.model.recompute import Recompute, _Policy
+from tests.train.model.kernels.cases import SOME, Case, differences
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", SOME)
+def test_outputs_are_those_of_the_mask(case: Case) -> None:
+    assert max(differences(case, Flex(), case.draw(torch.float32), backward=False).values()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_selective_recomputation_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients, from one forward pass of attention."""
+    # Gradients on a CPU are not offered, since no compiler makes them; the operation itself has them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    case, kernel = SOME[1], Flex()
+    q, k, v, _ = (x.requires_grad_() for x in case.draw(torch.float32))
+    prepared = kernel.prepare(case.sight())
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return kernel(x.sin(), k, v, prepared, 0.3).cos()
+
+    spec = decoder_spec(ModelConfig(layers=1, dim=32, heads=4, ffn_dim=48), 61, 40).layers[0]
+    recompute = Recompute.of_layer(RecomputeConfig(mode="selective"), 0, spec)
+    assert recompute is not None and recompute.keep is not None and OPERATION in recompute.keep
+    asked: list[tuple[bool, CheckpointPolicy]] = []
+    decide = _Policy.__call__
+
+    def spy(policy: _Policy, context: Any, operation: Any, *args: Any, **how: Any) -> CheckpointPolicy:
+        answer = decide(policy, context, operation, *args, **how)
+        if operation is OPERATION:
+            asked.append((context.is_recompute, answer))
+        return answer
+
+    monkeypatch.setattr(_Policy, "__call__", spy)
+    found, expected = (torch.autograd.grad(out.sum(), (q, k, v)) for out in (recompute(layer, q), layer(q)))
+    assert asked[0] == (False, CheckpointPolicy.MUST_SAVE)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pipeline.train.monitor.straggler import Stragglers, WorkClock, summary
+
+
+def spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_work_is_what_a_thread_does_itself() -> None:
+    clock = WorkClock()
+    spin(0.3)
+    worked = clock.take()
+    assert worked >= 0.3
+    time.sleep(1)
+    assert clock.take() < worked, "waiting is no work"
+    assert clock.take() < worked, "each time since the last one"
+    with clock.pause():
+        spin(0.3)
+    assert clock.take() < worked, "as a thread does that waits for a GPU"
+
+
+def test_summary_of_the_ranks() -> None:
+    assert summary([1.0]) == {}
+    assert summary([1.0, 3.0]) == {"median": 1.0, "max": 3.0, "slowest": 1, "ratio": 3.0}
+    assert summary([2.0, 5.0, 1.0]) == {"median": 2.0, "max": 5.0, "slowest": 1, "ratio": 2.5}
+    assert summary([0.0, 0.0]) == {"median": 0.0, "max": 0.0, "slowest": 0, "ratio": 1.0}
+
+
+def told(works: list[list[float]], seconds: float = 1.0) -> dict[int, str]:
+    """What is said at which step, from 1."""
+    stragglers = Stragglers(lambda rank: f"n{rank}")
+    said = {step: stragglers.see(step, summary(work), seconds) for step, work in enumerate(works, start=1)}
+    return {step: text for step, text in said.items() if text}
+
+
+def test_a_rank_that_is_always_the_slowest_is_told_now_and_then() -> None:
+    found = told([[0.2, 0.6, 0.2]] * 250)
+    assert list(found) == [20, 120, 220]
+    assert found[20].startswith("rank 1 on n1 works 3.0 times as long as the median rank")
+
+
+@pytest.mark.parametrize(
+    "works",
+    [
+        [[0.2, 0.6, 0.2]] * 19,
+        [[0.2, 0.6, 0.2]] * 19 + [[0.2, 0.2, 0.2]] + [[0.2, 0.6, 0.2]] * 19,
+        [[0.2, 0.6, 0.2], [0.2, 0.2, 0.6]] * 50,
+        [[0.2, 0.29, 0.2]] * 50,
+        [[0.01, 0.03, 0.01]] * 50,
+    ],
+    ids=["too few steps", "not in each step", "not the same rank", "not by much", "nobody waits for it"],
+)
+def test_what_is_no_straggler(works: list[list[float]]) -> None:
+    assert told(works) == {}
+
+
+def test_a_run_that_goes_back_is_told_again() -> None:
+    stragglers = Stragglers(lambda rank: None)
+    work = summary([0.2, 0.6])
+    said = [step for step in [*range(100, 120), *range(10, 12)] if stragglers.see(step, work, 1.0)]
+    assert said == [119, 10]

@@ -1,0 +1,266 @@
+"""Whole training runs on any layout, and what they computed, to compare with one process.
+
+A run starts from a seed checkpoint with a real history, so that its optimizer has moments, and trains a few steps with
+the trainer that users call. Each rank keeps the weights that it would have started with from scratch, and the gradients
+that it had at the first and the last step, and compares its own shards with those of the one process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pipeline.config.load import load
+from pipeline.config.parallel import ZERO_BUBBLE
+from pipeline.data.preprocess.stage import preprocess
+from pipeline.train import trainer
+from pipeline.train.model.init import local_range
+from pipeline.train.optim.optimizers import Gradients, Optimizers
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.tested import Combination
+from pipeline.train.parallel.torch_compat.core import plain
+from pipeline.train.parallel.torch_compat.pipeline_stage import SPLITS_BACKWARD
+from pipeline.train.run.folder import read_metrics
+from tests import tiny
+from tests.train.distributed import ranks
+
+SEED_STEP, LAST_STEP = 2, 7
+_SPLITS_BACKWARD = pytest.mark.skipif(not SPLITS_BACKWARD, reason="refused: this torch cannot split backward passes")
+
+
+def trains(schedule: str) -> list[pytest.MarkDecorator]:
+    """Marks of a test that trains with a schedule: it is skipped where the installed torch cannot."""
+    return [_SPLITS_BACKWARD] if schedule in ZERO_BUBBLE else []
+
+
+BATCH_SIZE = 16
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model.kv_heads": 4,
+        "model.document_attention": True,
+    },
+    "gpt2": {
+        "model.norm": "layernorm",
+        "model.mlp": "gelu",
+        "model.bias": "all",
+        "model.positions": "learned",
+        "model.tie_embeddings": True,
+        "model.document_attention": True,
+    },
+    "qwen3": {
+        "model.kv_heads": 2,
+        "model.qk_norm": True,
+        "model.head_dim": 16,
+        "model.tie_embeddings": True,
+        "train.loss.z_loss": 1e-3,
+    },
+}
+"""GPT-2-like, Llama-like, and one with what those two do not have."""
+
+CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16}
+"""What the layouts compute their loss in; the one process does so in one piece."""
+
+COMMON: dict[str, Any] = {
+    "model.dim": 64,
+    "model.heads": 8,
+    "model.ffn_dim": 96,
+    "model.vocab_multiple": 16,
+    "train.duration": f"{LAST_STEP} steps",
+    "train.batch_size": BATCH_SIZE,
+    "train.precision": {"compute": "fp32"},
+    "train.optimizer": {"lr": 1e-3, "clip_norm": 0.5},
+    "train.loss": {"mask_document_start": True},
+    "train.validation": {"every_steps": 100, "samples": 5},
+    "train.checkpoint": {"every_steps": 100},
+    "blend": {"skip": [{"samples": "34-35"}, {"source": "sea", "documents": ["1-2"]}]},
+}
+"""Masked labels, documents, accumulation and clipping in every run."""
+
+
+def write(root: Path) -> None:
+    """A corpus, its datasets, and a run file for each family."""
+    for name, keys in FAMILIES.items():
+        file = tiny.write_run(root, {**COMMON, **keys}, f"{name}.yaml")
+    preprocess(load(file))
+
+
+def reference(root: Path, family: str, layers: int) -> Path:
+    """The run of one process: its folder has the seed checkpoint, and `tensors.pt` what it computed."""
+    folder = root / f"{family}-{layers}-layers"
+    if not folder.exists():
+        ranks.run(1, _run_one, root, family, folder, layers, connect=False)
+    return folder
+
+
+def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks) -> list[str]:
+    """Train on a layout from the seed checkpoint of one process; what differs, in words.
+
+    Args:
+        processes: As many as the layout has. They may have trained on other layouts before.
+
+    Raises:
+        RankFailed: with the differences between tensors, which every rank looks at itself.
+    """
+    one = reference(root, family, row.layers)
+    run = root / f"{family}-{row.name}"
+    seed = f"step-{SEED_STEP:08d}"
+    shutil.copytree(one / "checkpoints" / seed, run / "checkpoints" / seed)
+    parallel = row.parallel.model_dump(mode="json", exclude_unset=True)
+    values = [
+        f"parallel={orjson.dumps(parallel).decode()}",
+        f"model.layers={row.layers}",
+        f"train.micro_batch_size={BATCH_SIZE // row.layout.dp // row.micro_batches}",
+        f"train.loss.chunk_tokens={CHUNK_TOKENS[family]}",
+        f"train.recompute={orjson.dumps(row.recompute.model_dump(mode='json', exclude_unset=True)).decode()}",
+        f"train.compile={str(row.compile).lower()}",
+    ]
+    # Compiling takes its time where no run has done so before.
+    processes.call(_run_layout, root, family, run, one, values, timeout=400 if row.compile else 120)
+    return differences(run, one)
+
+
+def differences(run: Path, one: Path) -> list[str]:
+    """How the metrics of a run differ from those of the one process, in words."""
+    found = []
+    expected = {row["step"]: row for row in read_metrics(one)}
+    rows = read_metrics(run)
+    if [row["step"] for row in rows] != list(range(SEED_STEP + 1, LAST_STEP + 1)):
+        return [f"steps {[row['step'] for row in rows]}"]
+    for row in rows:
+        other = expected[row["step"]]
+        for key in ("order_hash", "data_hash", "tokens", "lr", "skipped"):
+            if row[key] != other[key]:
+                found.append(f"step {row['step']}: {key} {row[key]} instead of {other[key]}")
+        for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5)):
+            if key in other and not abs(row[key] - other[key]) <= tolerance * abs(other[key]):
+                found.append(f"step {row['step']}: {key} {row[key]} instead of {other[key]}")
+        if row["loss_by_source"].keys() != other["loss_by_source"].keys():
+            found.append(f"step {row['step']}: loss_by_source {row['loss_by_source']}")
+    return found
+
+
+Tensors = dict[str, dict[str, Tensor]]
+"""What a probe keeps: `initial`, `gradient STEP`, `weights STEP`; whole, by the parameter's name."""
+
+
+class Probe:
+    """A context manager that keeps what a rank starts with and its gradients, while `trainer.train` runs.
+
+    Args:
+        first_step: Steps that the run has behind it.
+        steps: Those whose gradients are kept.
+        weights: Keep the weights after each of them too.
+        lead: What a probe kept of another run. The weights are set to those of that run after each step, so that every
+            step starts from one state: rounding in one step, and what an optimizer makes of it, is not in the next.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        steps: Collection[int] = (SEED_STEP + 1, LAST_STEP),
+        *,
+        weights: bool = False,
+        lead: Tensors | None = None,
+    ) -> None:
+        self.tensors: Tensors = {}
+        self._step = first_step
+        self._steps = steps
+        self._weights = weights
+        self._lead = lead
+        self._model: ParallelModel | None = None
+
+    def __enter__(self) -> Probe:
+        self._before = trainer.build_model, Gradients.scale, Optimizers.step
+        (build, scale, update), probe = self._before, self
+
+        def build_model(*args: Any, **kwargs: Any) -> ParallelModel:
+            probe._model = build(*args, **kwargs)
+            probe._keep("initial", lambda parameter: plain(parameter.detach()))
+            return probe._model
+
+        def scaled(self: Gradients, factor: Tensor) -> None:
+            probe._step += 1
+            if probe._step in probe._steps:
+                probe._keep(f"gradient {probe._step}", lambda parameter: parameter.grad)
+            scale(self, factor)
+
+        def updated(self: Optimizers, lr: float, finite: Tensor) -> None:
+            update(self, lr, finite)
+            if probe._weights and probe._step in probe._steps:
+                probe._keep(f"weights {probe._step}", lambda parameter: plain(parameter.detach()))
+            if probe._lead is not None:
+                probe._follow(probe._lead[f"weights {probe._step}"])
+
+        trainer.build_model = build_model  # type: ignore[assignment]
+        Gradients.scale = scaled  # type: ignore[method-assign]
+        Optimizers.step = updated  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        trainer.build_model, Gradients.scale, Optimizers.step = self._before  # type: ignore[method-assign]
+
+    def _keep(self, kind: str, what: Any) -> None:
+        assert self._model is not None
+        kept = self.tensors.setdefault(kind, {})
+        for name, parameter in self._model.named_parameters():
+            tensor = what(parameter)
+            assert isinstance(tensor, DTensor), name
+            whole = tensor.full_tensor().clone()
+            # A tied embedding may be here twice: both copies must be the same.
+            assert name not in kept or torch.equal(kept[name], whole), f"the two copies of {name} differ"
+            kept[name] = whole
+
+    @torch.no_grad()
+    def _follow(self, weights: dict[str, Tensor]) -> None:
+        assert self._model is not None
+        for name, parameter in self._model.named_parameters():
+            own = plain(parameter.detach())
+            assert isinstance(own, DTensor), name
+            own.to_local().copy_(own_part(parameter, weights[name]))
+
+
+def own_part(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Those elements of `whole` that this rank has of a parameter."""
+    for dim in range(parameter.ndim):
+        part = local_range(parameter, dim)
+        whole = whole.narrow(dim, part.start, len(part))
+    return whole.contiguous()
+
+
+def _run_one(root: Path, family: str, folder: Path, layers: int) -> None:
+    values = [f"run.dir={folder}", f"model.layers={layers}", f"train.checkpoint.every_steps={SEED_STEP}"]
+    with Probe(0) as probe:
+        trainer.train(load(root / f"{family}.yaml", [*values, "train.checkpoint.keep=9", "train.micro_batch_size=4"]))
+    torch.save(probe.tensors, folder / "tensors.pt")
+
+
+def _run_layout(root: Path, family: str, run: Path, one: Path, values: list[str]) -> None:
+    with Probe(SEED_STEP) as probe:
+        trainer.train(load(root / f"{family}.yaml", [f"run.dir={run}", *values]))
+    expected = torch.load(one / "tensors.pt", weights_only=True)
+    found = []
+    for kind, tensors in probe.tensors.items():
+        assert tensors, f"rank {os.environ['RANK']} has no part of the model"
+        for name, tensor in tensors.items():
+            other = expected[kind][name]
+            if kind == "initial":
+                if not torch.equal(tensor, other):
+                    found.append(f"initial {name} is not bitwise equal")
+                continue
+            # A key bias adds the same to all scores of a query: its gradient is 0, and what is computed is noise.
+            scale = expected[kind][name.replace("wk.bias", "wq.bias")].abs().max()
+            error = ((tensor - other).abs().max() / scale).item()
+            if not error <= 1e-4:
+                found.append(f"{kind} of {name}: error {error:.2g}")
+    assert set(probe.tensors) == set(expected), "steps are missing"
+    assert not found, "\n".join(found)

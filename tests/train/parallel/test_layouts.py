@@ -1,0 +1,58 @@
+"""Every tested combination trains as one process does: losses, gradients, norms, weights, and the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS, Combination
+from tests.train.distributed.ranks import Ranks
+from tests.train.parallel import layouts
+
+pytestmark = pytest.mark.parallel
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    layouts.write(folder)
+    return folder
+
+
+QUICK = (
+    *("tp2-selective", "pp2-zbv-full"),
+    *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-ulysses-tp2"),
+    *("fsdp2-reshard-cp2-all_gather", "pp2-1f1b-keep-cp2-all_gather"),
+    *("fsdp2-reshard-reduce_last", "pp2-1f1b-fsdp2-keep-reduce_each"),
+)
+"""Of the rows with cp, recomputation, compiled layers, overlapped communication or replicas of a pipeline those that
+are not slow tests."""
+SLOW = (
+    *("pp2-interleaved_1f1b-v3-layers_1_2_1_1_2_0", "pp4-zbv", "pp4-1f1b-layers_0_3_1_0"),
+    *("pp2-interleaved_1f1b-tp2", "pp2-gpipe-tp2", "pp2-gpipe-fsdp2-reshard"),
+    *("pp2-zbv-layers_1_2_1_1", "ddp2-tp2-no_sp", "pp4-interleaved_zero_bubble"),
+    *("pp2-interleaved_1f1b-fsdp2-keep", "hsdp2x2-reshard", "fsdp2-keep-tp2-no_sp", "fsdp2-reshard-tp2-no_sp"),
+)
+"""Of the others those that are: each is much like a quick one."""
+
+
+def cases() -> Iterator[Any]:
+    """Every row with each family. Quick are those of two processes with one family, and each second one of four."""
+    for number, row in enumerate((*TESTED, *WITHIN_LAYERS, *OVERLAPPED)):
+        for place, family in enumerate(("llama", "gpt2")):
+            world = row.layout.world_size
+            quick = world <= 4 and number % (2 if world == 2 or row.name in QUICK else 4) == place
+            plain = row in TESTED and row.layout.cp == 1 and 1 in (row.layout.pp, row.layout.dp_replicate)
+            quick = quick and (plain or row.name in QUICK) and row.name not in SLOW
+            marks = [*layouts.trains(row.kind.schedule or ""), *([] if quick else [pytest.mark.slow])]
+            yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "family"), list(cases()))
+def test_a_layout_computes_what_one_process_does(
+    root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+) -> None:
+    assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []

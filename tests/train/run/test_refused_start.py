@@ -1,0 +1,79 @@
+"""A start that is refused leaves nothing that was not there, and is no attempt at the run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import orjson
+import pytest
+
+from pipeline.common.console import Console
+from pipeline.common.errors import EXIT_OK, EXIT_REFUSED, MachineError, RankFailed, UserError
+from pipeline.config import Config
+from pipeline.config.load import load
+from pipeline.train.run.attempts import attempts
+from pipeline.train.run.folder import last_attempt, no_trace_if_refused
+from slurm.local import stages as local
+from slurm.local.stage_ledger import Ledger
+
+HUGE = "model={layers: 400, dim: 65536, heads: 512}"
+
+
+def _config(root: Path, name: str, *overrides: str) -> Config:
+    return load(root / "run.yaml", [f"run.dir={root / name}", "launch.device=cpu", *overrides])
+
+
+def _train(config: Config) -> int:
+    return local.train(config, Console(file=io.StringIO(), width=200))
+
+
+@pytest.mark.parametrize(
+    "override", ["train.duration=0 tokens", "train.sequence_length=1000000", HUGE, "parallel.tp=3"]
+)
+def test_a_new_run_that_is_refused_leaves_no_folder(root: Path, override: str) -> None:
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UserError) as refused:
+        _train(_config(root, "new/run", override))
+    assert refused.value.exit_code == EXIT_REFUSED
+    assert sorted(root.rglob("*")) == before
+
+
+def test_preprocessing_that_is_refused_leaves_no_folder(root: Path) -> None:
+    with pytest.raises(UserError):
+        local.preprocess(_config(root, "nodata", "data.sources.0.paths=[/nowhere/*.txt]", f"data.dir={root / 'none'}"))
+    assert not (root / "nodata").exists()
+
+
+def test_a_refused_start_does_not_count_as_an_attempt(root: Path) -> None:
+    run = root / "counted"
+    _train(_config(root, "counted", "train.duration=2 steps"))
+    for _ in range(2):
+        with pytest.raises(UserError):
+            _train(_config(root, "counted", "model.dim=64"))
+        told = orjson.loads((run / "exit.json").read_bytes())
+        assert (told["code"], told["attempt"]) == (EXIT_REFUSED, 2), "what a job's batch process reads"
+        assert last_attempt(run) == 1
+    assert _train(_config(root, "counted", "train.duration=4 steps")) == 4
+    assert [(each.number, each.code) for each in attempts(run)] == [(1, EXIT_OK), (2, EXIT_OK)]
+    assert last_attempt(run) == 2
+
+
+def test_a_run_folder_that_cannot_be_looked_at_is_named(root: Path) -> None:
+    """As below a folder that may not be searched, which root may: so a name that no disk takes."""
+    with pytest.raises(MachineError, match=r"run\.dir .* cannot be written to"):
+        _train(_config(root, "x" * 300))
+
+
+@pytest.mark.parametrize(
+    "error", [MachineError("a full disk"), RankFailed("the logs are in logs", EXIT_REFUSED), UserError("no")]
+)
+def test_what_may_be_needed_stays(tmp_path: Path, error: Exception) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(type(error)), no_trace_if_refused(run):
+        run.mkdir()
+        with Ledger(run).stage("train"):
+            if type(error) is UserError:
+                (run / "notes.txt").write_text("of a person")
+            raise error
+    assert (run / "ledger.jsonl").exists()
