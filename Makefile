@@ -9,7 +9,11 @@ LOCKED := $(PIP) --require-hashes
 TORCH_IS_CUDA := $(BIN)/python -c "from importlib.metadata import requires; \
   raise SystemExit(not any(each.startswith(('cuda-', 'nvidia-')) for each in requires('torch')))"
 
-.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all lint lock docs gpu-kit devcluster devcluster-down clean
+# An environment with another torch than the locked one: TORCH=2.11.0, or the newest that pip finds.
+TORCH_VENV := .venv-torch-$(or $(TORCH),newest)
+TORCH_PIP := $(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check
+
+.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock docs gpu-kit devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +24,7 @@ help:
 	@echo "make test-slurm   jobs on a real SLURM, which is brought up for them"
 	@echo "make devcluster   a SLURM on this machine to try things on; down again: make devcluster-down"
 	@echo "make test-all     all of these"
+	@echo "make test-torch   the tests of training and evaluation with another torch (TORCH=2.11.0; default: the newest)"
 	@echo "make lint         ruff, mypy, and which package may import which"
 	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
@@ -46,6 +51,13 @@ test-all: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slurm"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
 
+# What pip picks for this torch may replace what is locked, so it comes last. `.venv` is left alone.
+test-torch: $(TORCH_VENV)/.installed
+	@$(TORCH_PIP) --upgrade "torch$(addprefix ==,$(TORCH))"
+	@$(TORCH_VENV)/bin/python -c "import torch; print('torch', torch.__version__)"
+	@$(TORCH_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not slurm and not gpu" \
+	  tests/train tests/eval
+
 lint: install-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -69,17 +81,17 @@ devcluster-down: install
 	@$(BIN)/python -m slurm.devcluster down
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
-$(BIN)/python:
+$(BIN)/python $(TORCH_VENV)/bin/python: %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.11 ..." >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
-	  { rm -rf $(VENV); echo "error: $(PYTHON) has no venv; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -m venv $* || \
+	  { rm -rf $*; echo "error: $(PYTHON) has no venv; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
 # The stamps are newer than what they were installed from, or pip runs again.
 LOCKS := requirements/build.txt requirements/run.txt requirements/cuda.txt
@@ -96,4 +108,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	@echo "installing what the tests need"
 	@$(LOCKED) -r requirements/dev.txt
 	@$(BIN)/python -m pip check --disable-pip-version-check
+	@touch $@
+
+# torch's entry is its line and those that continue it.
+$(TORCH_VENV)/.installed: pyproject.toml $(LOCKS) requirements/dev.txt | $(TORCH_VENV)/bin/python
+	@echo "installing into $(TORCH_VENV), and torch after it (some minutes, several GB)"
+	@sed '/^torch==/,/[^\\]$$/d' requirements/build.txt requirements/run.txt requirements/dev.txt >$(TORCH_VENV)/locked.txt
+	@$(TORCH_PIP) --no-deps --no-build-isolation --require-hashes -r $(TORCH_VENV)/locked.txt
+	@$(TORCH_PIP) --no-deps --no-build-isolation -e .
 	@touch $@

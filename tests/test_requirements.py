@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -98,9 +99,35 @@ def test_no_addresses() -> None:
 
 def test_make_installs_nothing_else() -> None:
     text = (ROOT / "Makefile").read_text()
-    assert text.count("pip install") == 1
+    assert text.count("pip install") == 2, "into .venv, and below into the environments of another torch"
     flags = re.search(r"(?m)^PIP := .* -m pip install (.*)", text)
     assert flags and {"--no-deps", "--no-build-isolation"} <= set(flags[1].split())
     assert re.search(r"(?m)^LOCKED := \$\(PIP\) --require-hashes$", text)
     assert re.findall(r"\$\(PIP\) (?!--require-hashes)(.*)", text) == ["-e ."]
     assert sorted(re.findall(r"\$\(LOCKED\) -r requirements/(\w+)\.txt", text)) == sorted(FILES)
+
+
+def test_another_torch_has_an_environment_of_its_own() -> None:
+    """What is locked is there as it is, all but torch; what pip then picks for that torch goes nowhere else."""
+    command = ["make", "--dry-run", "--always-make", "test-torch", "TORCH=2.11.0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.replace("\\\n", " ").splitlines()
+    installs = [line for line in lines if "pip install" in line]
+    assert all(line.startswith(".venv-torch-2.11.0/bin/python -m pip install ") for line in installs)
+    locked, own, torch = (set(line.split()) for line in installs)
+    assert {"--no-deps", "--no-build-isolation", "--require-hashes", ".venv-torch-2.11.0/locked.txt"} <= locked
+    assert {"--no-deps", "--no-build-isolation", "."} <= own
+    assert '"torch==2.11.0"' in torch
+    (select,) = (line for line in lines if line.startswith("sed "))
+    made = subprocess.run(
+        ["sh", "-c", select.rpartition(">")[0]], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    wanted = [line for file in ("build", "run", "dev") for line in _lines(file)]
+    torchs = [number for number, line in enumerate(wanted) if line.startswith("torch==")]
+    (first,) = torchs
+    last = next(number for number in range(first, len(wanted)) if not wanted[number].endswith("\\"))
+    assert made.splitlines() == wanted[:first] + wanted[last + 1 :]
+
+
+def _lines(file: str) -> list[str]:
+    return (ROOT / "requirements" / f"{file}.txt").read_text().splitlines()

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.eval.reports import kept_results
-from pipeline.train.checkpoint.checkpoint import Checkpoint
+from pipeline.train.checkpoint.committed import Checkpoint
 
 if TYPE_CHECKING:
     from pipeline.eval.engine import Engine

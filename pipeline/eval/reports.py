@@ -14,7 +14,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.hashing import value_hash
 from pipeline.config import Config
-from pipeline.train.checkpoint.checkpoint import UNREADABLE, Checkpoint
+from pipeline.train.checkpoint.committed import UNREADABLE, Checkpoint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.attempts import metrics_path
 

@@ -24,7 +24,7 @@ from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump, load_run, no_run_folder
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.provenance.run import JOURNAL_FILE, saved_journal
-from pipeline.train.checkpoint.checkpoint import STATE, Checkpoint, Files, damage_named, record_of
+from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, damage_named, record_of
 from pipeline.train.checkpoint.dcp_storage import refuse_misfit
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import stored

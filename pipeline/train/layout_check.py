@@ -16,9 +16,9 @@ from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import layer_parameters, num_parameters
 from pipeline.train.parallel.footprint import Footprint, end_parameters, footprint
 from pipeline.train.parallel.layout import Layout, fixed_processes
+from pipeline.train.parallel.pipeline_schedules import Play, play
+from pipeline.train.parallel.pipeline_stages import Stage, compute_costs, split_stages
 from pipeline.train.parallel.rules.layout import check_layout, describe, layout_warnings
-from pipeline.train.parallel.schedules import Play, play
-from pipeline.train.parallel.stages import Stage, compute_costs, split_stages
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.parallel.tested import Kind
 

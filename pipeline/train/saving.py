@@ -24,9 +24,9 @@ from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.data.order.journal import Journal
 from pipeline.train.checkpoint import dcp_storage
-from pipeline.train.checkpoint.checkpoint import UNREADABLE
+from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
-from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.distributed.process_group import background_group, gather, share
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers

@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.config.train import InitFromConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
-from pipeline.train.checkpoint.checkpoint import COMMIT, Checkpoint, changed
+from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, changed
 from pipeline.train.checkpoint.export import ORIGIN_FILE
 from pipeline.train.checkpoint.fingerprint import differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints

@@ -22,7 +22,7 @@ from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.plan.build import Assumed, planned_journal
 from pipeline.data.preprocess.disk_space import free_space
-from pipeline.train.checkpoint.checkpoint import UNREADABLE
+from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.layout_check import vocabulary
 from pipeline.train.model.config import DecoderSpec, decoder_spec

@@ -16,6 +16,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import Kind, tested_kinds
+from pipeline.train.parallel.torch_compat import pipeline_stage
 
 Overrides = dict[str, Any]
 """Key path -> value."""
@@ -33,9 +34,9 @@ _LEAST_TOKENS = 4096
 def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices: int) -> Iterator[Overrides]:
     """Values of the keys that decide where and when things are computed, for each layout of a tested kind.
 
-    tp stays within a node. With pp, all schedules but `gpipe` and `dualpipev`, which keep more than others that wait no
-    longer; the run file's own `parallel.pipeline` is one of them. Recomputation is `none`, `selective` or `full` of
-    every layer, or what the run file has.
+    tp stays within a node. With pp, all schedules that the installed torch can train with but `gpipe` and `dualpipev`,
+    which keep more than others that wait no longer; the run file's own `parallel.pipeline` is one of them.
+    Recomputation is `none`, `selective` or `full` of every layer, or what the run file has.
 
     Args:
         config: The run file.
@@ -149,7 +150,8 @@ def _schedules(config: Config, pp: int) -> list[Overrides]:
     layers, own = config.model.layers, config.parallel.pipeline
     found = [of("1f1b", None)]
     if 2 * pp <= layers:
-        found += [of("zbv", None), of("interleaved_zero_bubble", None), of("interleaved_1f1b", None)]
+        found += [of("zbv", None), of("interleaved_zero_bubble", None)] if pipeline_stage.SPLITS_BACKWARD else []
+        found += [of("interleaved_1f1b", None)]
     found += [of("interleaved_1f1b", stages) for stages in (4, _MOST_VIRTUAL) if stages * pp <= layers]
     given = own.layers_per_stage or [1] * pp * own.stages_per_rank
     if len(given) == pp * own.stages_per_rank and sum(given) == (layers if own.layers_per_stage else len(given)):

@@ -19,6 +19,7 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from tests import tiny
 from tests.train.distributed.test_train_command import ranks_of, steps
+from tests.train.parallel import layouts
 from tests.train.runs import exact, weights_hash
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
@@ -84,7 +85,7 @@ def end(how: str, run: Path, process: subprocess.Popen[str], chance: random.Rand
         os.kill(target, number)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=layouts.trains(name)) for name in LAYOUTS])
 def test_it_goes_on_with_the_same_bits(root: Path, layout: str) -> None:
     chance = random.Random(layout)
     run, whole = root / layout, root / f"{layout}-whole"

@@ -142,14 +142,18 @@ def table(quick: tuple[tuple[str, str], ...]) -> Iterator[Any]:
             marks = [pytest.mark.guard] if pair in GUARD else [] if pair == ("zbv", "one") else [pytest.mark.slow]
         else:
             marks = [pytest.mark.slow]
-        yield pytest.param("gpt2", *pair, id="-to-".join(pair), marks=marks)
+        yield pytest.param("gpt2", *pair, id="-to-".join(pair), marks=[*_trains(pair), *marks])
 
 
 def table_of_both() -> Iterator[Any]:
     """And some pairs with a family that does not."""
     yield from table(QUICK)
     for pair in QUICK:
-        yield pytest.param("llama", *pair, id="llama-" + "-to-".join(pair), marks=pytest.mark.slow)
+        yield pytest.param("llama", *pair, id="llama-" + "-to-".join(pair), marks=[*_trains(pair), pytest.mark.slow])
+
+
+def _trains(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    return [mark for name in pair for mark in layouts.trains(LAYOUTS[name].schedule)]
 
 
 @pytest.mark.parametrize(("family", "source", "target"), list(table_of_both()))

@@ -18,8 +18,8 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train import saving, trainer
 from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.distributed.process_group import background_group, gather, share
 from tests import tiny
 from tests.train.distributed import ranks

@@ -80,8 +80,14 @@ GUARD = ("zbv", "fsdp2-tp2")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.guard if name in GUARD else pytest.mark.slow)
-        for name in LAYOUTS
+        pytest.param(
+            name,
+            marks=[
+                *layouts.trains(row.schedule),
+                *([] if name in QUICK else [pytest.mark.guard if name in GUARD else pytest.mark.slow]),
+            ],
+        )
+        for name, row in LAYOUTS.items()
     ],
 )
 def test_a_layout_sees_what_one_process_sees(root: Path, processes: Callable[[int], Ranks], name: str) -> None:

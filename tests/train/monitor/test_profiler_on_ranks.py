@@ -18,6 +18,7 @@ from pipeline.train.host.gc_schedule import Garbage
 from pipeline.train.monitor.profiler import Profile
 from tests import tiny
 from tests.train.distributed.ranks import Ranks
+from tests.train.parallel import layouts
 from tests.train.runs import exact, weights_hash
 
 pytestmark = pytest.mark.parallel
@@ -77,7 +78,11 @@ def test_the_others_wait_for_the_rank_that_writes(root: Path, processes: Callabl
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.guard if name == "zbv" else SLOW) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[*layouts.trains(name), pytest.mark.guard if name == "zbv" else SLOW])
+        for name in LAYOUTS
+    ],
 )
 def test_every_rank_tells_what_it_does(name: str, root: Path, processes: Callable[[int], Ranks]) -> None:
     layout, file = LAYOUTS[name], root / "run.yaml"

@@ -16,6 +16,7 @@ from pipeline.train import step, trainer
 from pipeline.train.optim.ema import Ema
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.tested import Combination
+from pipeline.train.parallel.torch_compat.pipeline_stage import SPLITS_BACKWARD
 from tests import tiny
 from tests.train.distributed.ranks import Ranks
 from tests.train.optim.averages import averages_differ, tensors
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.parallel
 DECAY = 0.8
 CHAIN: list[tuple[str, Combination]] = [
     ("fsdp2-tp2", Combination(Layout(dp_shard=2, tp=2))),
-    ("zbv", Combination(Layout(pp=2), "zbv")),
+    ("zbv", Combination(Layout(pp=2), "zbv" if SPLITS_BACKWARD else "interleaved_1f1b")),
     ("pp2-hsdp", Combination(Layout(pp=2, dp_replicate=2))),
     ("one", Combination(Layout())),
     ("dp4", Combination(Layout(dp_shard=4))),

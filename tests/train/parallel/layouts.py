@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.load import load
+from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train import trainer
 from pipeline.train.model.init import local_range
@@ -26,11 +28,20 @@ from pipeline.train.optim.optimizers import Gradients, Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.tested import Combination
 from pipeline.train.parallel.torch_compat.core import plain
+from pipeline.train.parallel.torch_compat.pipeline_stage import SPLITS_BACKWARD
 from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.train.distributed import ranks
 
 SEED_STEP, LAST_STEP = 2, 7
+_SPLITS_BACKWARD = pytest.mark.skipif(not SPLITS_BACKWARD, reason="refused: this torch cannot split backward passes")
+
+
+def trains(schedule: str) -> list[pytest.MarkDecorator]:
+    """Marks of a test that trains with a schedule: it is skipped where the installed torch cannot."""
+    return [_SPLITS_BACKWARD] if schedule in ZERO_BUBBLE else []
+
+
 BATCH_SIZE = 16
 
 FAMILIES: dict[str, dict[str, Any]] = {

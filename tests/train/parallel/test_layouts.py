@@ -55,6 +55,7 @@ def cases() -> Iterator[Any]:
             plain = row in TESTED and row.layout.cp == 1 and 1 in (row.layout.pp, row.layout.dp_replicate)
             quick = quick and (plain or row.name in QUICK) and row.name not in SLOW
             marks = [pytest.mark.slow] if not quick else [] if row.name in COVERING else [pytest.mark.guard]
+            marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
 
 

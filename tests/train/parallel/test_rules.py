@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.config.parallel import ZERO_BUBBLE, ScheduleName
 from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.train.doc_tables import PAGES, page
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules.layout import RULES, WARNINGS, check_layout, layout_warnings
-from pipeline.train.parallel.schedules import SCHEDULES
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
+from pipeline.train.parallel.rules.layout import RULES, WARNINGS, check_evaluation_layout, check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import TESTED, Kind, nearest_tested
+from pipeline.train.parallel.torch_compat import pipeline_stage
 from tests.config.runfile import write
 
 ROOT = Path(__file__).parents[3]
@@ -239,6 +242,26 @@ def test_everything_is_told_at_once(run_file: Path) -> None:
 def test_degrees_come_first(run_file: Path) -> None:
     with pytest.raises(UserError, match="launch.processes=4 or 6"):
         check_layout(load(run_file, (*BASE, "parallel.tp=2")), 5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_torch_that_cannot_split_backward_passes(
+    run_file: Path, schedule: ScheduleName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_stage, "SPLITS_BACKWARD", False)
+    pipeline = (*BASE, f"parallel.pipeline.schedule={schedule}", "train.micro_batch_size=8")
+    messages = _messages(run_file, 2, *pipeline, "parallel.pp=2")
+    if schedule in ZERO_BUBBLE:
+        assert len(messages) == 1, messages
+        wanted = f"parallel.pipeline.schedule={schedule} needs torch 2.13 or later, but torch {torch.__version__} is "
+        assert messages[0].startswith(wanted), messages[0]
+        assert messages[0].endswith("take one of gpipe, 1f1b, interleaved_1f1b"), messages[0]
+    else:
+        assert messages == []
+    assert _messages(run_file, 2, *pipeline) == [], "without a pipeline the key has no effect"
+    # An evaluation has no backward pass.
+    config = load(run_file, (*pipeline, "parallel.pp=2"))
+    assert check_evaluation_layout(config, 2).pp == 2
 
 
 @pytest.mark.parametrize("row", TESTED, ids=lambda row: row.name)

@@ -20,6 +20,7 @@ from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.memory import RankMemory, memory
 from tests import tiers, tiny
 from tests.train.distributed import ranks
+from tests.train.parallel import layouts
 from tests.train.planning.steps import CASES, case_config, measured_peak, of_case
 
 TOLERANCE = 0.1
@@ -48,7 +49,13 @@ def test_the_estimate_is_what_torch_allocates(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-@pytest.mark.parametrize("name", sorted(CASES.keys() - set(_QUICK)))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=layouts.trains(case_config(name).parallel.pipeline.schedule))
+        for name in sorted(CASES.keys() - set(_QUICK))
+    ],
+)
 def test_the_estimate_is_what_torch_allocates_on_every_layout(name: str) -> None:
     _compare(case_config(name))
 

@@ -8,8 +8,9 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.parallel.layout import resolve
-from pipeline.train.parallel.schedules import SCHEDULES, play
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.step_shapes import step_shapes
+from pipeline.train.parallel.torch_compat import pipeline_stage
 from pipeline.train.planning.bounds import least_bubble, least_bytes
 from pipeline.train.planning.candidates import candidates, differences, overridden
 from pipeline.train.planning.devices import DEVICES
@@ -62,6 +63,15 @@ def test_suggestions_hold_on_the_command_line() -> None:
         assert (pasted.layout, pasted.hours, pasted.peak_bytes) == (priced.layout, priced.hours, priced.peak_bytes)
         assert differences(config, overrides) == overrides
     assert [each for each, _ in found] == [each for each, _ in suggest(config, H100, 2, best=2)]
+
+
+def test_no_schedule_is_tried_that_torch_cannot_train_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small("train.batch_size=4")
+    for works in (True, False):
+        monkeypatch.setattr(pipeline_stage, "SPLITS_BACKWARD", works)
+        found = {each["parallel.pipeline.schedule"] for each in candidates(config, planned_spec(config), 2, 8)}
+        wanted = {"zbv", "interleaved_zero_bubble"} if works else set()
+        assert found == {"1f1b", "interleaved_1f1b"} | wanted
 
 
 def test_nothing_fits() -> None:

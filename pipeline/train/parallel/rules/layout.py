@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config import Config
@@ -13,6 +15,7 @@ from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
 from pipeline.train.model.config import default_ffn_dim
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
@@ -20,9 +23,9 @@ from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_w
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
 from pipeline.train.parallel.rules.profiling import PROFILE_RULES
 from pipeline.train.parallel.rules.recompute import RECOMPUTE_RULES, many_shapes, recompute_without_effect
-from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.parallel.tested import Kind, nearest_tested
+from pipeline.train.parallel.torch_compat import pipeline_stage
 
 _MUCH_PADDING = 0.1
 """Share of the windows of a step above which padding is worth a warning; `data plan` has the same."""
@@ -239,13 +242,26 @@ def _way_out(config: Config, layout: Layout, shape: StepShape) -> str:
     return f"set {what}={micro * layout.dp} or more, with {shape.micro_key}=1, or a smaller parallel.pp"
 
 
+def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
+    schedule = config.parallel.pipeline.schedule
+    if layout.pp > 1 and schedule in ZERO_BUBBLE and not pipeline_stage.SPLITS_BACKWARD:
+        yield (
+            f"parallel.pipeline.schedule={schedule} needs torch 2.13 or later, but torch {torch.__version__} is "
+            f"installed, where its backward passes fail: install a later torch, or take one of {_whole_backward()}"
+        )
+
+
+def _whole_backward() -> str:
+    """The schedules that do not split the backward pass."""
+    return ", ".join(name for name in SCHEDULES if name not in ZERO_BUBBLE)
+
+
 def _resharding(config: Config, layout: Layout) -> Iterator[str]:
     schedule = config.parallel.pipeline.schedule
     if layout.pp > 1 and schedule in ZERO_BUBBLE and config.parallel.reshard_after_forward:
-        others = ", ".join(name for name in SCHEDULES if name not in ZERO_BUBBLE)
         yield (
             f"parallel.reshard_after_forward=true with schedule={schedule} gives wrong gradients: set it to false, or "
-            f"take one of {others}"
+            f"take one of {_whole_backward()}"
         )
 
 
@@ -342,6 +358,13 @@ RULES: Sequence[Rule] = (
         "Every step has as many micro-batches on a data-parallel rank as the schedule demands (table below), in each "
         "phase and at each level of the batch ramp. Without `micro_batch_size` a step is one micro-batch.",
         _micro_batches,
+        of_training=True,
+    ),
+    Rule(
+        ("parallel.pipeline.schedule",),
+        "Training with schedules that split the backward pass (`interleaved_zero_bubble`, `zbv`, `dualpipev`) needs "
+        "torch 2.13 or later.",
+        _split_backward,
         of_training=True,
     ),
     Rule(
