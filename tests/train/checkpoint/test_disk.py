@@ -138,7 +138,7 @@ def test_on_a_full_disk_a_run_notes_its_end_and_keeps_its_exit_code(small_disk: 
     script = """
 import errno, os, sys, time
 from pathlib import Path
-from pipeline import cli
+from pipeline.cli.main import app, main
 from pipeline.common.errors import MachineError
 from pipeline.train.run.folder import open_run
 run = Path(sys.argv[1])
@@ -151,9 +151,9 @@ def train(*_):
             folder.step = 7
             sys.stdout.buffer.write(b"x" * 3000)  # stays in the buffer until the end
             raise type("Full", (MachineError,), {"exit_code": 79})("no room")
-cli.app.command("now")(lambda: train())
+app.command("now")(lambda: train())
 sys.argv = ["pipeline", "now"]
-cli.main()
+main()
 """
     run = small_disk / "run"
     with (small_disk / "log").open("wb") as log:
