@@ -24,7 +24,7 @@ help:
 	@echo "make devcluster   a SLURM on this machine to try things on; down again: make devcluster-down"
 	@echo "make test-all     all of these"
 	@echo "make test-torch   the tests of training and evaluation with another torch (TORCH=2.11.0; default: the newest)"
-	@echo "make lint         ruff and mypy"
+	@echo "make lint         ruff, mypy, and which package may import which"
 	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
@@ -58,6 +58,7 @@ lint: install-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md

@@ -40,8 +40,9 @@ def make_dataset(folder: Path, gigabytes: float) -> None:
     import xxhash
 
     from pipeline.common import storage
+    from pipeline.data.datasets.files import PARTS_FILE
     from pipeline.data.datasets.indexed import IndexedWriter, part_prefix
-    from pipeline.data.datasets.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, PARTS_FILE, Manifest, TokenizerInfo
+    from pipeline.data.datasets.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, Manifest, TokenizerInfo
 
     if (folder / MANIFEST_FILE).exists():
         return
@@ -96,7 +97,8 @@ def open_ours(folder: Path) -> Any:
     from pipeline.data.loading.loader import Loader
     from pipeline.data.loading.objectives import Causal
     from pipeline.data.order.blend import UNIT
-    from pipeline.data.order.journal import Journal, Segment, SourceState
+    from pipeline.data.order.journal import Journal
+    from pipeline.data.order.segments import Segment, SourceState
     from pipeline.data.order.windows import windows_of
 
     dataset = Dataset.open(folder)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import numpy as np
 
 from pipeline.data.order.blend import UNIT, Order, integer_weights, keyed_offset
-from pipeline.data.order.journal import Journal, Segment, SourceState
+from pipeline.data.order.journal import Journal
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Segment, SourceState
 
 DRAWS = 1000
 STEPS = 10_000

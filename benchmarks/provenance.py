@@ -23,10 +23,10 @@ import yaml
 
 from pipeline.common import storage
 from pipeline.common.hashing import key, keyed_order, mix
+from pipeline.data.datasets.files import receipt_path
 from pipeline.data.datasets.indexed import PROVENANCE, part_files, part_prefix
 from pipeline.data.datasets.manifest import read_manifest, read_parts, write_dataset
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.receipts import receipt_path
 
 try:
     from benchmarks.synthetic import make_blend

@@ -69,7 +69,7 @@ def ours(file: Path) -> dict[str, float]:
     from pipeline.data.datasets.open import open_datasets
     from pipeline.data.datasets.validate import check_datasets
     from pipeline.data.loading.loader import open_loader
-    from pipeline.data.order.journal import Journal
+    from pipeline.data.order.phases import plan_journal
 
     config = load(file)
     clock = Clock()
@@ -77,7 +77,7 @@ def ours(file: Path) -> dict[str, float]:
     clock.lap("open")
     check_datasets(datasets)
     clock.lap("checks")
-    journal = Journal.plan(config, datasets)
+    journal = plan_journal(config, datasets)
     clock.lap("plan")
     loader = open_loader(config, datasets, journal=journal)
     clock.lap("loader")

@@ -45,10 +45,7 @@ class SchedulerError(MachineError):
     def __init__(self, command: Sequence[str], said: str, hint: str = "") -> None:
         text = said.strip() or "it said nothing"
         if any(words in text for words in _NOT_CONFIGURED):
-            text = (
-                "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF (a dev "
-                'cluster: `eval "$(python -m slurm.devcluster env)"`)'
-            )
+            text = "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF"
         super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))
         self.command = list(command)
         self.said = text

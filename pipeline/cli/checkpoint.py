@@ -35,10 +35,10 @@ MaxShard = Annotated[
 def checkpoint_list(run: RunOrFolder, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, time, size, parent, attempt, layout, and whether their files are all there."""
     config, checkpoints = _open(run, overrides)
-    from pipeline.train.checkpoint import tools
+    from pipeline.train.checkpoint import commands
 
-    rows = tools.rows(checkpoints, config.train.checkpoint)
-    _show(tools.list_lines(rows), tools.as_json(rows) if as_json else None)
+    rows = commands.rows(checkpoints, config.train.checkpoint)
+    _show(commands.list_lines(rows), commands.as_json(rows) if as_json else None)
 
 
 @checkpoint_app.command("show")
@@ -53,10 +53,10 @@ def checkpoint_show(
 ) -> None:
     """Show what is in a checkpoint: where it comes from, what it was made with, its tensors."""
     _, checkpoints = _open(run, overrides)
-    from pipeline.train.checkpoint import tools
+    from pipeline.train.checkpoint import commands
 
-    found = tools.details(checkpoints, step)
-    _show(tools.details_lines(found, all_tensors=every), tools.details_json(found) if as_json else None)
+    found = commands.details(checkpoints, step)
+    _show(commands.details_lines(found, all_tensors=every), commands.details_json(found) if as_json else None)
 
 
 @checkpoint_app.command("verify")
@@ -71,10 +71,10 @@ def checkpoint_verify(
     """
     _, checkpoints = _open(run, overrides)
     from pipeline.common.console import alarm, say
-    from pipeline.train.checkpoint import tools
+    from pipeline.train.checkpoint import commands
 
     console = Console()
-    found = tools.verify(checkpoints, step, console, lambda line: say(console, line))
+    found = commands.verify(checkpoints, step, console, lambda line: say(console, line))
     for problems in found.values():
         for problem in problems:
             alarm("bad:", problem)
@@ -98,9 +98,9 @@ def checkpoint_prune(
 ) -> None:
     """Remove checkpoints that the policy does not keep, or chosen ones; never the last one that can be trusted."""
     config, checkpoints = _open(run, overrides)
-    from pipeline.train.checkpoint import tools
+    from pipeline.train.checkpoint import commands
 
-    tools.prune(
+    commands.prune(
         checkpoints,
         config.train.checkpoint,
         print,

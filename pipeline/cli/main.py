@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -17,6 +17,7 @@ from pipeline import __version__
 from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step
 from pipeline.cli.checkpoint import checkpoint_app
 from pipeline.cli.convert import convert_app
+from pipeline.cli.data import data_app
 from pipeline.cli.jobs import add_to
 from pipeline.common.console import Console, alarm, echo, flush
 from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, EXIT_REFUSED, RankFailed, Stopped, UserError
@@ -65,10 +66,6 @@ app = typer.Typer(
     help="From documents to an evaluated language model: preprocess, train, eval, one run file.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at run files and their keys.")
-data_app = typer.Typer(
-    no_args_is_help=True,
-    help="Datasets: look at, check, convert. Runs: review what they train on (plan), trace it (where, when).",
-)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -372,166 +369,6 @@ def config_schema() -> None:
     echo(json_schema(), end="")
 
 
-@data_app.command("inspect")
-def data_inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
-    documents: Annotated[int, typer.Option(help="Documents to show.", min=0)] = 3,
-) -> None:
-    """Show what a dataset holds: counts, tokenizer, lengths, the first documents."""
-    from pipeline.data.provenance.inspect import inspect
-
-    inspect(folder, documents=documents)
-
-
-@data_app.command("verify")
-def data_verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
-) -> None:
-    """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
-    from pipeline.data.datasets.manifest import verify
-
-    found = verify(folder)
-    for problem in found.problems:
-        alarm("bad:", problem)
-    for repair in found.repairs:
-        alarm("to repair:", repair)
-    if found.problems:
-        raise typer.Exit(EXIT_OTHER)
-    echo(f"{folder}: {found}: everything is as it was written")
-
-
-@data_app.command("merge")
-def data_merge(
-    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="A dataset's folder, like DATA_DIR/SOURCE/train.")],
-    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="PREFIX.bin and PREFIX.idx are written.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
-) -> None:
-    """Write a dataset as a single .bin/.idx pair, for tools that want one."""
-    from pipeline.data.datasets.merge import merge
-
-    echo(merge(dataset, prefix, force=force, console=Console()))
-
-
-@data_app.command("adopt")
-def data_adopt(
-    prefixes: Annotated[
-        list[Path], typer.Argument(metavar="PREFIX...", help="Paths without suffix, globs or folders.")
-    ],
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the source that is made.")],
-    tokenizer: Annotated[Path, typer.Option(help="The tokenizer.json that the files were made with.")],
-    end_of_document: Annotated[str, typer.Option(help="The token that closes every document.")] = "<|endoftext|>",
-    special_token: Annotated[list[str] | None, typer.Option(help="A further special token; may be repeated.")] = None,
-    split: Annotated[str, typer.Option(help="Split that the documents become.")] = "train",
-    link: Annotated[
-        Literal["symlink", "hardlink", "copy"], typer.Option(help="How the dataset refers to the files.")
-    ] = "symlink",
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="Copy, with the missing ends of documents.")] = False,
-) -> None:
-    """Make a dataset of .bin/.idx files of Megatron-LM, NeMo or GPT-NeoX, checked and without a second copy."""
-    from pipeline.data.datasets.adopt import adopt
-
-    report = adopt(
-        prefixes,
-        to,
-        tokenizer=tokenizer,
-        end_of_document=end_of_document,
-        special_tokens=special_token or [],
-        split=split,
-        link=link,
-        append_eod=append_eod,
-        console=Console(),
-    )
-    echo(report)
-
-
-@data_app.command("plan")
-def data_plan(
-    run: RunOrFolder,
-    overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks, for micro-batches and padding.", min=1)] = 1,
-    steps: Annotated[int, typer.Option(help="First steps whose order is hashed.", min=0)] = 1000,
-    preview: Annotated[int, typer.Option(help="First windows to show as text.", min=0)] = 0,
-    assume: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE=TOKENS",
-            help="Plan as if the source had so many tokens, like web=1T, whether or not it has a dataset; may be "
-            "repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all digits.")] = False,
-) -> None:
-    """Show a run's blend on paper: sources, segments, epochs, accounts at the end, warnings, a hash of the order.
-
-    Writes nothing. A run that has begun is planned from its newest checkpoint.
-    """
-    from pipeline.config.load import load_run
-
-    config = load_run(run, overrides or ())
-    from pipeline.data.plan.show import print_plan
-    from pipeline.train.optim.lr_schedule import Schedule
-
-    print_plan(
-        config,
-        Console(),
-        ranks=ranks,
-        hashed_steps=steps,
-        preview=preview,
-        assume=assume or (),
-        as_json=as_json,
-        check=lambda journal, steps: Schedule(config.train.schedule, config.train.duration, steps, journal.tokens),
-    )
-
-
-Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files where nothing else has them.")]
-
-
-@data_app.command("where")
-def data_where(
-    run: RunOrFolder,
-    step: Annotated[int, typer.Option(help="The step, from 1 as in metrics.jsonl.")],
-    overrides: Overrides = None,
-    rank: Annotated[int | None, typer.Option(help="Only the samples of this data-parallel rank.", min=0)] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Data-parallel ranks; by default those of the newest checkpoint.", min=1)
-    ] = None,
-    ids: Ids = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show the documents in a step, trained or to come: source, file, line or row, id, tokens, first words."""
-    from pipeline.data.provenance.run import answer, ask
-    from pipeline.data.provenance.step_to_documents import where
-
-    answer(where(ask(run, overrides or ()), step, rank=rank, ranks=ranks, ids=ids, say=_note), as_json)
-
-
-@data_app.command("when")
-def data_when(
-    run: RunOrFolder,
-    source: Annotated[str, typer.Option(help="The document's source.")],
-    overrides: Overrides = None,
-    doc: Annotated[str | None, typer.Option(help="Its id, or the xxh3:... that `data where` shows.")] = None,
-    document: Annotated[int | None, typer.Option(help="Its number, as `data where` shows it.")] = None,
-    row: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE[:N]",
-            help="Its file and line (from 1) or row (from 0), as `data where` shows them; the file alone where that "
-            "is one document.",
-        ),
-    ] = None,
-    ids: Ids = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show the steps at which a document was or will be trained on, in every lap, or why it is not."""
-    from pipeline.data.provenance.document_to_steps import when
-    from pipeline.data.provenance.run import answer, ask
-
-    opened = ask(run, overrides or ())
-    answer(when(opened, source, id=doc, document=document, row=row, ids=ids, say=_note), as_json)
-
-
 def _submitted(
     config: Config, stages: list[StageName], slurm: bool, local: bool, dry_run: bool, step: int | None = None
 ) -> bool:
@@ -546,11 +383,6 @@ def _submitted(
 
     submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step)
     return True
-
-
-def _note(message: str) -> None:
-    """What takes its time."""
-    echo(message, error=True, flush=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Times, for people."""
+"""Times, sizes and counts, for people."""
 
 from __future__ import annotations
 
@@ -25,3 +25,17 @@ def minutes(count: int) -> str:
 def listed(reason: str) -> str:
     """Why something ended, as a part of a list with semicolons: no full stop before one, nor at the end."""
     return re.sub(r"(?<!\.)\.(?=;|$)", "", reason)
+
+
+def size(count: float) -> str:
+    """A number of bytes for people, in powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 unit`, `2 units`, `3 batches`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from pipeline.common import storage
 from pipeline.config import Config
-from pipeline.eval.reports import report_path
-from pipeline.train.checkpoint.checkpoint import Checkpoint
+from pipeline.eval.reports import kept_results
+from pipeline.train.checkpoint.committed import Checkpoint
 
 if TYPE_CHECKING:
     from pipeline.eval.engine import Engine
-
-
-def benchmark_path(config: Config, step: int, kind: Literal["tasks", "harness"]) -> Path:
-    """Where results of a checkpoint are kept: beside its report, under a name that is no report's."""
-    path = report_path(config, step)
-    return path.with_name(f"{kind}-{path.name}")
-
-
-def kept_results(config: Config, checkpoint: Checkpoint, kind: Literal["tasks", "harness"]) -> dict[str, Any]:
-    """What is kept of this very checkpoint, however it was made; nothing of a damaged file.
-
-    Returns:
-        For `tasks` what each was made with and its figures, by its name. For `harness` what the harness said, the
-        latest under `""`, and those before it under `"1"` and so on, which were of other tasks or other settings.
-    """
-    found = {}
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        value = storage.get_json(benchmark_path(config, checkpoint.step, kind))
-        if kind == "tasks":
-            entries = dict(value["tasks"])
-        else:
-            others = value.pop("others", [])
-            entries = {"": value} | {str(number): each for number, each in enumerate(others, 1)}
-        for name, entry in entries.items():
-            if entry["made_with"]["checkpoint"] == checkpoint.fingerprint:
-                found[name] = entry
-    return found
 
 
 def run_benchmarks(

@@ -24,8 +24,8 @@ from pipeline.common.errors import UserError, install_extra
 from pipeline.common.hashing import value_hash
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
-from pipeline.eval.benchmarks import benchmark_path, kept_results
 from pipeline.eval.engine import Engine
+from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import barrier, share

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
 from pipeline.common import storage
 from pipeline.common.hashing import value_hash
 from pipeline.config import Config
-from pipeline.train.checkpoint.checkpoint import UNREADABLE
+from pipeline.train.checkpoint.committed import UNREADABLE, Checkpoint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.attempts import metrics_path
 
@@ -149,3 +149,30 @@ def _known(run: Path, steps: set[int]) -> tuple[dict[int, int], dict[int, str]]:
             if row.get("step") in left and isinstance(row.get("tokens"), int):
                 tokens[row["step"]] = row["tokens"]
     return tokens, fingerprints
+
+
+def benchmark_path(config: Config, step: int, kind: Literal["tasks", "harness"]) -> Path:
+    """Where results of a checkpoint are kept: beside its report, under a name that is no report's."""
+    path = report_path(config, step)
+    return path.with_name(f"{kind}-{path.name}")
+
+
+def kept_results(config: Config, checkpoint: Checkpoint, kind: Literal["tasks", "harness"]) -> dict[str, Any]:
+    """What is kept of this very checkpoint, however it was made; nothing of a damaged file.
+
+    Returns:
+        For `tasks` what each was made with and its figures, by its name. For `harness` what the harness said, the
+        latest under `""`, and those before it under `"1"` and so on, which were of other tasks or other settings.
+    """
+    found = {}
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        value = storage.get_json(benchmark_path(config, checkpoint.step, kind))
+        if kind == "tasks":
+            entries = dict(value["tasks"])
+        else:
+            others = value.pop("others", [])
+            entries = {"": value} | {str(number): each for number, each in enumerate(others, 1)}
+        for name, entry in entries.items():
+            if entry["made_with"]["checkpoint"] == checkpoint.fingerprint:
+                found[name] = entry
+    return found

@@ -16,9 +16,9 @@ from pipeline.common import storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.work.receipts import TRAIN
 from pipeline.eval.perplexity import EvalReport
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.eval.text import continue_prompt

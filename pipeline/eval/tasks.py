@@ -14,9 +14,9 @@ from pipeline.common.console import progress, say
 from pipeline.common.hashing import file_hash
 from pipeline.config import Config
 from pipeline.config.eval import TaskConfig
-from pipeline.eval.benchmarks import benchmark_path, kept_results
 from pipeline.eval.engine import Engine
 from pipeline.eval.lambada import lambada_figures, last_word, read_passages
+from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.scoring import score
 from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints

@@ -11,9 +11,9 @@ from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.huggingface.families import FAMILIES
 from pipeline.train.huggingface.families import Rule as TensorRule
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS
-from pipeline.train.parallel.schedules import SCHEDULES, play
 from pipeline.train.parallel.tested import TESTED, Combination
 from pipeline.train.resume import table as winners
 

@@ -19,14 +19,14 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump, load_run, no_run_folder
-from pipeline.data.loading.loader import check_run_file
+from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.provenance.run import JOURNAL_FILE, saved_journal
-from pipeline.data.work.progress import counted
-from pipeline.train.checkpoint.checkpoint import STATE, Checkpoint, Files, damage_named, record_of
+from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, damage_named, record_of
+from pipeline.train.checkpoint.dcp_storage import refuse_misfit
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.storage import refuse_misfit
 from pipeline.train.checkpoint.tensors import stored
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.monitor.phase_log import describe_run

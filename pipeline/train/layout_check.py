@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.progress import counted
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import layer_parameters, num_parameters
 from pipeline.train.parallel.footprint import Footprint, end_parameters, footprint
 from pipeline.train.parallel.layout import Layout, fixed_processes
+from pipeline.train.parallel.pipeline_schedules import Play, play
+from pipeline.train.parallel.pipeline_stages import Stage, compute_costs, split_stages
 from pipeline.train.parallel.rules.layout import check_layout, describe, layout_warnings
-from pipeline.train.parallel.schedules import Play, play
-from pipeline.train.parallel.stages import Stage, compute_costs, split_stages
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.parallel.tested import Kind
 

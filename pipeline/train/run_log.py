@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.order.journal import Journal
-from pipeline.data.work.progress import counted
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.phase_log import describe_change, describe_run

@@ -10,6 +10,7 @@ from pipeline.data.datasets.open import open_datasets
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.order import run_length
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
@@ -63,7 +64,7 @@ def plan_run(
     state = checkpoint.state() if checkpoint is not None else {}
     if checkpoint is not None and saved is None:
         saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
-    journal = Journal.plan(config, datasets, saved)
+    journal = plan_journal(config, datasets, saved)
     now = fingerprints(config, {name: d.fingerprint for name, d in datasets.items()}, tokenizer.fingerprint)
     warnings: list[str] = []
     if checkpoint is not None and saved is not None:

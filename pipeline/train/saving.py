@@ -23,10 +23,10 @@ from pipeline.common.errors import MachineError, NumericalError, RankFailed, Sto
 from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.data.order.journal import Journal
-from pipeline.train.checkpoint import storage
-from pipeline.train.checkpoint.checkpoint import UNREADABLE
+from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
-from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.distributed.process_group import background_group, gather, share
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
@@ -65,7 +65,7 @@ class _Job:
 
     step: int
     attempt: int
-    tensors: storage.State
+    tensors: dcp_storage.State
     state: dict[str, Any]
     """Of rank 0, which alone writes it."""
     last: bool
@@ -164,7 +164,7 @@ class Saver:
         self.wait()
         advance()
         waited = time.monotonic() - start if waits else 0.0
-        tensors = storage.tensors(self._model, self._optimizers, self._ema)
+        tensors = dcp_storage.tensors(self._model, self._optimizers, self._ema)
         in_background = self._config.train.checkpoint.async_save and not last
         if in_background:
             tensors = self._staging.copy(tensors)
@@ -285,7 +285,7 @@ class Saver:
             if problem is None:
                 tmp = Path(name)
                 try:
-                    written = gather(storage.write(tmp, job.tensors, self._group), self._group)
+                    written = gather(dcp_storage.write(tmp, job.tensors, self._group), self._group)
                 except OSError as error:  # the same one on all ranks
                     problem = error.strerror or str(error)
                 else:

@@ -16,7 +16,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import AttentionConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.fingerprint import compare, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
@@ -170,7 +170,7 @@ def load_for_inference(
     kernel = choose_on(AttentionConfig(), need, device).build(config.train.deterministic)
     for part in model.parts.values():
         part.kernel = kernel
-    storage.read(checkpoint, model, weights=config.eval.weights)
+    dcp_storage.read(checkpoint, model, weights=config.eval.weights)
     model.train(False)
     runner = build_runner(model, setup.mesh, parallel, setup.device, COMPUTE_DTYPE[precision.compute])
     return setup, model, runner, checkpoint

@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from pipeline.common import storage as store
+from pipeline.common import storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import NumericalError, Stopped, UserError
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.local_copy import staged
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.heldout import HeldOut
 from pipeline.data.loading.loader import Loader, open_loader
+from pipeline.data.loading.local_copy import staged
 from pipeline.data.loading.prefetch import copied
-from pipeline.data.order.journal import Segment
+from pipeline.data.order.segments import Segment
+from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.provenance.run import JOURNAL_FILE
-from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import due
 from pipeline.train.checkpoint.resume_point import rewind_point
@@ -228,6 +229,7 @@ class Trainer:
         self._origin = Origin()
 
     def _open_loader(self) -> Loader:
+        check_run_file(self._config, self._datasets)
         mesh = self._setup.mesh
         return open_loader(
             self._config,
@@ -273,7 +275,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load the whole state of a checkpoint."""
-        if storage.read(checkpoint, self._model, self._optimizers, self._stepper.ema):
+        if dcp_storage.read(checkpoint, self._model, self._optimizers, self._stepper.ema):
             say(
                 self._console,
                 f"train: moments of the layers' matrices begin at zero: {checkpoint.path.name} has those of another "
@@ -299,7 +301,7 @@ class Trainer:
         first, total = self._folder.step, self._plan.length.steps
         sinks: list[Sink] = []
         if self._ranks.rank == 0:
-            store.put(self._folder.path / RUN_FILE, dump(self._config).encode())
+            storage.put(self._folder.path / RUN_FILE, dump(self._config).encode())
             self._write_journal()
             sinks = open_sinks(self._config, self._folder.path, self._console, first, total)
         sizes = [len(split) for split in self._heldout.values()]
@@ -333,7 +335,7 @@ class Trainer:
             say(self._console, f'train: {withheld} (`"skipped": true` in metrics.jsonl)')
 
     def _write_journal(self) -> None:
-        store.put_json(self._folder.path / JOURNAL_FILE, self._plan.journal.to_json())
+        storage.put_json(self._folder.path / JOURNAL_FILE, self._plan.journal.to_json())
 
     def _steps(self, requests: Requests, metrics: Metrics) -> None:
         """The loop."""

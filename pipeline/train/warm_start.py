@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from pipeline.common import storage as store
+from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.train import InitFromConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint import storage
-from pipeline.train.checkpoint.checkpoint import COMMIT, Checkpoint, changed
+from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, changed
 from pipeline.train.checkpoint.export import ORIGIN_FILE
 from pipeline.train.checkpoint.fingerprint import differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
@@ -76,7 +76,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         where, weights = checkpoint.path, wanted.weights
         share(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
         lines = share(lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer))
-        storage.read(checkpoint, model, weights=wanted.weights)
+        dcp_storage.read(checkpoint, model, weights=wanted.weights)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
         where = _folder(wanted)
@@ -141,7 +141,7 @@ def _check_fit(
     advice: str = "set `model` to that of the run that the weights are from",
 ) -> None:
     """A `UserError` that names the first tensor that the model does not have as it is."""
-    if problem := storage.misfit(found, spec, where):
+    if problem := dcp_storage.misfit(found, spec, where):
         raise UserError(f"train.init_from: {problem}; {advice}")
 
 
@@ -252,7 +252,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
 
     def said() -> dict[str, Any]:
         keys = ("files", "weights", "fingerprints", "run", "checkpoints")
-        about: dict[str, Any] = store.get_json(folder / ORIGIN_FILE, *keys)
+        about: dict[str, Any] = storage.get_json(folder / ORIGIN_FILE, *keys)
         if wanted.weights == "ema" and about["weights"] != "ema":
             raise UserError(
                 f"train.init_from.weights: ema, but {folder} has the weights that were trained; export the "

@@ -15,14 +15,14 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.config.train import CheckpointConfig
+from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.plan.build import Assumed, planned_journal
 from pipeline.data.preprocess.disk_space import free_space
-from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN
-from pipeline.train.checkpoint.checkpoint import UNREADABLE
+from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.layout_check import vocabulary
 from pipeline.train.model.config import DecoderSpec, decoder_spec

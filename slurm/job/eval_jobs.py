@@ -15,7 +15,7 @@ from pipeline.common.console import say
 from pipeline.common.errors import EXIT_OK
 from pipeline.eval.benchmarks import benchmarks_are_kept
 from pipeline.eval.reports import evaluated_checkpoint, report_path
-from pipeline.train.checkpoint.checkpoint import COMMIT, Checkpoint
+from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import is_permanent
 from slurm import jobs, scheduler

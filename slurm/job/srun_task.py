@@ -60,10 +60,11 @@ def main() -> None:
 
         doctor(words[1:])
         return
-    from pipeline.cli.main import main as pipeline
+    import runpy
 
+    # By its name, as `python -m pipeline` finds it: the command line stands above this package.
     sys.argv = ["pipeline", *words]
-    pipeline()
+    runpy.run_module("pipeline", run_name="__main__")
 
 
 def _tell_in(folder: str, given: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ import orjson
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
-from pipeline.common import storage as store
+from pipeline.common import storage
 from pipeline.common.console import Console, on_stop, say
 from pipeline.common.errors import (
     EXIT_HANG,
@@ -124,7 +124,7 @@ def _launch_stage(
     say(console, f"{stage}: starting {processes:,} processes; logs of ranks from 1 on are in {logs}")
     # A copy, so that all ranks read the same, whatever is edited meanwhile.
     run_file = logs / RUN_FILE
-    store.put(run_file, dump(config).encode())
+    storage.put(run_file, dump(config).encode())
     launch([*RANK_COMMAND, stage, str(run_file), *options], processes, logs, stage)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.common.errors import EXIT_OK
 from pipeline.common.format import listed
 from pipeline.config.run import LaunchConfig
-from pipeline.train.checkpoint.checkpoint import COMMIT
+from pipeline.train.checkpoint.committed import COMMIT
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.monitor.goodput import goodput
 from pipeline.train.run.attempts import Attempt, attempts, metrics_path

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.format import size
 from pipeline.config import Config
 from pipeline.data.preprocess.disk_space import room_of
-from pipeline.data.work.progress import size
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.layout_check import vocabulary
 from pipeline.train.model.config import decoder_spec

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 
 from pipeline.common.console import say
-from pipeline.common.format import duration, minutes
+from pipeline.common.format import counted, duration, minutes, size
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
-from pipeline.data.work.progress import counted, size
 from slurm.forecast.course import START_S, Course, Disk, Forecast, forecast, links_needed
 from slurm.jobs import Where
 from slurm.submit.job_plan import PlannedJob

@@ -16,12 +16,12 @@ from pipeline.common.format import duration, minutes
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
-from pipeline.data.loading.loader import check_run_file
 from pipeline.data.preprocess.disk_space import free_space, nearest
+from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.preprocess.source_plan import find_source_files
 from pipeline.data.sources.reader import check_columns
-from pipeline.data.work.receipts import TRAIN
 from pipeline.eval.perplexity import heldout_splits
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.open_run import open_validation

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import MachineError, UserError
-from pipeline.common.format import minutes
+from pipeline.common.format import counted, minutes
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
-from pipeline.data.work.progress import counted
 from slurm import scheduler
 from slurm.jobs import user
 from slurm.scheduler import Association, Partition

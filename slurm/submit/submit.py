@@ -101,7 +101,7 @@ def _show(
     console: Console,
 ) -> None:
     """What would be sent."""
-    from slurm.submit import dry_run as paper
+    from slurm.submit.dry_run import show
 
     private = permissions.private_folder(config, config.run.dir)
     code = code_snapshot.place(config.run.dir, private)
@@ -109,7 +109,7 @@ def _show(
     def script_of(job: PlannedJob) -> str:
         return submitit_backend.script(config.run.dir, job, site, code, config, where)
 
-    paper.show(console, config, site, planned, where, script_of, warnings)
+    show(console, config, site, planned, where, script_of, warnings)
 
 
 def send_job(run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None) -> Job:

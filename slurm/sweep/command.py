@@ -16,8 +16,7 @@ from rich.table import Table
 
 from pipeline.common.console import Console, alarm, say
 from pipeline.common.errors import MachineError, RankFailed, UserError
-from pipeline.common.format import minutes
-from pipeline.data.work.progress import counted
+from pipeline.common.format import counted, minutes
 from slurm.jobs import Where
 from slurm.sweep.members import Member, Sweep, find_sweep, make_sweep, short_names, told
 from slurm.sweep.table import is_done, live, note_members, show_table

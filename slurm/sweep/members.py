@@ -19,8 +19,8 @@ from pipeline.common.hashing import value_hash
 from pipeline.config import Config
 from pipeline.config.document import parse
 from pipeline.config.load import COMMAND_LINE, RUN_FILE, load, load_run
+from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
-from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN
 from slurm.sweep.folder import SWEEPS
 
 _MINE = ("run.dir", "data.dir")

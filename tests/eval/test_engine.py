@@ -25,7 +25,7 @@ from pipeline.train.distributed.process_group import of_environment
 from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
 from pipeline.train.setup import ALONE
 from pipeline.train.trainer import train
-from slurm.local import stages as local
+from slurm.local import stages
 from slurm.submit.job_plan import eval_job
 from slurm.sweep.send import planned_training, refuse_larger_evaluation
 from tests import tiny
@@ -189,7 +189,7 @@ def refused(config: Config) -> str:
     """What `pipeline eval` says before it starts any process."""
     before = sorted(config.run.dir.rglob("*"))
     with pytest.raises(UserError) as error:
-        local.evaluate(config)
+        stages.evaluate(config)
     after = {path for path in config.run.dir.rglob("*") if "ledger" not in path.name}
     assert after <= set(before)
     return str(error.value)
@@ -226,7 +226,7 @@ def test_another_number_of_processes_than_were_started_is_refused(root: Path, mo
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match="eval.processes is 4, but 2 processes were started"):
-        local.evaluate(load(root / "llama.yaml", ["eval.processes=4"]))
+        stages.evaluate(load(root / "llama.yaml", ["eval.processes=4"]))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from pipeline.train.model.decoder import Context
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.setup import load_for_inference
 from pipeline.train.trainer import train
-from slurm.local import stages as local
+from slurm.local import stages
 from tests import tiny
 
 
@@ -349,7 +349,7 @@ def test_a_folder_that_cannot_be_written_to_is_evaluated_all_the_same(
     monkeypatch.setattr("pipeline.train.run.folder.make_writable", refuse)
     before = sorted(config.run.dir.rglob("*"))
     out = io.StringIO()
-    report = local.evaluate(config, console=Console(file=out, width=200))
+    report = stages.evaluate(config, console=Console(file=out, width=200))
     assert report is not None and report.blended.loss > 0
     assert "bits" in out.getvalue() and "the result is not kept" in out.getvalue()
     assert sorted(config.run.dir.rglob("*")) == before

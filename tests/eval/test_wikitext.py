@@ -15,8 +15,8 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.eval.benchmarks import benchmark_path
 from pipeline.eval.engine import Engine
+from pipeline.eval.reports import benchmark_path
 from pipeline.eval.tasks import run_tasks, tasks_are_made
 from pipeline.eval.wikitext import articles, detokenized, read_pages, words_and_bytes
 from pipeline.train.model.decoder import Context

@@ -20,6 +20,7 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.config.load import load
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.run import ask
 from pipeline.data.provenance.step_to_documents import where
@@ -326,7 +327,7 @@ def test_the_plan_of_a_fork_knows_the_parents_past(root: Path, parent: Path) -> 
     forked(root, "past", 6, *settings)
     config = load(root / "run.yaml", [f"run.dir={root / 'past'}", *settings])
     saved = Journal.from_json(Checkpoints.of_run(root / "past").at(6).state()["journal"])
-    journal = Journal.plan(config, open_datasets(config, "train"), saved).going_on(saved, 6)
+    journal = plan_journal(config, open_datasets(config, "train"), saved).going_on(saved, 6)
     assert [(segment.first_step, sorted(segment.sources)) for segment in journal.segments] == [
         (0, ["land", "sea"]),
         (6, ["land"]),

@@ -17,9 +17,9 @@ from torch.serialization import get_crc32_options
 
 from pipeline.common.errors import NumericalError
 from pipeline.train import saving
-from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.monitor import faults
 from pipeline.train.run.folder import read_metrics
 from tests.train.runs import exact, start, train, weights_hash
@@ -51,26 +51,26 @@ def until(condition: Callable[[], bool]) -> None:
 
 def slow(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None]) -> None:
     """Every write beside the loop begins with this."""
-    original = storage.write
+    original = dcp_storage.write
 
     def write(*args: Any, **keys: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             before()
         return original(*args, **keys)
 
-    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(dcp_storage, "write", write)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, failures: Iterator[bool]) -> None:
     """Writes that meet a disk that is full, where an item is true."""
-    original = storage.write
+    original = dcp_storage.write
 
     def write(*args: Any, **keys: Any) -> Any:
         if next(failures, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(*args, **keys)
 
-    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(dcp_storage, "write", write)
 
 
 def test_a_save_has_the_weights_of_its_step_though_training_goes_on_while_it_is_written(

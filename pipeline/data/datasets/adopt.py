@@ -20,6 +20,7 @@ from pipeline.common.console import Console, progress
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.foreign import (
     SHOWN,
     Scan,
@@ -31,11 +32,9 @@ from pipeline.data.datasets.foreign import (
     write_index,
 )
 from pipeline.data.datasets.indexed import PROVENANCE, HashedFile, IndexedPart, part_files, part_prefix
-from pipeline.data.datasets.manifest import PART, Manifest, read_manifest, write_dataset
+from pipeline.data.datasets.manifest import CODE_VERSION, PART, Manifest, read_manifest, write_dataset
 from pipeline.data.datasets.merge import StreamedIndex, check_space
-from pipeline.data.preprocess.source_plan import CODE_VERSION
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN
 
 Link = Literal["symlink", "hardlink", "copy"]
 _MB = 10**6

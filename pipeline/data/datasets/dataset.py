@@ -7,12 +7,13 @@ import resource
 from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import MachineError, UserError
+from pipeline.data.datasets.files import PARTS_FILE
 from pipeline.data.datasets.indexed import (
     IndexedPart,
     PreadPart,
@@ -21,18 +22,7 @@ from pipeline.data.datasets.indexed import (
     read_metadata,
     read_provenance,
 )
-from pipeline.data.datasets.manifest import (
-    PARTS_FILE,
-    REPAIR,
-    REPAIR_ADOPTED,
-    REPAIR_DAMAGED,
-    Manifest,
-    read_manifest,
-    read_parts,
-)
-
-if TYPE_CHECKING:
-    from pipeline.data.order.windows import TokenSource
+from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, REPAIR_DAMAGED, Manifest, read_manifest, read_parts
 
 ReadBy = Literal["mmap", "pread"]
 
@@ -239,6 +229,48 @@ class Dataset:
 
     def _part(self, index: int) -> IndexedPart:
         return _open_part(self, index)
+
+
+class TokenSource(Protocol):
+    """What windows need of a dataset. Offsets count tokens from the start of its text."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the dataset is, for messages."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the token ids."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        ...
+
+    @property
+    def documents(self) -> int:
+        """Documents of the whole dataset."""
+        ...
+
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids from offset `start` on into `out` [count], which has room for the dtype."""
+        ...
+
+    def document_at(self, token: int) -> int:
+        """The document that the token at this offset belongs to."""
+        ...
+
+    def document_start(self, document: int) -> int:
+        """Offset of a document's first token; of the document after the last one, the number of tokens."""
+        ...
+
+    def starts_within(
+        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The documents that start in ranges [start, start + count): number of the range, and offset."""
+        ...
 
 
 class Slice:

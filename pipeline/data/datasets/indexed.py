@@ -40,11 +40,6 @@ SPLIT = 1
 PARTS_A_FOLDER = 1000
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that writers choose: u16 below 65,500 ids, i32 otherwise (the rule of Megatron-LM)."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
-
-
 def part_files(prefix: Path) -> tuple[Path, Path, Path]:
     """The three files that every part has: `.bin`, `.idx`, `.prov`."""
     tokens, index, provenance = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prov"))

@@ -17,14 +17,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
+from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, RECEIPT_KEYS, TRAIN, receipt_path
 from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, metadata_file, part_files, part_prefix
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.receipts import MANIFEST_FILE, RECEIPT_KEYS, TRAIN, receipt_path
 
-PLAN_FILE = "plan.json"
-PARTS_FILE = "parts.bin"
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
 FORMAT_VERSION = 2
+CODE_VERSION = "3"
+"""Raised whenever the preprocess stage would write other bytes for the same input and config."""
 REPAIR = (
     "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes again what is missing or cut"
 )

@@ -17,7 +17,6 @@ from pipeline.common.retry import retried
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import HEADER, PARTS_A_FOLDER, numbered, part_name
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, read_parts
-from pipeline.data.order.permutation import IntArray
 
 _SHOWN = 10
 _THREADS = 32
@@ -95,7 +94,7 @@ def part_prefixes(folder: Path, parts: npt.NDArray[Any]) -> list[str]:
     ]
 
 
-def file_sizes(paths: Sequence[str]) -> IntArray:
+def file_sizes(paths: Sequence[str]) -> npt.NDArray[np.int64]:
     """Sizes of files in bytes, -1 for those that are missing.
 
     Raises:

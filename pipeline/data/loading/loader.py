@@ -28,11 +28,9 @@ from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located, Lookup, Share
-from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.data.order.sampler import End, Sampler
 from pipeline.data.order.windows import Instances, bounds_of, windows_of
-from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
-from pipeline.data.preprocess.source_plan import check_settings
 
 _MAX_POSITIONS = 2**31 - 1
 """Of a micro-batch: `Batch.starts` is int32."""
@@ -249,18 +247,6 @@ def _has_unknown(ids: npt.NDArray[Any], vocab_size: int) -> bool:
     return int(unsigned.max()) >= min(vocab_size, np.iinfo(ids.dtype).max + 1)
 
 
-def check_run_file(config: Config, datasets: Mapping[str, Dataset]) -> None:
-    """Check that datasets belong together, and are what the run file asks for by now.
-
-    Raises:
-        UserError: they are not; or the tokenizer lacks what the objective needs.
-    """
-    check_tokenizers(datasets)
-    check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
-    check_tokenizer_settings(config)
-    make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
-
-
 def open_loader(
     config: Config,
     datasets: Mapping[str, Dataset],
@@ -282,11 +268,10 @@ def open_loader(
 
     Raises:
         UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, the
-            tokenizer lacks what the objective needs, the run file has other settings than the datasets were made
-            with, or a micro-batch is too large.
+            tokenizer lacks what the objective needs, or a micro-batch is too large.
     """
-    check_run_file(config, datasets)
-    journal = journal or Journal.plan(config, datasets)
+    check_tokenizers(datasets)
+    journal = journal or plan_journal(config, datasets)
     tokenizer = next(iter(datasets.values())).manifest.tokenizer
     sizes = [micro_batch_size(config, journal, number, dp_size) for number in range(len(journal.segments))]
     for size, segment in zip(sizes, journal.segments, strict=True):

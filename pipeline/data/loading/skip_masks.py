@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipeline.data.loading.objectives import FloatArray, Objective, sample_key
-from pipeline.data.order.journal import Journal, Skip
+from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located
 from pipeline.data.order.permutation import IntArray
+from pipeline.data.order.segments import Skip
 from pipeline.data.order.windows import Instances, bounds_of
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.order.journal import Journal, SourceState
+from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import SourceState
 from pipeline.data.order.windows import lap_permutation, lap_phase
 
 Documents = tuple[int, int] | None

@@ -8,160 +8,19 @@ journal does not know how long the run is. What decided the steps that a run has
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
-from pipeline.config import Config
-from pipeline.data.order.blend import UNIT, Order
-
-Interval = tuple[int, int]
-"""[first, end)"""
-What = str | tuple[str | None, tuple[Interval, ...]]
-"""What is skipped: "steps", "samples", or documents of a source."""
+from pipeline.data.order.journal_diff import changed_past
+from pipeline.data.order.segments import Interval, Record, Seen, Segment, Skip, Stretch, What
 
 
-class Sized(Protocol):
-    """What a plan needs to know of a dataset."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all."""
-        ...
-
-    @property
-    def documents(self) -> int:
-        """Documents in all."""
-        ...
-
-    def document_start(self, document: int) -> int:
-        """Offset of a document's first token; of the document after the last one, the number of tokens."""
-        ...
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SourceState(_Record):
-    """A source in a segment."""
-
-    tokens: int = Field(ge=1)
-    """Tokens of one lap's circular text: of the slice, if there is one."""
-    documents: tuple[int, int] | None = None
-    """The slice: documents [first, end) of the dataset; None for all of them."""
-    weight: int = Field(ge=1, le=UNIT)
-    """Share of the blend in units of 2**-32."""
-    offset: int = Field(ge=0)
-    """v: how far from due its first sample of the segment is."""
-    lap: int = Field(ge=0)
-    """Lap of its first sample of the segment."""
-    cursor: int = Field(ge=0)
-    """Position in that lap of its first sample of the segment."""
-    cap: int | None = Field(default=None, ge=0)
-    """Samples that it can give in this segment; None for no limit."""
-    stops: bool = False
-    """Whether the run ends when more than `cap` samples would be needed; else the other sources take its place."""
-
-    def exhausted(self, samples: int) -> bool:
-        """Whether it has dropped out of the blend after so many samples of the segment."""
-        return not self.stops and samples == self.cap
-
-
-class Segment(_Record):
-    """A stretch of the run with one batch size, one sequence length and one blend."""
-
-    first_step: int = Field(ge=0)
-    """First step, counted from 0."""
-    first_sample: int = Field(ge=0)
-    """Global index of its first sample."""
-    batch_size: int = Field(ge=1)
-    """Samples of a step, over all ranks and micro-batches."""
-    sequence_length: int = Field(ge=1)
-    """Targets of a sample."""
-    sources: dict[str, SourceState] = Field(min_length=1)
-    """By name."""
-
-    @model_validator(mode="after")
-    def _weights(self) -> Segment:
-        total = sum(source.weight for source in self.sources.values())
-        if total != UNIT:
-            raise ValueError(f"weights must sum to {UNIT}, got {total}")
-        return self
-
-    @property
-    def windows(self) -> dict[str, int]:
-        """Windows in a lap of each source."""
-        return {name: source.tokens // self.sequence_length for name, source in self.sources.items()}
-
-    def order(self) -> Order:
-        """Whose turn it is at each position of the segment."""
-        sources = self.sources.values()
-        return Order(
-            list(self.sources),
-            [source.weight for source in sources],
-            [source.offset for source in sources],
-            [None if source.stops else source.cap for source in sources],
-        )
-
-
-class Skip(_Record):
-    """Something that is not trained on: steps, samples, a source, or documents of it. Half-open ranges, from 0."""
-
-    steps: tuple[int, int] | None = None
-    """Steps [first, end), numbered from 0."""
-    samples: tuple[int, int] | None = None
-    """Global indices [first, end)."""
-    source: str | None = None
-    """Name of a source."""
-    documents: tuple[tuple[int, int], ...] = ()
-    """Ranges [first, end) of documents of the source's dataset; none for all of them."""
-    first_step: int = Field(ge=0)
-    """Holds from this step on."""
-    end_step: int | None = None
-    """Holds up to this step, not included; None for ever."""
-    fault: bool = False
-    """Whether the run decided it, going back from a fault in its last step: the run file need not name it."""
-    given: bool = Field(default=False, exclude=True)
-    """Whether the run file says `from_step`; not written down, since it matters only where a run goes on."""
-
-    @property
-    def what(self) -> Hashable:
-        """What is skipped, whenever that is."""
-        return self.steps, self.samples, self.source, self.documents
-
-    def holds(self, step: int) -> bool:
-        """Whether it is in force in this step."""
-        return self.first_step <= step and (self.end_step is None or step < self.end_step)
-
-
-class Stretch(NamedTuple):
-    """Steps of the past that one rule decided, however many segments it was written in."""
-
-    first_step: int
-    batch_size: int
-    sequence_length: int
-    sources: dict[str, SourceState]
-    """As at the first step; `cap` is what an exhausted source gave, and None for all others."""
-    drawn: dict[str, int]
-    """Samples by source."""
-
-
-class Seen(NamedTuple):
-    """All that decided the steps before some step: equal for two journals that agree on those steps."""
-
-    seed: int
-    stretches: list[Stretch]
-    skips: dict[What, list[Interval]]
-    """Which steps, which samples, and which documents in which steps."""
-
-
-class Journal(_Record):
+class Journal(Record):
     """Everything that decides the order of the data, but for the tokens themselves.
 
     Look-ups are cached in the object, so change a journal by making another one, not by `model_copy`.
@@ -187,19 +46,6 @@ class Journal(_Record):
             if steps < 1 or two.first_sample != one.first_sample + steps * one.batch_size:
                 raise ValueError(f"the segment at step {two.first_step} does not start where the one before it ends")
         return self
-
-    @classmethod
-    def plan(cls, config: Config, datasets: Mapping[str, Sized], saved: Journal | None = None) -> Journal:
-        """The journal of a run that starts now, with the past that `saved` has of another run: `phases.plan_journal`.
-
-        Args:
-            config: The run file.
-            datasets: The training split of every source by name.
-            saved: What the run has had so far. Only what it was forked from counts, see `going_on` for the rest.
-        """
-        from pipeline.data.order.phases import plan_journal  # it makes journals, so it cannot be imported above
-
-        return plan_journal(config, datasets, saved)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types; equal journals give equal JSON with sorted keys."""
@@ -414,8 +260,6 @@ class Journal(_Record):
         """
         journal = self._with_skips(self._merged_skips(saved, step))
         if journal.seen(step) != saved.seen(step):
-            from pipeline.data.order.journal_diff import changed_past  # it looks at journals, as `phases` does
-
             raise UserError(changed_past(saved, journal, step))
         return journal
 

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from pipeline.data.order.blend import UNIT
-from pipeline.data.order.journal import Interval, Journal, Seen, What
+from pipeline.data.order.segments import Interval, Seen, What
 
 
-def changed_past(saved: Journal, now: Journal, step: int) -> str:
+class Past(Protocol):
+    """What is compared of two journals."""
+
+    def seen(self, step: int) -> Seen:
+        """All that decided the steps before `step`."""
+        ...
+
+    def samples(self, step: int) -> range:
+        """Global indices of the samples of `step`."""
+        ...
+
+    def tokens(self, step: int) -> int:
+        """Targets drawn by all steps before `step`."""
+        ...
+
+
+def changed_past(saved: Past, now: Past, step: int) -> str:
     """Which of the first `step` steps is the first that differs, and in what."""
     # What decided fewer steps is a part of what decided more, so the first step that differs is found by bisection.
     same, other = 0, step

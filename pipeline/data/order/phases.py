@@ -11,7 +11,8 @@ from pipeline.config.base import Duration
 from pipeline.config.blend import Bound, PhaseConfig
 from pipeline.config.data import SourceConfig
 from pipeline.data.order.blend import integer_weights, keyed_offset, share_of_epochs, tempered
-from pipeline.data.order.journal import Interval, Journal, Segment, Sized, Skip, SourceState
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.segments import Interval, Segment, Sized, Skip, SourceState
 
 
 def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal | None = None) -> Journal:

@@ -13,9 +13,10 @@ from pipeline.common.errors import UserError
 from pipeline.config.root import Config
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, Stretch, accounts_of, stretches_of
-from pipeline.data.order.journal import Journal, Skip
+from pipeline.data.order.journal import Journal
 from pipeline.data.order.phases import label, phase_at
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Skip
 
 _SHOWN = 10
 """Warnings of one kind."""

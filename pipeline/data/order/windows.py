@@ -18,51 +18,11 @@ import numpy.typing as npt
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
-from pipeline.data.datasets.dataset import Slice
+from pipeline.data.datasets.dataset import Slice, TokenSource
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray, Permutation
 
 _BLOCK = 1024
-
-
-class TokenSource(Protocol):
-    """What windows need of a dataset. Offsets count tokens from the start of its text."""
-
-    @property
-    def folder(self) -> Path:
-        """Where the dataset is, for messages."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the token ids."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all."""
-        ...
-
-    @property
-    def documents(self) -> int:
-        """Documents of the whole dataset."""
-        ...
-
-    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
-        """Copy the token ids from offset `start` on into `out` [count], which has room for the dtype."""
-        ...
-
-    def document_at(self, token: int) -> int:
-        """The document that the token at this offset belongs to."""
-        ...
-
-    def document_start(self, document: int) -> int:
-        """Offset of a document's first token; of the document after the last one, the number of tokens."""
-        ...
-
-    def starts_within(self, starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
-        """The documents that start in ranges [start, start + count): number of the range, and offset."""
-        ...
 
 
 class Span(NamedTuple):

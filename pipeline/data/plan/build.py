@@ -22,13 +22,14 @@ from pipeline.common.errors import UserError
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset, Slice
+from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.objectives import make_objective
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, SliceAccount, accounts
-from pipeline.data.order.journal import Journal, Sized
-from pipeline.data.order.phases import label, micro_batch_size
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import label, micro_batch_size, plan_journal
 from pipeline.data.order.run_length import (
     RunLength,
     check_end,
@@ -39,12 +40,12 @@ from pipeline.data.order.run_length import (
     warnings,
 )
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Sized
 from pipeline.data.order.windows import Windows
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_plan import check_settings
 from pipeline.data.provenance.run import checkpoint_steps, saved_journal
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN
 
 HASHED_STEPS = 1000
 DOCUMENT_TOKENS = 1000
@@ -288,10 +289,10 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     """
     checkpoints = checkpoint_steps(config.run.dir)
     if not checkpoints:
-        return Journal.plan(config, sized), None
+        return plan_journal(config, sized), None
     done = max(checkpoints)
     saved = saved_journal(config.run.dir, storage.get_json(checkpoints[done] / STATE_FILE)["journal"], done)
-    journal = Journal.plan(config, sized, saved)
+    journal = plan_journal(config, sized, saved)
     check_end(Sampler.of_windows(journal), done)
     return journal.going_on(saved, done), done
 

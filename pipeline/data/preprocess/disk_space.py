@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.common.format import size
 from pipeline.config import Config
 from pipeline.data.preprocess.source_plan import SourceFiles
 from pipeline.data.preprocess.status import read_state
-from pipeline.data.work.progress import size
 
 _TOKENS_PER_BYTE = 0.25
 """Of text; a guess for English."""

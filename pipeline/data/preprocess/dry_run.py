@@ -12,6 +12,7 @@ from rich.table import Table
 from pipeline.common.cache_dir import cache_folder
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted, size
 from pipeline.config.root import Config
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
@@ -30,9 +31,10 @@ from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
 from pipeline.data.sources.compression import FORMATS, MAGIC, compression_of
 from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
 from pipeline.data.sources.reader import EMPTY, Unit, UnitReader, check_columns
-from pipeline.data.tokenization.engines import Choice, Engine, choose_engine, open_engine
+from pipeline.data.tokenization.engine_choice import Choice, choose_engine
+from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.progress import NOTHING_TO_DO, counted, size
+from pipeline.data.work.progress import NOTHING_TO_DO
 
 SAMPLE_BYTES = 2**20
 """Bytes on disk, or of text, of each source that are read and encoded."""

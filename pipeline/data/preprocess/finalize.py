@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,74 +15,22 @@ import xxhash
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.common.hashing import file_hash
 from pipeline.config.root import Config
+from pipeline.data.datasets.files import TRAIN, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
-from pipeline.data.datasets.manifest import PART, write_dataset
-from pipeline.data.preprocess.source_plan import CODE_VERSION, Plan, link_order
+from pipeline.data.datasets.manifest import CODE_VERSION, PART, write_dataset
+from pipeline.data.preprocess.report import SourceReport, SplitReport
+from pipeline.data.preprocess.source_plan import Plan, link_order
 from pipeline.data.preprocess.splits import splits_in_words
-from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, damage_in, damaged_error
+from pipeline.data.sources.damage import DAMAGED_FILE, damage_in, damaged_error
 from pipeline.data.sources.reader import EMPTY, Piece, Unit, where
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.progress import counted
-from pipeline.data.work.receipts import TRAIN, Receipts, rejected_path
+from pipeline.data.work.receipts import Receipts
 
 REJECTED_FILE = "rejected.jsonl"
 REPORT_FILE = "report.json"
-
-
-@dataclass
-class SplitReport:
-    """Counts of one dataset."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-
-
-@dataclass
-class SourceReport:
-    """What became of one source."""
-
-    name: str
-    folder: Path
-    units: int
-    records: int = 0
-    splits: dict[str, SplitReport] = field(default_factory=dict)
-    rejected: dict[str, int] = field(default_factory=dict)
-    """Rejected records by reason."""
-    engines: dict[str, int] = field(default_factory=dict)
-    """Links by the engine that computed their ids."""
-    checked: int = 0
-    """Documents whose ids were compared with those of `tokenizers`."""
-    condemned: dict[str, str] = field(default_factory=dict)
-    """Engines that gave other ids than `tokenizers`, with the evidence: what they wrote was made again."""
-    first_rejected: dict[str, str] = field(default_factory=dict)
-    """By reason, file and line of the first."""
-    damaged: list[DamagedFile] = field(default_factory=list)
-    """What cannot be read of its files."""
-    bytes: int = 0
-    """Of its files on disk."""
-    written: list[Path] = field(default_factory=list)
-    """Datasets and files that this run finished or mended."""
-
-    @property
-    def lost(self) -> int:
-        """Bytes on disk whose text is missing."""
-        return sum(each.lost for each in self.damaged)
-
-    def as_json(self) -> dict[str, Any]:
-        """What goes into `report.json`."""
-        return {
-            "checked": self.checked,
-            "condemned": self.condemned,
-            "damaged": {"files": len({each.file.name for each in self.damaged}), "bytes": self.lost},
-            "engines": self.engines,
-            "records": self.records,
-            "rejected": self.rejected,
-            "splits": {name: vars(split) for name, split in self.splits.items()},
-            "units": self.units,
-        }
 
 
 class Finish:

@@ -16,6 +16,7 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.preprocess.tokenize_unit import (
     CONDEMNED_FILE,
@@ -27,9 +28,10 @@ from pipeline.data.preprocess.tokenize_unit import (
     read_condemned,
 )
 from pipeline.data.sources.reader import EMPTY
-from pipeline.data.tokenization.engines import Choice, EngineDiffers
+from pipeline.data.tokenization.engine_choice import Choice
+from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.leases import PATIENCE_S
-from pipeline.data.work.progress import ProgressLine, counted
+from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.worker_pool import Advanced, Done, Lost, Silent, Workers
 
 FAILURES_FILE = "failures.jsonl"

@@ -17,7 +17,8 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import key, value_hash
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
-from pipeline.data.datasets.manifest import PLAN_FILE, PLAN_KEYS, Manifest
+from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
+from pipeline.data.datasets.manifest import CODE_VERSION, PLAN_KEYS, Manifest
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED
 from pipeline.data.preprocess.splits import Splits, documents_wanted
 from pipeline.data.preprocess.tokenize_unit import SourceJob, identity
@@ -25,10 +26,7 @@ from pipeline.data.sources.globs import File, find_files
 from pipeline.data.sources.reader import MAX_RECORD_BYTES, Hub, Reader, Unit, cut, expected_text_bytes, unit_size
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import LEASES, read_leases
-from pipeline.data.work.receipts import MANIFEST_FILE
 
-CODE_VERSION = "3"
-"""Raised whenever this stage would write other bytes for the same input and config."""
 _NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "hub.revision")
 
 

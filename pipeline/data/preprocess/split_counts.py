@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pipeline.common.console import say
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, planned_settings
@@ -20,7 +21,7 @@ from pipeline.data.preprocess.splits import Splits, documents_wanted, make_split
 from pipeline.data.preprocess.tokenize_unit import Smallest, UnitJob, make_sample_hashes
 from pipeline.data.sources.reader import EMPTY
 from pipeline.data.work.leases import Lease, Watch, take
-from pipeline.data.work.progress import ProgressLine, counted
+from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
 
 _NONE: Mapping[str, tuple[str, str]] = {}

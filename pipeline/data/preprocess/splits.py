@@ -15,7 +15,7 @@ import xxhash
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
-from pipeline.data.work.receipts import TRAIN
+from pipeline.data.datasets.files import TRAIN
 
 if TYPE_CHECKING:
     from pipeline.config.data import DataConfig

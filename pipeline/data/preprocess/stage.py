@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,15 @@ from pipeline.common import storage
 from pipeline.common.cache_dir import cache_folder
 from pipeline.common.console import Console, say
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.format import counted
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import PLAN_FILE
+from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.preprocess.disk_space import dataset_warning
-from pipeline.data.preprocess.finalize import Finish, SourceReport
+from pipeline.data.preprocess.finalize import Finish
+from pipeline.data.preprocess.report import PreprocessReport, SourceReport, print_report
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
@@ -58,51 +60,17 @@ from pipeline.data.preprocess.tokenize_unit import (
 )
 from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
 from pipeline.data.sources.reader import START, Unit, check_columns
-from pipeline.data.tokenization.engines import Choice, choose_engine
+from pipeline.data.tokenization.engine_choice import Choice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.leases import Watch, sweep, take_when_free
-from pipeline.data.work.progress import NOTHING_TO_DO, counted, print_report
-from pipeline.data.work.receipts import MANIFEST_FILE, TRAIN, Receipts
+from pipeline.data.work.progress import NOTHING_TO_DO
+from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10
 """How often units may turn out to be missing again, because an engine was condemned or another command was at work."""
 
 __all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
-
-
-@dataclass(frozen=True)
-class PreprocessReport:
-    """What became of all sources that have files."""
-
-    sources: list[SourceReport] = field(default_factory=list)
-    units_done: int = 0
-    """Units tokenized by this run; the others were complete before."""
-    seconds: float = 0.0
-
-    def total(self, count: str) -> int:
-        """Sum of `documents`, `tokens` or `text_bytes` over sources and splits."""
-        return sum(getattr(split, count) for source in self.sources for split in source.splits.values())
-
-    @property
-    def documents(self) -> int:
-        """Documents of all datasets."""
-        return self.total("documents")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all datasets, end-of-document tokens included."""
-        return self.total("tokens")
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of all documents."""
-        return self.total("text_bytes")
-
-    @property
-    def rejected(self) -> dict[str, dict[str, int]]:
-        """Rejected records by source and reason."""
-        return {source.name: source.rejected for source in self.sources}
 
 
 def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> PreprocessReport:

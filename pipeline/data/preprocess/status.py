@@ -20,9 +20,11 @@ from rich.table import Table
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted, size
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
-from pipeline.data.datasets.manifest import PLAN_FILE, PLAN_KEYS
+from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
+from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, tokenizer_folder
 from pipeline.data.preprocess.run_units import FAILURES_FILE
 from pipeline.data.preprocess.tokenize_unit import CONDEMNED_FILE, read_condemned
@@ -30,9 +32,8 @@ from pipeline.data.sources.damage import DamagedFile, in_words
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage
 from pipeline.data.work.leases import PATIENCE_S, read_leases
-from pipeline.data.work.progress import NOTHING_TO_DO, WIDE, counted, size
+from pipeline.data.work.progress import NOTHING_TO_DO, WIDE
 from pipeline.data.work.receipt_totals import Counts, Tally, whole
-from pipeline.data.work.receipts import MANIFEST_FILE
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 WINDOW_S = 600.0

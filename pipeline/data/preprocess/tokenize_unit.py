@@ -17,8 +17,8 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, value_hash
+from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile, metadata_file, part_files, part_prefix
-from pipeline.data.datasets.manifest import PLAN_FILE
 from pipeline.data.preprocess.part_writer import Spool
 from pipeline.data.preprocess.splits import Splits, split_hash
 from pipeline.data.preprocess.word_cache import FrequentWords
@@ -27,7 +27,7 @@ from pipeline.data.sources.reader import EMPTY, START, Document, Position, Reade
 from pipeline.data.tokenization.engines import Check, Engine, Which, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import Lease, Watch, take
-from pipeline.data.work.receipts import MANIFEST_FILE, files_are_there, read_receipt, receipt_path, rejected_path
+from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.worker_pool import Progress
 
 LINK_RECORDS = 2**20

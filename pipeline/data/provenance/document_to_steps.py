@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.manifest import datasets_below, read_manifest
-from pipeline.data.order.journal import Segment
+from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Windows
 from pipeline.data.provenance.document_search import documents_of_record, documents_with_id, hash_of_id
 from pipeline.data.provenance.run import (

@@ -17,16 +17,18 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import open_datasets
-from pipeline.data.order.journal import Journal, Skip
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Skip
 from pipeline.data.order.windows import Windows, windows_of
 from pipeline.data.provenance.document_search import hash_of_id
 from pipeline.data.provenance.source_location import AdoptedOrigins, Origin, Origins, open_origins
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.receipts import TRAIN
 
 JOURNAL_FILE = "journal.json"
 _SHOWN_CHARACTERS = 60
@@ -324,13 +326,13 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
     done = _steps_done(folder)
     if not path.exists():
         about = [f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"]
-        return opened(Journal.plan(config, datasets), done, [], about)
+        return opened(plan_journal(config, datasets), done, [], about)
     saved = read_journal(folder)
     _check_datasets(saved, datasets, path)
     replaced = [*_replaced(folder, datasets)]
     # Training goes on from the newest checkpoint, which may be behind.
     kept = max(checkpoint_steps(folder), default=0)
-    journal = Journal.plan(config, datasets, saved)
+    journal = plan_journal(config, datasets, saved)
     try:
         _check_end(journal, kept)
         journal = journal.going_on(saved, kept) if kept else journal

@@ -21,12 +21,13 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.data.datasets.files import PLAN_FILE, rejected_path
 from pipeline.data.datasets.indexed import part_files, part_prefix
-from pipeline.data.datasets.manifest import PLAN_FILE, PLAN_KEYS, REPAIR, Manifest
+from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR, Manifest
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Document, Hub, Piece, Position, Reader, Unit, UnitReader
 from pipeline.data.sources.records import ANY_EXPANSION, MAX_RECORD_BYTES
-from pipeline.data.work.receipts import read_receipts, rejected_path
+from pipeline.data.work.receipts import read_receipts
 
 Key = tuple[int, int]
 """(unit, row in the unit), as in `.prov`."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted, size
 from pipeline.data.sources.compression import MAGIC, Decompressed, StreamError, compression_of
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage, Reader, Unit
@@ -31,8 +32,6 @@ class DamagedFile(NamedTuple):
     """Bytes on disk whose text is missing."""
 
     def __str__(self) -> str:
-        from pipeline.data.work.progress import size
-
         lost = "all of it" if self.lost >= self.file.size else f"{size(self.lost)} of {size(self.file.size)}"
         return f"{self.file.path}: {self.reason}, {lost} is lost: {self.detail}"
 
@@ -58,8 +57,6 @@ def in_words(damaged: Sequence[DamagedFile], total: int) -> str:
         damaged: what was found.
         total: bytes of all files of the source.
     """
-    from pipeline.data.work.progress import counted, size
-
     files, lost = len({each.file.name for each in damaged}), sum(each.lost for each in damaged)
     return (
         f"{counted(files, 'file')} cannot be read to {'its' if files == 1 else 'their'} end; {size(lost)} of "

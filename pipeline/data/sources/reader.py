@@ -126,17 +126,16 @@ def check_columns(files: list[File], reader: Reader, *, every: bool = False) -> 
         hub.check(reader)
     if reader.type not in ("parquet", "arrow"):
         return
-    from pipeline.data.sources import arrow
-    from pipeline.data.sources import parquet as tables
+    from pipeline.data.sources import arrow, parquet
 
-    read_schema = tables.parquet_schema if reader.type == "parquet" else arrow.arrow_schema
+    read_schema = parquet.parquet_schema if reader.type == "parquet" else arrow.arrow_schema
 
     def is_sound(file: File) -> bool:
         try:
-            tables.check_schema(read_schema(file.path), reader, file.path)
-        except tables.DAMAGED as error:
+            parquet.check_schema(read_schema(file.path), reader, file.path)
+        except parquet.DAMAGED as error:
             with _named(file):
-                tables.raise_if_machine(error)  # reading it will say what else is wrong
+                parquet.raise_if_machine(error)  # reading it will say what else is wrong
             return False
         return True
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,9 @@ from pipeline.data.sources.reader import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 Which = Literal["tokenizers", "gigatoken", "fastokens"]
-FAST: tuple[Which, ...] = ("gigatoken", "fastokens")
-"""What `auto` tries, in this order, before it takes `tokenizers`."""
+KEY = "data.preprocess.engine: "
+ADVICE = "; use engine: auto or tokenizers"
 
-_KEY = "data.preprocess.engine: "
-_ADVICE = "; use engine: auto or tokenizers"
 
 CACHE_BYTES = 2**27
 """gigatoken keeps every word it has seen, for ever: after growth by this much it is loaded again, which takes 0.1 s."""
@@ -95,16 +93,6 @@ class EngineDiffers(Exception):
     def __str__(self) -> str:
         document = "" if self.id is None else f"document {printable(self.id)} (record {self.row} of its unit): "
         return f"{document}{self.engine} {self.detail}"
-
-
-class Choice(NamedTuple):
-    """The engine of a run."""
-
-    which: Which
-    name: str
-    """Its name, with the version."""
-    why: str
-    """One sentence."""
 
 
 class _Tokenizers:
@@ -177,9 +165,9 @@ def open_engine(tokenizer: Tokenizer, which: Which) -> Engine:
     """
     if which == "tokenizers":
         return _Tokenizers(tokenizer)
-    name = _installed(which)
+    name = installed(which)
     if name is None:
-        raise UserError(f"{_KEY}{which} is not installed (pip install {which}){_ADVICE}")
+        raise UserError(f"{KEY}{which} is not installed (pip install {which}){ADVICE}")
     # `tokenizers` finds those added tokens in a text that are not flagged as special; these libraries find all.
     state = orjson.loads(tokenizer.definition)
     state["added_tokens"] = [entry for entry in state["added_tokens"] if not entry.get("special")]
@@ -192,10 +180,10 @@ def open_engine(tokenizer: Tokenizer, which: Which) -> Engine:
         raise
     except BaseException as error:  # a panic of a Rust library is no Exception
         what = "be imported" if isinstance(error, ImportError) else "load this tokenizer"
-        raise UserError(f"{_KEY}{name} cannot {what}: {printable(str(error))[:300]}{_ADVICE}") from None
+        raise UserError(f"{KEY}{name} cannot {what}: {printable(str(error))[:300]}{ADVICE}") from None
 
 
-def _installed(which: Which) -> str | None:
+def installed(which: Which) -> str | None:
     """Name and version of an engine's library; None if it is not installed."""
     try:
         return f"{which} {metadata.version(which)}"
@@ -215,46 +203,6 @@ def _fastokens(definition: str) -> _Encode:
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     encode = importlib.import_module("fastokens").Tokenizer.from_json_str(definition).encode_batch_flat
     return lambda text: np.frombuffer(encode([text])[0], "<u4")
-
-
-def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condemned: set[str]) -> Choice:
-    """The engine of a run, after it has proved itself on hard texts.
-
-    Args:
-        setting: `auto`, or the name of a library.
-        tokenizer: what defines the ids.
-        cache_folder: keeps what is proved once for library, tokenizer and CPU; made if need be, and not needed.
-        condemned: names of engines that gave a wrong id for a document. With one that is still installed, only
-            `tokenizers` is trusted.
-
-    Raises:
-        UserError: an engine was asked for by its name and is not installed, or is not like `tokenizers`.
-    """
-    reference: Engine = _Tokenizers(tokenizer)
-    if setting == "tokenizers":
-        return Choice("tokenizers", reference.name, "as asked for")
-    if guilty := condemned & {_installed(which) for which in FAST}:
-        return Choice("tokenizers", reference.name, f"because {min(guilty)} gave other ids")
-    reasons = []
-    for which in FAST if setting == "auto" else (cast(Which, setting),):
-        try:
-            return _proved(which, reference.name, tokenizer, cache_folder)
-        except UserError as error:
-            if setting != "auto":
-                raise
-            reasons.append(str(error).removeprefix(_KEY).removesuffix(_ADVICE))
-    return Choice("tokenizers", reference.name, f"because {' and '.join(reasons)}")
-
-
-def _proved(which: Which, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> Choice:
-    """An engine that loads and proves itself; a `UserError` otherwise."""
-    from pipeline.data.tokenization.engine_check import prove  # needs this module
-
-    engine = open_engine(tokenizer, which)
-    proof = prove(engine, which, tokenizer, cache_folder)
-    if proof.failure:
-        raise UserError(f"{_KEY}{engine.name} {proof.failure}{_ADVICE}")
-    return Choice(which, engine.name, f"its ids of {proof.texts:,} hard texts are those of {reference}")
 
 
 class Check:

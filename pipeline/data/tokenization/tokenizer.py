@@ -24,7 +24,6 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
-from pipeline.data.datasets.indexed import token_dtype
 
 if TYPE_CHECKING:
     from pipeline.config.tokenizer import TokenizerConfig
@@ -40,6 +39,11 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that writers choose: u16 below 65,500 ids, i32 otherwise (the rule of Megatron-LM)."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class Tokenizer:

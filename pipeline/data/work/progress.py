@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from pipeline.common.console import say
-from pipeline.data.sources.damage import DAMAGED_FILE, in_words
-from pipeline.data.work.receipts import TRAIN
+from pipeline.common.format import counted, size
 
 if TYPE_CHECKING:
-    from pipeline.config.base import Share
-    from pipeline.data.preprocess.stage import PreprocessReport
+    pass
 
 WIDE = 120
 """Columns of a terminal that the whole progress bar fits into; a narrower one gets less."""
 LINE_EVERY_S = 10.0
 """Off a terminal, a line of progress each so many seconds."""
 NOTHING_TO_DO = "nothing to do: all sources are datasets that were made before"
-
-
-def size(count: float) -> str:
-    """A number of bytes for people, in powers of 1,000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 unit`, `2 units`, `3 batches`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 class ProgressLine:
@@ -105,58 +87,3 @@ class ProgressLine:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def print_report(console: Console, report: PreprocessReport, splits: Mapping[str, Share]) -> None:
-    """Print the counts of every dataset, the rejected records by reason, and what was written if no unit was missing.
-
-    Args:
-        console: where to.
-        report: of the stage.
-        splits: what the run file asks for.
-    """
-    table = Table("source", "split", "documents", "tokens", "text", "bytes/token", "rejected", title="preprocess")
-    has_damage = any(source.damaged for source in report.sources)
-    if has_damage:
-        table.add_column("unread")
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for source in report.sources:
-        for name, split in source.splits.items():
-            table.add_row(
-                source.name,
-                name,
-                f"{split.documents:,}",
-                f"{split.tokens:,}",
-                size(split.text_bytes),
-                f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-",
-                f"{sum(source.rejected.values()):,}" if name == TRAIN else "",
-                *([size(source.lost) if name == TRAIN else ""] if has_damage else []),
-            )
-    if report.sources:
-        console.print(table)
-    for name, evidence in {name: e for source in report.sources for name, e in source.condemned.items()}.items():
-        say(console, f"{name} is not used any more ({evidence}); what it had written was made again")
-    for source in report.sources:
-        for name, wanted in splits.items():
-            if wanted.share and not source.splits[name].documents:
-                documents = counted(source.splits["train"].documents, "document")
-                say(
-                    console,
-                    f"{source.name}: none of {documents} went to {name} (data.splits.{name} is {wanted}); nothing to "
-                    "evaluate on",
-                )
-        if source.damaged:
-            say(console, f"{source.name}: {in_words(source.damaged, source.bytes)}, see {source.folder / DAMAGED_FILE}")
-        if source.rejected:
-            rejected = sum(source.rejected.values())
-            file = source.folder / "rejected.jsonl"
-            say(console, f"{source.name}: {rejected:,} of {counted(source.records, 'record')} rejected, see {file}")
-        for reason, count in source.rejected.items():
-            say(console, f"  {count:,} {reason}, the first is {source.first_rejected[reason]}")
-    if report.sources and not report.units_done:
-        written = [str(path) for source in report.sources for path in source.written]
-        if written:
-            say(console, f"all units were complete; wrote what was missing or damaged: {', '.join(written)}")
-        else:
-            say(console, "nothing to do: all units were complete")

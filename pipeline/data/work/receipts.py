@@ -13,26 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.data.datasets.indexed import metadata_file, numbered, part_files, part_prefix
-
-TRAIN = "train"
-"""The split of the documents that no other split takes."""
-MANIFEST_FILE = "manifest.json"
-RECEIPT_KEYS = (
-    "unit",
-    "link",
-    "last",
-    "start",
-    "next",
-    "input",
-    "config_hash",
-    "engine",
-    "pieces",
-    "records",
-    "rejected",
-    "checked",
-    "splits",
-)
+from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
+from pipeline.data.datasets.indexed import metadata_file, part_files, part_prefix
 
 _Count = Annotated[int, Field(ge=0)]
 _Place = Annotated[list[int], Field(min_length=4, max_length=4)]
@@ -88,21 +70,6 @@ class _Receipt(_Strict):
     splits: dict[str, _Split]
     damaged: list[_Damage] = []
     dropped: list[str] = []
-
-
-def receipt_path(source: Path, unit: int, link: int = 0) -> Path:
-    """Receipt of a link."""
-    return _beside(source, unit, link, ".json")
-
-
-def rejected_path(source: Path, unit: int, link: int = 0) -> Path:
-    """Rejected records of a link; there is a file only if there are any."""
-    return _beside(source, unit, link, ".rejected.jsonl")
-
-
-def _beside(source: Path, unit: int, link: int, suffix: str) -> Path:
-    path = numbered(source / "receipts", unit, link)
-    return path.with_name(path.name + suffix)
 
 
 def read_receipt(source: Path, unit: int, link: int = 0) -> Any:

@@ -15,7 +15,7 @@ from pipeline.data.datasets.token_bytes import token_bytes
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.server.worker import Served, Worker
-from pipeline.train.checkpoint.checkpoint import UNREADABLE
+from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoints
 
 POLL_SECONDS = 2.0

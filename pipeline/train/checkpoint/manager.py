@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.config.train import CheckpointConfig
-from pipeline.train.checkpoint.checkpoint import (
+from pipeline.train.checkpoint.committed import (
     COMMIT,
     STATE,
     UNREADABLE,

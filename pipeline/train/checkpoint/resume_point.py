@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pipeline.common.errors import MachineError
 from pipeline.config.train import ResumeConfig
-from pipeline.train.checkpoint.checkpoint import Files, changed, wait_until_visible
+from pipeline.train.checkpoint.committed import Files, changed, wait_until_visible
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Verify
 from pipeline.train.distributed.process_group import gather, share
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipeline.common.errors import UserError
-from pipeline.train.checkpoint.checkpoint import Checkpoint
-from pipeline.train.checkpoint.metadata import METADATA, read_metadata
+from pipeline.train.checkpoint.committed import Checkpoint
+from pipeline.train.checkpoint.dcp_metadata import METADATA, read_metadata
 from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, first_cause
 
 _AT_ONCE_BYTES = 2**28

@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from pipeline.common import storage
-from pipeline.train.checkpoint.checkpoint import Files, record_of
+from pipeline.train.checkpoint.committed import Files, record_of
 from pipeline.train.checkpoint.tensors import Stored
 
 SINGLE = "model.safetensors"

@@ -15,7 +15,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.checkpoint import COMMIT, Files, changed
+from pipeline.train.checkpoint.committed import COMMIT, Files, changed
 from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, longest_windows
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored

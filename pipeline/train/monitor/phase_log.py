@@ -7,9 +7,10 @@ from itertools import groupby
 
 from pipeline.config import Config
 from pipeline.data.order.blend import UNIT
-from pipeline.data.order.journal import Journal, Segment
+from pipeline.data.order.journal import Journal
 from pipeline.data.order.phases import label
 from pipeline.data.order.run_length import documents_text
+from pipeline.data.order.segments import Segment
 
 _MOST_VALUES = 4
 _MOST_SOURCES = 6

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.common.hashing import value_hash
 from pipeline.config.train import FaultsConfig
-from pipeline.data.order.journal import Segment
+from pipeline.data.order.segments import Segment
 
 _LEAST_DEVIATION = 1e-3
 """A standard deviation counts as this share of the mean at least: of values that hardly differ, none is a spike."""

@@ -20,7 +20,7 @@ from pipeline.train.optim.muon import Muon
 from pipeline.train.optim.muon_owners import group_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.pipeline import TiedEmbedding
+from pipeline.train.parallel.pipeline_parallel import TiedEmbedding
 from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, scale_tensors
 
 

@@ -31,7 +31,7 @@ from pipeline.train.parallel.context import build_cut
 from pipeline.train.parallel.layout import sequence_multiple
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
-from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import Kind
 from pipeline.train.parallel.torch_compat.core import prepare_async_tp

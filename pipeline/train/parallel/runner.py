@@ -17,7 +17,7 @@ from pipeline.train.monitor.trace_spans import span
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.pipeline import PipelineRunner
+from pipeline.train.parallel.pipeline_parallel import PipelineRunner
 
 
 class Runner(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pipeline.config.parallel import ZERO_BUBBLE, CpMethod, OverlapConfig, ParallelConfig, ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.schedules import SCHEDULES
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)

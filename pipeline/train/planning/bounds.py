@@ -20,7 +20,7 @@ from pipeline.train.parallel.footprint import (
 )
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
-from pipeline.train.parallel.stages import split_stages
+from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import Kind
 from pipeline.train.planning.devices import Device

@@ -20,8 +20,8 @@ from pipeline.train.layout_check import vocabulary
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.parallel.footprint import MASTER_BYTES, Footprint, footprint
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.rules.layout import check_layout
-from pipeline.train.parallel.stages import split_stages
 from pipeline.train.parallel.step_shapes import step_shapes
 
 _FEW = 16

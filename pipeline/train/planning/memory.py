@@ -10,8 +10,8 @@ from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead
-from pipeline.train.parallel.schedules import SCHEDULES
-from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
+from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import Kind
 from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.common.format import duration
-from pipeline.data.work.progress import counted, size
+from pipeline.common.format import counted, duration, size
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import Kind
 from pipeline.train.planning.devices import Device

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
-from pipeline.data.work.progress import counted
 from pipeline.train.parallel.layout import Layout, resolve
+from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.rules.layout import check_layout
-from pipeline.train.parallel.stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, least_seconds, micro_batch
 from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden

@@ -18,8 +18,8 @@ from pipeline.train.model.flops import attention_flops, head_flops, layer_flops,
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
-from pipeline.train.parallel.schedules import play
-from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.pipeline_schedules import play
+from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.shares import UPDATE_BYTES

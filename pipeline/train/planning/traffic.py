@@ -22,8 +22,8 @@ from pipeline.train.model.flops import layer_parameters, norm_parameters
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
-from pipeline.train.parallel.schedules import actions_of
-from pipeline.train.parallel.stages import Stage, split_stages
+from pipeline.train.parallel.pipeline_schedules import actions_of
+from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import Kind
 

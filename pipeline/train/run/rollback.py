@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
-from pipeline.data.work.progress import counted
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import saves_lost
 from pipeline.train.run.attempts import first_steps, ledger_path, metrics_path, rows_backwards

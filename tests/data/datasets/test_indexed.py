@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
-from pipeline.data.datasets.indexed import IndexedPart, IndexedWriter, part_files, read_provenance, token_dtype
+from pipeline.data.datasets.indexed import IndexedPart, IndexedWriter, part_files, read_provenance
+from pipeline.data.tokenization.tokenizer import token_dtype
 from tests.data.datasets import megatron
 
 DTYPES = ["<u2", "<i4"]

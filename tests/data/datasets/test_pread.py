@@ -13,11 +13,12 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.data.datasets import dataset as dataset_module
 from pipeline.data.datasets import indexed
 from pipeline.data.datasets.dataset import Dataset, Slice
+from pipeline.data.datasets.files import PARTS_FILE
 from pipeline.data.datasets.indexed import IndexedWriter, PreadPart, part_files, part_prefix
-from pipeline.data.datasets.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, PARTS_FILE, Manifest, TokenizerInfo
+from pipeline.data.datasets.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, Manifest, TokenizerInfo
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives import Causal
-from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.windows import windows_of
 from tests.data.loading.test_loader import run_file
 
@@ -126,7 +127,7 @@ def test_against_lists(folder, parts, read):
 def test_a_loader_gives_the_same_batches(folder):
     def loader(read):
         datasets = {"s": Dataset.open(folder, read)}
-        journal = Journal.plan(run_file({"s": 1}, sequence_length=37, batch_size=5), datasets)
+        journal = plan_journal(run_file({"s": 1}, sequence_length=37, batch_size=5), datasets)
         return Loader(journal, windows_of(journal, datasets), Causal(), micro_batch_size=[5], vocab_size=1000)
 
     one, other = loader("mmap"), loader("pread")

@@ -10,7 +10,8 @@ from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_DAMAGED, verify
 from pipeline.data.loading import loader
-from pipeline.data.preprocess import run_tokenizer
+from pipeline.data.preprocess.run_file_check import check_run_file
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import open_datasets, preprocess
 from pipeline.data.provenance.inspect import inspect
 from tests.data.runs import make_config, tree
@@ -161,7 +162,7 @@ class TestOtherSettings:
         change = dict(change)
         other = make_config(tmp_path, [sources[0], sources[1] | change.pop("source", {})], **change)
         with pytest.raises(UserError, match=re.escape(said)):
-            loader.open_loader(other, open_datasets(other, "train"))
+            check_run_file(other, open_datasets(other, "train"))
         with pytest.raises(UserError, match="remove"):  # which is where the message sends to
             preprocess(other)
 
@@ -170,9 +171,9 @@ class TestOtherSettings:
         preprocess(other)
         loaded = make_config(tmp_path, sources, tokenizer={"path": str(other.data_dir / "tokenizer")})
         with pytest.raises(UserError, match="has other ids than the tokenizer kept there"):
-            loader.open_loader(loaded, open_datasets(loaded, "train"))
+            check_run_file(loaded, open_datasets(loaded, "train"))
         kept = make_config(tmp_path, sources, tokenizer={"path": str(config.data_dir / "tokenizer")})
-        loader.open_loader(kept, open_datasets(kept, "train"))
+        check_run_file(kept, open_datasets(kept, "train"))
 
     def test_what_does_not_decide_the_content_may_change(self, config, corpus, sources, tmp_path):
         moved = make_config(
@@ -181,6 +182,7 @@ class TestOtherSettings:
             seed=8,
             preprocess={"workers": 2, "on_error": "fail", "max_error_rate": 0.5},
         )
+        check_run_file(moved, open_datasets(moved, "train"))
         assert loader.open_loader(moved, open_datasets(moved, "train")).names == ["j", "t"]
 
     def test_a_dataset_of_another_run_is_what_it_is(self, config, tmp_path):
@@ -192,6 +194,7 @@ class TestOtherSettings:
             dir=str(tmp_path / "other"),
         )
         preprocess(other)
+        check_run_file(other, open_datasets(other, "train"))
         assert loader.open_loader(other, open_datasets(other, "train")).names == ["again"]
 
     def test_the_seed_of_the_run_leaves_datasets_as_they_are(self, config, sources, tmp_path):

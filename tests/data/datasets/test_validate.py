@@ -10,7 +10,7 @@ import pytest
 from pipeline.common import retry
 from pipeline.common.errors import MachineError, UserError
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.datasets import validate as checks
+from pipeline.data.datasets import validate
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import IndexedWriter, part_files, part_prefix
 from pipeline.data.datasets.manifest import PART, write_dataset
@@ -142,7 +142,7 @@ def test_a_file_system_that_does_not_answer(dataset, monkeypatch):
             raise OSError(5, "Input/output error", path)
         return stat(path, **options)
 
-    monkeypatch.setattr(checks.os, "stat", fails)
+    monkeypatch.setattr(validate.os, "stat", fails)
     monkeypatch.setattr(retry, "PAUSES_S", (0.0, 0.0))
     with pytest.raises(MachineError, match=r"00001-00001.idx: looking at its size failed 3 times, EIO") as error:
         check_datasets({"s": dataset})
@@ -156,7 +156,7 @@ def test_slow_file_systems_are_asked_by_threads(tmp_path, monkeypatch):
     paths = [str(tmp_path / str(number)) for number in range(51)]
     expected = [*range(50), -1]
     assert file_sizes(paths).tolist() == expected
-    monkeypatch.setattr(checks, "_SLOW_S", 0.0)
+    monkeypatch.setattr(validate, "_SLOW_S", 0.0)
     assert file_sizes(paths).tolist() == expected
     assert file_sizes([]).tolist() == []
 

@@ -20,9 +20,8 @@ from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives import Causal
 from pipeline.data.loading.prefetch import read_ahead
-from pipeline.data.order import locate as lookup
-from pipeline.data.order.journal import Journal
-from pipeline.data.order.phases import phase_at
+from pipeline.data.order import locate
+from pipeline.data.order.phases import phase_at, plan_journal
 from pipeline.data.order.windows import windows_of
 from tests.data.preprocess.memory import EOD, FlatDataset, MemoryDataset
 
@@ -61,7 +60,7 @@ def make_ranks(
     dp_size, datasets=DATASETS, weights=WEIGHTS, *, objective=None, mask=False, micro=None, vocab=None, **keys
 ):
     """The loaders of all ranks."""
-    journal = Journal.plan(run_file(weights, **keys), datasets)
+    journal = plan_journal(run_file(weights, **keys), datasets)
     windows = windows_of(journal, datasets)
     return [
         Loader(
@@ -350,15 +349,15 @@ def test_groups_of_any_size_give_the_same_steps(monkeypatch):
     skip = [{"steps": "12-14"}, {"samples": "190-191"}]
     keys = {"batch_size": 5, "blend": {**PHASES, "skip": skip}}
     expected = [make(**keys).batches(step) for step in range(0, 60, 3)]
-    groups, original = [], lookup.Lookup._look_up
+    groups, original = [], locate.Lookup._look_up
 
     def look_up(self, first, last):
         group = original(self, first, last)
         groups.append((group.first, group.end))
         return group
 
-    monkeypatch.setattr(lookup, "_QUICK_S", 1000)
-    monkeypatch.setattr(lookup.Lookup, "_look_up", look_up)
+    monkeypatch.setattr(locate, "_QUICK_S", 1000)
+    monkeypatch.setattr(locate.Lookup, "_look_up", look_up)
     loader = make(**keys)
     steps = [loader.batches(step) for step in range(60)]
     # Segments end at steps 7, 16 and 30. Step 31 has masked samples, which all ranks need to know of.
@@ -376,7 +375,7 @@ def test_groups_of_any_size_give_the_same_steps(monkeypatch):
     assert len(list(make(**keys).iterate(40, 45))) == 5
     assert groups == [(40, 41), (41, 43), (43, 45)]
     # A file system that is slow is asked for one step at a time.
-    monkeypatch.setattr(lookup, "_QUICK_S", 0)
+    monkeypatch.setattr(locate, "_QUICK_S", 0)
     groups.clear()
     list(make(**keys).iterate(0, 6))
     assert groups == [(step, step + 1) for step in range(6)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
 from pipeline.data.order.journal import Journal
-from pipeline.data.order.phases import label, micro_batch_size
+from pipeline.data.order.phases import label, micro_batch_size, plan_journal
 from tests.data.order.test_phases import of_reference, planned, rows, run_file, runs, sampler_of
 from tests.data.preprocess.memory import MemoryDataset
 
@@ -18,7 +18,7 @@ SOURCES = {"a": {"weight": 1}, "b": {"weight": 3}}
 
 def plan(phases=(), sources=SOURCES, saved=None, **keys):
     datasets = {name: DATA[name] for name in sources}
-    return Journal.plan(run_file(sources, phases, **keys), datasets, saved)
+    return plan_journal(run_file(sources, phases, **keys), datasets, saved)
 
 
 def order(journal, steps):
@@ -42,7 +42,7 @@ def test_the_same_run_file_gives_the_continuation_of_the_parent(run, step):
         return
     config, datasets = of_reference(run)
     past = parent.forked(step)
-    child = Journal.plan(config, datasets, past).going_on(past, step)
+    child = plan_journal(config, datasets, past).going_on(past, step)
     assert child.segments == parent.segments
     assert sampler_of(child).end() == end
     assert (child.fork_step, parent.fork_step) == (step, 0)

@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.data.order.journal import Journal, Segment, Skip
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
+from pipeline.data.order.segments import Segment, Skip
 from tests.data import reference
 from tests.data.order.test_phases import of_reference, planned, rows, runs, sampler_of
 from tests.data.order.test_phases import run_file as make
@@ -40,11 +42,11 @@ def run_file(weights, *, seed=1, batch_size=4, sequence_length=8, **train):
 
 
 def plan(weights, tokens=10_000, **keys):
-    return Journal.plan(run_file(weights, **keys), {name: FlatDataset(tokens) for name in weights})
+    return plan_journal(run_file(weights, **keys), {name: FlatDataset(tokens) for name in weights})
 
 
 def planned_run(sources, phases=(), **keys):
-    return Journal.plan(make(sources, phases, **keys), {"a": MemoryDataset([10] * 10), "b": MemoryDataset([5] * 20)})
+    return plan_journal(make(sources, phases, **keys), {"a": MemoryDataset([10] * 10), "b": MemoryDataset([5] * 20)})
 
 
 def test_plan_from_a_run_file():
@@ -63,10 +65,10 @@ def test_plan_from_a_run_file():
 
 def test_without_weights_shares_are_proportional_to_tokens():
     config = run_file({"a": None, "b": None})
-    journal = Journal.plan(config, {"a": FlatDataset(100), "b": FlatDataset(300)})
+    journal = plan_journal(config, {"a": FlatDataset(100), "b": FlatDataset(300)})
     assert journal.segments[0].sources["a"].weight == 2**30
     with pytest.raises(UserError, match="source 'a' has weight 8 of"):
-        Journal.plan(config, {"a": FlatDataset(8), "b": FlatDataset(10**12)})
+        plan_journal(config, {"a": FlatDataset(8), "b": FlatDataset(10**12)})
 
 
 def test_json_and_fingerprint():
@@ -299,7 +301,7 @@ def test_what_was_trained_on_cannot_change(before, after, message):
 
 def test_datasets_cannot_change():
     start = planned_run(SOURCES)
-    changed = Journal.plan(make(SOURCES), {"a": MemoryDataset([10] * 10), "b": MemoryDataset([5] * 19)})
+    changed = plan_journal(make(SOURCES), {"a": MemoryDataset([10] * 10), "b": MemoryDataset([5] * 19)})
     with pytest.raises(UserError, match="source 'b' has 100 -> 95 tokens"):
         changed.going_on(start, 1)
     assert changed.going_on(start, 0) == changed
@@ -341,7 +343,7 @@ def test_a_plan_is_accepted_only_if_the_past_is_the_same(run, data):
     saved = planned(run)
     done = data.draw(st.integers(0, 30))
     config, _ = of_reference(run)
-    assert Journal.plan(config, of_reference(run)[1]).going_on(saved, done) == saved
+    assert plan_journal(config, of_reference(run)[1]).going_on(saved, done) == saved
     changed = deepcopy(run)
     last = changed.phases[-1]
     what = data.draw(st.sampled_from(["append", "close", "weights", "batch", "limits", "drop"]))

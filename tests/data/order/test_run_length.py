@@ -13,9 +13,11 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.order.blend import integer_weights, keyed_offset
 from pipeline.data.order.consumption import accounts
-from pipeline.data.order.journal import Journal, Segment, SourceState
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import check_end, exhaustions, run_length, warnings
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Segment, SourceState
 from pipeline.data.order.windows import Windows
 from tests.data.preprocess.memory import FlatDataset
 
@@ -184,7 +186,7 @@ def run_file(sources, *, blend=None, seed=3, **train):
 
 def planned(config, tokens):
     """The sampler of a run whose documents have ten tokens each."""
-    journal = Journal.plan(config, {name: Documents(count) for name, count in tokens.items()})
+    journal = plan_journal(config, {name: Documents(count) for name, count in tokens.items()})
     return Sampler(journal, [segment.windows for segment in journal.segments])
 
 

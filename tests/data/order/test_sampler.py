@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from pipeline.common.hashing import key
 from pipeline.data.order.blend import UNIT
-from pipeline.data.order.journal import Journal, Segment, SourceState
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Segment, SourceState
 from pipeline.data.order.windows import Windows
 from tests.data import reference
 from tests.data.order.test_journal import plan, run_file
@@ -214,7 +216,7 @@ def test_the_example_of_the_documentation():
     table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")][2:]
     datasets = {"books": MemoryDataset([5, 6]), "web": MemoryDataset([7, 3, 9, 6, 4])}
     config = run_file({"books": 1, "web": 3}, seed=7, batch_size=len(table), sequence_length=4)
-    journal = Journal.plan(config, datasets)
+    journal = plan_journal(config, datasets)
     windows = {name: Windows(dataset, 4, 7, name) for name, dataset in datasets.items()}
     counts = {name: instances.count for name, instances in windows.items()}
     drawn = dict.fromkeys(datasets, 0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Slice
 from pipeline.data.loading.objectives import Causal, sample_key
-from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.windows import Windows, windows_of
 from tests.data.loading.test_loader import run_file
 from tests.data.preprocess.memory import EOD, FlatDataset, MemoryDataset
@@ -180,7 +180,7 @@ def test_segments_share_windows_where_they_can():
         {"until": "12 steps", "sequence_length": 4},
         {},
     ]
-    journal = Journal.plan(run_file({"a": 1, "b": 1}, blend={"phases": phases}), datasets)
+    journal = plan_journal(run_file({"a": 1, "b": 1}, blend={"phases": phases}), datasets)
     one, two, three, four, five = windows_of(journal, datasets)
     assert one == two == five
     assert three["b"] is one["b"] and three["a"] is not one["a"]

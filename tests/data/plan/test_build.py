@@ -19,9 +19,9 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.loader import open_loader
-from pipeline.data.plan import build as paper
+from pipeline.data.plan import build
 from pipeline.data.plan.show import print_plan
-from slurm.local import stages as local
+from slurm.local import stages
 from tests import tiny
 
 SLICES = {"name": "end", "sequence_length": 16, "slices": {"sea": [0.5, 1]}, "batch_size": 6}
@@ -32,8 +32,8 @@ def run(tmp_path_factory):
     """A run file of which eight steps have been trained, with a checkpoint after each third and the last."""
     file = tiny.write_run(tmp_path_factory.mktemp("paper"))
     config = load(file)
-    local.preprocess(config)
-    local.train(config, quiet())
+    stages.preprocess(config)
+    stages.train(config, quiet())
     lines = (config.run.dir / "metrics.jsonl").read_text().splitlines()
     return SimpleNamespace(file=file, metrics=[row for line in lines if "loss" in (row := json.loads(line))])
 
@@ -43,7 +43,7 @@ def quiet():
 
 
 def planned(run, *overrides, **options):
-    return paper.make_plan(load(run.file, overrides), **options)
+    return build.make_plan(load(run.file, overrides), **options)
 
 
 def printed(run, *overrides, **options):
@@ -105,7 +105,7 @@ def test_what_was_trained_cannot_change(run, changes):
 def test_micro_batches_and_padding_are_the_loader_s(run, ranks, micro):
     phases = f"blend.phases={json.dumps([{'until': '8 steps'}, SLICES])}"
     config = load(run.file, [phases, f"train.micro_batch_size={micro}", "train.duration=20 steps"])
-    plan = paper.make_plan(config, ranks=ranks)
+    plan = build.make_plan(config, ranks=ranks)
     datasets = open_datasets(config, "train")
     loaders = [open_loader(config, datasets, dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
     for row in plan.segments:

@@ -14,8 +14,8 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.manifest import verify
-from pipeline.data.preprocess import run_tokenizer, source_plan
-from pipeline.data.preprocess.run_tokenizer import tokenizer_folder
+from pipeline.data.preprocess import source_plan
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
 from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits
 from pipeline.data.preprocess.stage import preprocess

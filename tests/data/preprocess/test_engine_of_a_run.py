@@ -6,7 +6,7 @@ import tokenizers
 
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import verify
-from pipeline.data.preprocess import run_tokenizer
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
 from tests.data import mixed
 from tests.data.runs import datasets, make_config

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.common.errors import MachineError, UserError
-from pipeline.data.preprocess import run_tokenizer, stage
+from pipeline.data.preprocess import stage
 from pipeline.data.preprocess import tokenize_unit as unit_module
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.run_units import Outcome
 from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits

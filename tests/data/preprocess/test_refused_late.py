@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.data.preprocess import run_tokenizer, stage
 from pipeline.data.preprocess import source_plan as plan_module
-from pipeline.data.preprocess.run_tokenizer import tokenizer_folder
+from pipeline.data.preprocess import stage
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
 from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from pipeline.common import process_identity, storage
 from pipeline.config import Config
+from pipeline.data.datasets.files import receipt_path
 from pipeline.data.preprocess.status import duration, print_status, read_state
 from pipeline.data.work.leases import Watch, lease_path, take
-from pipeline.data.work.receipts import receipt_path
 
 SIZE = 1000
 """Bytes of every unit."""

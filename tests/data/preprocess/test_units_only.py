@@ -6,10 +6,11 @@ import signal
 
 import pytest
 
+from pipeline.data.datasets.files import MANIFEST_FILE
 from pipeline.data.datasets.manifest import verify
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.work.leases import Lease, Watch, take
-from pipeline.data.work.receipts import MANIFEST_FILE, Receipts
+from pipeline.data.work.receipts import Receipts
 from tests.data import mixed
 from tests.data.runs import datasets, make_config
 from tests.data.stage import gone, left_behind, receipts, start, wait_for, workers, write_run_file

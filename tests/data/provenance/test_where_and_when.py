@@ -29,7 +29,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR
 from pipeline.data.datasets.merge import merge
 from pipeline.data.datasets.open import open_datasets
-from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.data.plan.build import make_plan
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import When, when
@@ -619,5 +619,5 @@ def test_nothing_heavy_is_imported(root: Path) -> None:
 
 
 def test_the_plan_is_that_of_the_journal(run: AskedRun) -> None:
-    assert run.journal == Journal.plan(run.config, open_datasets(run.config, "train"))
+    assert run.journal == plan_journal(run.config, open_datasets(run.config, "train"))
     assert len(run.journal.segments) == 5

@@ -10,7 +10,8 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.data.tokenization import engine_check
 from pipeline.data.tokenization.engine_check import compare, prove
-from pipeline.data.tokenization.engines import choose_engine, open_engine
+from pipeline.data.tokenization.engine_choice import choose_engine
+from pipeline.data.tokenization.engines import open_engine
 from pipeline.data.tokenization.hard_texts import hard_texts
 from tests.data.tokenization import broken_engine
 from tests.data.tokenization import tokenizers_of_all_kinds as kinds
@@ -147,7 +148,7 @@ class TestChild:
 
     def test_auto_says_why_it_falls_back(self, ours, tmp_path, monkeypatch):
         broken_engine.install(tmp_path / "path", monkeypatch, "one script")
-        monkeypatch.setattr("pipeline.data.tokenization.engines.FAST", ("gigatoken",))
+        monkeypatch.setattr("pipeline.data.tokenization.engine_choice.FAST", ("gigatoken",))
         for _ in range(2):
             choice = choose_engine("auto", ours, tmp_path / "cache", set())
             assert (choice.which, choice.name.split()[0]) == ("tokenizers", "tokenizers")

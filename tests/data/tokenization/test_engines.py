@@ -11,15 +11,14 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import mix, mix_one
+from pipeline.data.tokenization.engine_choice import FAST, choose_engine
 from pipeline.data.tokenization.engines import (
     CHECK_MIN,
     CHECK_SHORT_BYTES,
     CHECK_TEXT_BYTES,
-    FAST,
     Check,
     Encoded,
     EngineDiffers,
-    choose_engine,
     first_difference,
     open_engine,
 )

@@ -19,7 +19,7 @@ from pipeline.common import storage
 from pipeline.common.errors import EXIT_UNHEALTHY, UserError
 from pipeline.common.versions import versions
 from slurm.devcluster import DevCluster
-from slurm.doctor import gpu as doctor_gpu
+from slurm.doctor import gpu
 from slurm.doctor.command import doctor_command, verdict
 from slurm.doctor.gpu import devices, driver_views, judge_driver_views, parse_driver_views, products, wrong_elements
 from slurm.doctor.network import NotMet, meet
@@ -239,7 +239,7 @@ def test_nvidia_smi_as_it_answers(
 
 def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, 1, "while true; do :; done")
-    monkeypatch.setattr(doctor_gpu, "_PATIENCE", 0.1)
+    monkeypatch.setattr(gpu, "_PATIENCE", 0.1)
     views, (check,) = driver_views()
     assert not views and (check.value, check.severity) == ("no answer", "error")
 

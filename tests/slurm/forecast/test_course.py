@@ -20,7 +20,7 @@ from pipeline.train.monitor import metrics
 from pipeline.train.planning import shares
 from slurm.forecast import course as forecasting
 from slurm.forecast.course import forecast, links_needed, measured_rate, most_checkpoints, peak_flops
-from slurm.local import stages as local
+from slurm.local import stages
 from slurm.submit.dry_run import cost, count, show
 from slurm.submit.job_plan import PlannedJob, plan
 from slurm.submit.stop_lead_time import signal_seconds
@@ -46,8 +46,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run file of a finished training of eight steps."""
     file = tiny.write_run(tmp_path_factory.mktemp("paper"))
     config = load(file)
-    local.preprocess(config)
-    local.train(config, Console(file=io.StringIO()))
+    stages.preprocess(config)
+    stages.train(config, Console(file=io.StringIO()))
     return file
 
 

@@ -14,8 +14,8 @@ from pipeline.config.load import load
 from pipeline.data.preprocess import disk_space
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.parallel.footprint import checkpoint_bytes
-from slurm.forecast import course as forecast
-from slurm.local import stages as local
+from slurm.forecast import course
+from slurm.local import stages
 from slurm.submit.disk_space import check_room
 from tests import tiny
 
@@ -33,7 +33,7 @@ def free(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
     def set_free(count: int) -> None:
         monkeypatch.setattr(disk_space, "free_space", lambda path: (count, None))
-        monkeypatch.setattr(forecast, "free_space", lambda path: (count, None))
+        monkeypatch.setattr(course, "free_space", lambda path: (count, None))
 
     return set_free
 
@@ -41,12 +41,12 @@ def free(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 def test_training_without_room_for_a_checkpoint_is_refused(config: Config, free) -> None:  # type: ignore[no-untyped-def]
     free(10_000)
     with pytest.raises(MachineError, match=r"run\.dir=.* has 10\.0 kB free, and a checkpoint needs ") as refused:
-        local.train(config, Console(file=io.StringIO()))
+        stages.train(config, Console(file=io.StringIO()))
     assert refused.value.exit_code == EXIT_OTHER
 
 
 def test_room_for_some_checkpoints_is_a_warning_and_for_all_none(config: Config, free) -> None:  # type: ignore[no-untyped-def]
-    spec = forecast.decoder_spec(config.model, 300, config.max_positions)
+    spec = course.decoder_spec(config.model, 300, config.max_positions)
     free(checkpoint_bytes(config, spec))
     (line,) = check_room(config)
     assert "lower train.checkpoint.keep" in line
@@ -62,7 +62,7 @@ def test_the_disk_is_that_of_the_checkpoints_where_they_are_a_link(
     other.mkdir()
     (run / "checkpoints").symlink_to(other)
     full = {run: 10_000, other: 2**40}
-    monkeypatch.setattr(forecast, "free_space", lambda path: (full[disk_space.nearest(path).resolve()], None))
+    monkeypatch.setattr(course, "free_space", lambda path: (full[disk_space.nearest(path).resolve()], None))
     linked = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
     assert check_room(linked) == []
     full.update({run: 2**40, other: 10_000})
@@ -78,9 +78,9 @@ def test_datasets_that_will_hardly_fit_are_a_warning(
 ) -> None:
     config = load(tiny.write_run(tmp_path))
     free(1000)
-    local.preprocess(config)
+    stages.preprocess(config)
     assert "warning: data.dir=" in capsys.readouterr().out.replace("\n", "")
-    local.preprocess(config)  # all is there
+    stages.preprocess(config)  # all is there
     assert "warning" not in capsys.readouterr().out
 
 

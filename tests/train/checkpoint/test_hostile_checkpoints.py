@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from pipeline.cli.main import main
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.train.checkpoint.checkpoint import Checkpoint
-from pipeline.train.checkpoint.metadata import read_metadata
+from pipeline.train.checkpoint.committed import Checkpoint
+from pipeline.train.checkpoint.dcp_metadata import read_metadata
 from pipeline.train.checkpoint.tensors import Stored, read, stored
 from pipeline.train.fork import fork
 from tests.train.runs import start, train

@@ -41,9 +41,9 @@ INSTANTS: dict[str, tuple[int, Instant]] = {
     "while the state is copied": (
         1,
         Instant(
-            function="pipeline.train.checkpoint.staging:with_local",
+            function="pipeline.train.checkpoint.host_snapshot:with_local",
             number=20,
-            after=Instant(function="pipeline.train.checkpoint.staging:Staging.copy", number=3),
+            after=Instant(function="pipeline.train.checkpoint.host_snapshot:Staging.copy", number=3),
         ),
     ),
     "before it writes its file": (1, Instant("open", r"/__1_\d+\.distcp$", number=3)),

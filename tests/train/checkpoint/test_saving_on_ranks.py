@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train import saving, trainer
-from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.staging import Staging
 from pipeline.train.distributed.process_group import background_group, gather, share
 from tests import tiny
 from tests.train.distributed import ranks
@@ -122,7 +122,7 @@ def _copy_shards(folder: Path) -> dict[str, Any]:
         if isinstance(value, DTensor):
             assert copy[name].placements == value.placements and copy[name].device_mesh == mesh
         value.zero_()
-    storage.write(folder, {"model": copy})
+    dcp_storage.write(folder, {"model": copy})
     dist.barrier()
     found = {"model": {name: torch.full_like(value, -1) for name, value in whole.items()}}
     from torch.distributed.checkpoint import load as read

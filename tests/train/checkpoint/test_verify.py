@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, RankFailed, UserError
 from pipeline.config.train import ResumeConfig
-from pipeline.train.checkpoint import checkpoint as committed
+from pipeline.train.checkpoint import committed
 from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
 from pipeline.train.checkpoint.resume_point import resume_point, rewind_point, shares
 from pipeline.train.distributed.process_group import barrier

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import plan_journal
 from pipeline.train.monitor.phase_log import describe_change, describe_run
 from tests.data.preprocess.memory import MemoryDataset
 
@@ -21,7 +22,7 @@ def plan(sources: list[str], train: dict[str, Any], *phases: dict[str, Any]) -> 
             "blend": {"phases": phases},
         }
     )
-    return config, Journal.plan(config, {name: MemoryDataset([10] * 50) for name in sources})
+    return config, plan_journal(config, {name: MemoryDataset([10] * 50) for name in sources})
 
 
 def test_a_run_without_phases() -> None:

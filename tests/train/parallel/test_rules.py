@@ -15,12 +15,11 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.parallel import ZERO_BUBBLE, ScheduleName
-from pipeline.data.order.journal import Journal
-from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.train.doc_tables import PAGES, page
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS, check_evaluation_layout, check_layout, layout_warnings
-from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import TESTED, Kind, nearest_tested
 from pipeline.train.parallel.torch_compat import pipeline_stage
@@ -405,7 +404,7 @@ def test_shapes_of_steps_are_those_of_the_planned_run(run_file: Path, data: st.D
     values["blend"]["phases"] = phases
     config, ranks = Config.model_validate(values), draw(st.integers(1, 9))
     try:
-        journal = Journal.plan(config, {"words": _Endless()})
+        journal = plan_journal(config, {"words": _Endless()})
     except UserError:
         return  # a phase that ends before it begins
     planned = [

@@ -15,7 +15,7 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.planning import fit
-from slurm.local import stages as local
+from slurm.local import stages
 from tests import tiny
 
 HUGE = ("model={layers: 400, dim: 65536, heads: 512}", "launch.device=cpu")
@@ -47,7 +47,7 @@ def test_check_refuses_a_model_that_does_not_fit(
     run_file: Path, capsys: pytest.CaptureFixture[str], processes: int
 ) -> None:
     with pytest.raises(UserError, match="weights, moments and gradients alone need") as refused:
-        local.check_layout(load(run_file, [*HUGE, f"launch.processes={processes}"]))
+        stages.check_layout(load(run_file, [*HUGE, f"launch.processes={processes}"]))
     assert refused.value.exit_code == EXIT_REFUSED
     assert ("per process x 2 processes on this machine" in str(refused.value)) == (processes == 2)
     assert "parameters: " in capsys.readouterr().out  # what it costs is shown all the same
@@ -57,7 +57,7 @@ def test_check_refuses_a_model_that_does_not_fit(
 def test_training_refuses_it_before_anything_is_built(run_file: Path, tmp_path: Path, processes: int) -> None:
     config = load(run_file, [*HUGE, f"launch.processes={processes}", f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(UserError, match="weights, moments and gradients alone need") as refused:
-        local.train(config, Console(file=io.StringIO()))
+        stages.train(config, Console(file=io.StringIO()))
     assert refused.value.exit_code == EXIT_REFUSED
 
 
@@ -126,5 +126,5 @@ def test_a_gpu_is_asked_for_its_own_memory(run_file: Path, monkeypatch: pytest.M
 
 def test_layouts_for_other_machines_are_not_compared(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ("launch.processes=4096", "slurm.nodes=2"):
-        local.check_layout(load(run_file, [*HUGE, more, "train.batch_size=4096"]))
+        stages.check_layout(load(run_file, [*HUGE, more, "train.batch_size=4096"]))
         assert "the memory of this machine is not compared" in capsys.readouterr().out

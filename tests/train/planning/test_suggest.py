@@ -8,7 +8,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.parallel.layout import resolve
-from pipeline.train.parallel.schedules import SCHEDULES, play
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.torch_compat import pipeline_stage
 from pipeline.train.planning.bounds import least_bubble, least_bytes

@@ -22,7 +22,7 @@ from pipeline.train.model.loss import Criterion
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.footprint import end_parameters
 from pipeline.train.parallel.layout import Layout, resolve
-from pipeline.train.parallel.stages import split_stages
+from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.devices import DEVICES, Device
 from pipeline.train.planning.plan import planned_spec

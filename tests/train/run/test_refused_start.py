@@ -14,7 +14,7 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.run.attempts import attempts
 from pipeline.train.run.folder import last_attempt, no_trace_if_refused
-from slurm.local import stages as local
+from slurm.local import stages
 from slurm.local.stage_ledger import Ledger
 
 HUGE = "model={layers: 400, dim: 65536, heads: 512}"
@@ -25,7 +25,7 @@ def _config(root: Path, name: str, *overrides: str) -> Config:
 
 
 def _train(config: Config) -> int:
-    return local.train(config, Console(file=io.StringIO(), width=200))
+    return stages.train(config, Console(file=io.StringIO(), width=200))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_new_run_that_is_refused_leaves_no_folder(root: Path, override: str) -
 
 def test_preprocessing_that_is_refused_leaves_no_folder(root: Path) -> None:
     with pytest.raises(UserError):
-        local.preprocess(_config(root, "nodata", "data.sources.0.paths=[/nowhere/*.txt]", f"data.dir={root / 'none'}"))
+        stages.preprocess(_config(root, "nodata", "data.sources.0.paths=[/nowhere/*.txt]", f"data.dir={root / 'none'}"))
     assert not (root / "nodata").exists()
 
 

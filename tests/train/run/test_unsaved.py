@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.common.errors import MachineError
 from pipeline.train import saving, trainer
-from pipeline.train.checkpoint import storage
+from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run import unsaved
 from pipeline.train.run.folder import RunFolder, read_metrics
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def failing(monkeypatch: pytest.MonkeyPatch, clock: Clock, failures: Iterable[bool], hours: float = 1) -> None:
     """Time passes with each write of a checkpoint; where an item is true the disk is full."""
-    original, coming = storage.write, iter(failures)
+    original, coming = dcp_storage.write, iter(failures)
 
     def write(*args: Any, **keys: Any) -> Any:
         clock.now += hours * HOUR
@@ -47,7 +47,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, clock: Clock, failures: Iterable[bo
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(*args, **keys)
 
-    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(dcp_storage, "write", write)
     monkeypatch.setattr(saving, "_PAUSE", 0.0)
 
 

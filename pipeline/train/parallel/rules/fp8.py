@@ -10,8 +10,8 @@ from pipeline.config.train import Fp8Config
 from pipeline.train.fp8.matrices import fp8_matrices, matrices_of, uneven_shards
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.rules.base import Rule
-from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.step_shapes import step_shapes
 
 _KEY = "train.precision.fp8"

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
-from pipeline.data.work.progress import counted
 from pipeline.train.model.config import default_ffn_dim
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
@@ -22,7 +23,6 @@ from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_w
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
 from pipeline.train.parallel.rules.profiling import PROFILE_RULES
 from pipeline.train.parallel.rules.recompute import RECOMPUTE_RULES, many_shapes, recompute_without_effect
-from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.parallel.tested import Kind, nearest_tested
 from pipeline.train.parallel.torch_compat import pipeline_stage

@@ -8,8 +8,8 @@ from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.rules.base import Rule
-from pipeline.train.parallel.schedules import SCHEDULES
 from pipeline.train.parallel.step_shapes import step_shapes
 
 

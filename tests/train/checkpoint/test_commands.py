@@ -27,8 +27,7 @@ from pipeline.common.hashing import file_hash
 from pipeline.config.load import load
 from pipeline.config.train import CheckpointConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint import checkpoint as committed
-from pipeline.train.checkpoint import tools
+from pipeline.train.checkpoint import commands, committed
 from pipeline.train.checkpoint.export import average, export
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups
@@ -189,10 +188,10 @@ def test_what_a_run_removes_meanwhile_is_not_damaged(run: Path, monkeypatch: pyt
         said.append(line)
         checkpoints.remove(everything[1:2])  # the next one, of which nothing has been read
 
-    assert tools.verify(checkpoints, None, quiet(), report) == {2: [], 6: []}
+    assert commands.verify(checkpoints, None, quiet(), report) == {2: [], 6: []}
     assert said[1] == "step-00000004: removed meanwhile"
     monkeypatch.setattr(checkpoints, "all", lambda: everything)
-    assert [row.step for row in tools.rows(checkpoints, CheckpointConfig())] == [2, 6]
+    assert [row.step for row in commands.rows(checkpoints, CheckpointConfig())] == [2, 6]
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_not_damaged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +203,9 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_damaged(run: Path, monke
         return original(path, *arguments, **options)
 
     monkeypatch.setattr(committed, "file_hash", file_hash)
-    assert tools.verify(checkpoints, None, quiet(), lambda line: None) == {2: [], 6: []}
+    assert commands.verify(checkpoints, None, quiet(), lambda line: None) == {2: [], 6: []}
     with pytest.raises(UserError, match="does not have a checkpoint of step 4"):
-        tools.verify(checkpoints, 4, quiet(), lambda line: None)
+        commands.verify(checkpoints, 4, quiet(), lambda line: None)
 
 
 def test_prune_removes_by_the_policy_or_by_step(run: Path, call: Any) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
 from pipeline.config.train import CheckpointConfig
-from pipeline.train.checkpoint.checkpoint import UNREADABLE, damage_named
+from pipeline.train.checkpoint.committed import UNREADABLE, damage_named
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import is_permanent
 
@@ -276,7 +276,7 @@ def verify(
 
 def _forgeries(checkpoint: Checkpoint) -> list[str]:
     """What is wrong with the list of tensors of a checkpoint whose hashes are right."""
-    from pipeline.train.checkpoint.metadata import read_metadata
+    from pipeline.train.checkpoint.dcp_metadata import read_metadata
 
     try:
         read_metadata(checkpoint)

@@ -18,13 +18,14 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import file_hash
 from pipeline.config.blend import StageConfig
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.datasets import local_copy
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import HashedFile, IndexedWriter, part_files, part_prefix
-from pipeline.data.datasets.local_copy import staged
 from pipeline.data.datasets.manifest import PART, write_dataset
+from pipeline.data.loading import local_copy
+from pipeline.data.loading.local_copy import staged
 from pipeline.data.order.blend import UNIT
-from pipeline.data.order.journal import Journal, Segment, SourceState
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.segments import Segment, SourceState
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data.runs import make_config
 

@@ -24,8 +24,8 @@ from pipeline.train.model.decoder import Decoder, Part
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.mixers.attention import Context
 from pipeline.train.parallel.overlap import Reduction
-from pipeline.train.parallel.pipeline import Action, PipelineRunner, TiedEmbedding, forward_order
-from pipeline.train.parallel.stages import Stage
+from pipeline.train.parallel.pipeline_parallel import Action, PipelineRunner, TiedEmbedding, forward_order
+from pipeline.train.parallel.pipeline_stages import Stage
 from tests.train.distributed import ranks
 
 CPU = torch.device("cpu")

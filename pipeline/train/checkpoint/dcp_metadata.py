@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.train.checkpoint.checkpoint import Checkpoint
+from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.parallel.torch_compat.checkpoint_files import Place, PythonUnpickler
 
 METADATA = ".metadata"

@@ -26,7 +26,7 @@ from pipeline.data.loading.batch import Batch
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.mixers.attention import Context
 from pipeline.train.parallel.overlap import Reduction
-from pipeline.train.parallel.stages import Stage
+from pipeline.train.parallel.pipeline_stages import Stage
 from pipeline.train.parallel.torch_compat.pipeline_stage import MicroBatchStage
 
 # On an error torch prints its whole table of actions; the exception says what is wrong.

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from pipeline.common.errors import UserError
+from pipeline.train.checkpoint.dcp_metadata import read_metadata
 from pipeline.train.checkpoint.manager import Checkpoint, Files
-from pipeline.train.checkpoint.metadata import read_metadata
 from pipeline.train.distributed.process_group import cpu_group
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pipeline.train.checkpoint.storage import State
+from pipeline.train.checkpoint.dcp_storage import State
 from pipeline.train.parallel.torch_compat.core import with_local
 
 _ALIGNMENT = 64

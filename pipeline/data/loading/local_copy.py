@@ -30,6 +30,7 @@ from pipeline.common import process_identity, storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import open_lock_file
+from pipeline.common.format import counted, size
 from pipeline.common.hashing import CHUNK_BYTES, file_hash
 from pipeline.common.retry import retried
 from pipeline.config.root import Config
@@ -38,7 +39,6 @@ from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import read_parts
 from pipeline.data.datasets.validate import file_sizes, part_prefixes, repair
 from pipeline.data.order.journal import Journal
-from pipeline.data.work.progress import counted, size
 
 FOLDER = "pipeline-data"
 CHECKED_FILE = "checked.jsonl"

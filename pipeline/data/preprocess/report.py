@@ -1,0 +1,160 @@
+"""Report of the preprocess stage: what it made, by source and split, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.common.console import say
+from pipeline.common.format import counted, size
+from pipeline.config.base import Share
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, in_words
+
+
+@dataclass
+class SplitReport:
+    """Counts of one dataset."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+
+@dataclass
+class SourceReport:
+    """What became of one source."""
+
+    name: str
+    folder: Path
+    units: int
+    records: int = 0
+    splits: dict[str, SplitReport] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Rejected records by reason."""
+    engines: dict[str, int] = field(default_factory=dict)
+    """Links by the engine that computed their ids."""
+    checked: int = 0
+    """Documents whose ids were compared with those of `tokenizers`."""
+    condemned: dict[str, str] = field(default_factory=dict)
+    """Engines that gave other ids than `tokenizers`, with the evidence: what they wrote was made again."""
+    first_rejected: dict[str, str] = field(default_factory=dict)
+    """By reason, file and line of the first."""
+    damaged: list[DamagedFile] = field(default_factory=list)
+    """What cannot be read of its files."""
+    bytes: int = 0
+    """Of its files on disk."""
+    written: list[Path] = field(default_factory=list)
+    """Datasets and files that this run finished or mended."""
+
+    @property
+    def lost(self) -> int:
+        """Bytes on disk whose text is missing."""
+        return sum(each.lost for each in self.damaged)
+
+    def as_json(self) -> dict[str, Any]:
+        """What goes into `report.json`."""
+        return {
+            "checked": self.checked,
+            "condemned": self.condemned,
+            "damaged": {"files": len({each.file.name for each in self.damaged}), "bytes": self.lost},
+            "engines": self.engines,
+            "records": self.records,
+            "rejected": self.rejected,
+            "splits": {name: vars(split) for name, split in self.splits.items()},
+            "units": self.units,
+        }
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """What became of all sources that have files."""
+
+    sources: list[SourceReport] = field(default_factory=list)
+    units_done: int = 0
+    """Units tokenized by this run; the others were complete before."""
+    seconds: float = 0.0
+
+    def total(self, count: str) -> int:
+        """Sum of `documents`, `tokens` or `text_bytes` over sources and splits."""
+        return sum(getattr(split, count) for source in self.sources for split in source.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents of all datasets."""
+        return self.total("documents")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all datasets, end-of-document tokens included."""
+        return self.total("tokens")
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of all documents."""
+        return self.total("text_bytes")
+
+    @property
+    def rejected(self) -> dict[str, dict[str, int]]:
+        """Rejected records by source and reason."""
+        return {source.name: source.rejected for source in self.sources}
+
+
+def print_report(console: Console, report: PreprocessReport, splits: Mapping[str, Share]) -> None:
+    """Print the counts of every dataset, the rejected records by reason, and what was written if no unit was missing.
+
+    Args:
+        console: where to.
+        report: of the stage.
+        splits: what the run file asks for.
+    """
+    table = Table("source", "split", "documents", "tokens", "text", "bytes/token", "rejected", title="preprocess")
+    has_damage = any(source.damaged for source in report.sources)
+    if has_damage:
+        table.add_column("unread")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for source in report.sources:
+        for name, split in source.splits.items():
+            table.add_row(
+                source.name,
+                name,
+                f"{split.documents:,}",
+                f"{split.tokens:,}",
+                size(split.text_bytes),
+                f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-",
+                f"{sum(source.rejected.values()):,}" if name == TRAIN else "",
+                *([size(source.lost) if name == TRAIN else ""] if has_damage else []),
+            )
+    if report.sources:
+        console.print(table)
+    for name, evidence in {name: e for source in report.sources for name, e in source.condemned.items()}.items():
+        say(console, f"{name} is not used any more ({evidence}); what it had written was made again")
+    for source in report.sources:
+        for name, wanted in splits.items():
+            if wanted.share and not source.splits[name].documents:
+                documents = counted(source.splits["train"].documents, "document")
+                say(
+                    console,
+                    f"{source.name}: none of {documents} went to {name} (data.splits.{name} is {wanted}); nothing to "
+                    "evaluate on",
+                )
+        if source.damaged:
+            say(console, f"{source.name}: {in_words(source.damaged, source.bytes)}, see {source.folder / DAMAGED_FILE}")
+        if source.rejected:
+            rejected = sum(source.rejected.values())
+            file = source.folder / "rejected.jsonl"
+            say(console, f"{source.name}: {rejected:,} of {counted(source.records, 'record')} rejected, see {file}")
+        for reason, count in source.rejected.items():
+            say(console, f"  {count:,} {reason}, the first is {source.first_rejected[reason]}")
+    if report.sources and not report.units_done:
+        written = [str(path) for source in report.sources for path in source.written]
+        if written:
+            say(console, f"all units were complete; wrote what was missing or damaged: {', '.join(written)}")
+        else:
+            say(console, "nothing to do: all units were complete")

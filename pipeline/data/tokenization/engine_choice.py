@@ -1,0 +1,62 @@
+"""Engine choice: the fastest engine that is installed and has proved itself, or the one that the run file names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from pipeline.common.errors import UserError
+from pipeline.data.tokenization.engine_check import prove
+from pipeline.data.tokenization.engines import ADVICE, KEY, Which, installed, open_engine
+from pipeline.data.tokenization.tokenizer import Tokenizer
+
+FAST: tuple[Which, ...] = ("gigatoken", "fastokens")
+"""What `auto` tries, in this order, before it takes `tokenizers`."""
+
+
+class Choice(NamedTuple):
+    """The engine of a run."""
+
+    which: Which
+    name: str
+    """Its name, with the version."""
+    why: str
+    """One sentence."""
+
+
+def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condemned: set[str]) -> Choice:
+    """The engine of a run, after it has proved itself on hard texts.
+
+    Args:
+        setting: `auto`, or the name of a library.
+        tokenizer: what defines the ids.
+        cache_folder: keeps what is proved once for library, tokenizer and CPU; made if need be, and not needed.
+        condemned: names of engines that gave a wrong id for a document. With one that is still installed, only
+            `tokenizers` is trusted.
+
+    Raises:
+        UserError: an engine was asked for by its name and is not installed, or is not like `tokenizers`.
+    """
+    reference = open_engine(tokenizer, "tokenizers")
+    if setting == "tokenizers":
+        return Choice("tokenizers", reference.name, "as asked for")
+    if guilty := condemned & {installed(which) for which in FAST}:
+        return Choice("tokenizers", reference.name, f"because {min(guilty)} gave other ids")
+    reasons = []
+    for which in FAST if setting == "auto" else (cast(Which, setting),):
+        try:
+            return _proved(which, reference.name, tokenizer, cache_folder)
+        except UserError as error:
+            if setting != "auto":
+                raise
+            reasons.append(str(error).removeprefix(KEY).removesuffix(ADVICE))
+    return Choice("tokenizers", reference.name, f"because {' and '.join(reasons)}")
+
+
+def _proved(which: Which, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> Choice:
+    """An engine that loads and proves itself; a `UserError` otherwise."""
+    engine = open_engine(tokenizer, which)
+    proof = prove(engine, which, tokenizer, cache_folder)
+    if proof.failure:
+        raise UserError(f"{KEY}{engine.name} {proof.failure}{ADVICE}")
+    return Choice(which, engine.name, f"its ids of {proof.texts:,} hard texts are those of {reference}")
