@@ -13,12 +13,13 @@ TORCH_IS_CUDA := $(BIN)/python -c "from importlib.metadata import requires; \
 TORCH_VENV := .venv-torch-$(or $(TORCH),newest)
 TORCH_PIP := $(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help quickstart install install-dev test test-slow test-slurm test-all test-torch lint lock docs gpu-kit devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock docs gpu-kit devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   train and evaluate a small model on this machine's CPU, in minutes"
-	@echo "make test         the test suite"
+	@echo "make test         the test suite, in minutes"
+	@echo "make test-guard   kills, full disks, resuming, parallelism: one instance of each kind"
 	@echo "make test-slow    every combination of parallelism against one process, and runs that are killed"
 	@echo "make test-slurm   jobs on a real SLURM, which is brought up for them"
 	@echo "make devcluster   a SLURM on this machine to try things on; down again: make devcluster-down"
@@ -35,7 +36,10 @@ quickstart: install
 
 # Two at a time: most tests wait for processes that they have started.
 test: install-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not slurm and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not guard and not slurm and not gpu"
+
+test-guard: install-dev
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "guard and not slow and not slurm and not gpu"
 
 test-slow: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not slurm and not gpu"

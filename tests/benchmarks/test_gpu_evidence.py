@@ -143,6 +143,7 @@ def wait_until(so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.guard
 def test_an_item_that_was_broken_is_reported(copy: Path) -> None:
     broken = copy / "pipeline/train/step.py"
     broken.write_text(broken.read_text() + "\nraise RuntimeError('a kernel is missing')\n")

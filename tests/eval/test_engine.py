@@ -98,6 +98,7 @@ def _reports(file: Path, values: list[str]) -> list[dict[str, Any]]:
     return [asdict(evaluate(config, ranks=of_environment())) for config in configs]
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     "layout",

@@ -115,7 +115,7 @@ def nats_by_hand(config: Config, rows: list[list[int]], stride: int) -> list[lis
     "values",
     [
         {},
-        {"stride": 12},
+        pytest.param({"stride": 12}, marks=pytest.mark.guard),
         pytest.param({"documents": True}, marks=pytest.mark.slow),
         {"documents": True, "stride": 20, "batch_size": 3},
     ],
@@ -142,7 +142,14 @@ def test_every_token_counts_once(config: Config, values: dict[str, object]) -> N
     assert read_report(wanted, 3) == report
 
 
-@pytest.mark.parametrize("values", [{}, {"stride": 8}, {"stride": 8, "documents": True}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({}, marks=pytest.mark.guard),
+        pytest.param({"stride": 8}, marks=pytest.mark.guard),
+        {"stride": 8, "documents": True},
+    ],
+)
 def test_a_sample_has_the_loss_and_the_bytes_of_its_own_tokens(config: Config, values: dict[str, object]) -> None:
     wanted = changed(config, samples=7, **values)
     stride, length = wanted.eval.stride or 32, config.train.sequence_length

@@ -92,6 +92,7 @@ def test_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert sum("best" in line for line in shown.splitlines()) == 1
 
 
+@pytest.mark.guard
 def test_evaluations_that_end_at_once_lose_no_row(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "eval").mkdir(parents=True)

@@ -80,6 +80,7 @@ def test_a_cool_down_from_the_middle_of_a_run(root: Path, parent: Path) -> None:
     assert column(root / "cool", "loss")[-1] != column(parent, "loss")[9]
 
 
+@pytest.mark.guard
 def test_another_blend_from_the_middle_of_a_run(root: Path, parent: Path) -> None:
     """Equal to a run that had the new blend as a phase from the beginning, which is planned without a fork."""
     phases = "blend.phases=[{until: 6 steps}, {name: land, weights: {sea: 1, land: 4}, batch_size: 3}]"
@@ -103,6 +104,7 @@ def test_another_blend_from_the_middle_of_a_run(root: Path, parent: Path) -> Non
     assert "parent" in shown.stdout and "1 land" in shown.stdout
 
 
+@pytest.mark.guard
 def test_a_forked_run_is_killed_and_goes_on_and_is_forked_again(root: Path, parent: Path) -> None:
     settings = (*WSD, "train.duration=11 steps", "blend.phases=[{weights: {sea: 1, land: 1}}]")
     forked(root, "child", 3, *settings)

@@ -232,6 +232,7 @@ def test_a_ramp_shows_its_fewest_and_its_most_micro_batches(run_file: Path) -> N
     assert "\n  ...\n" in text
 
 
+@pytest.mark.guard
 def test_refused_with_exit_code_2_and_without_a_trace(run_file: Path, tmp_path: Path) -> None:
     """In a process of its own, as on a login node; it must not join, or wait for, other processes."""
     environment = {**os.environ, "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}

@@ -18,7 +18,7 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.run.folder import read_metrics
-from tests import tiny
+from tests import tiers, tiny
 from tests.train.runs import column, exact, start, train, weights_hash
 
 CONSTANT = "train.schedule={type: constant, warmup: 2 steps}"
@@ -94,6 +94,7 @@ def test_steps_that_are_passed_over(root: Path, straight: Path) -> None:
     assert "steps 3 to 4 are passed over (blend.skip)\n" in out and "step 8 is passed over (blend.skip)\n" in out
 
 
+@pytest.mark.guard
 def test_a_checkpoint_before_the_first_trained_step_changes_nothing(root: Path) -> None:
     """The optimizer has no states then, and what is saved must not count as a step of it."""
     first = skips({"steps": "1-2"})
@@ -146,6 +147,7 @@ def test_a_source_that_ends_the_run(root: Path) -> None:
         assert reason in out
 
 
+@pytest.mark.guard
 def test_max_epochs_of_a_run_that_renormalizes_may_be_raised_until_it_is_reached(root: Path) -> None:
     run = train(root, "raised", *RESUMED, "train.duration=3 steps", "data.sources.0.max_epochs=0.04")
     train(root, "raised", *RESUMED, "train.duration=8 steps", "data.sources.0.max_epochs=0.05")
@@ -179,6 +181,7 @@ def test_a_phase_is_appended(root: Path) -> None:
     assert load(run / "config.yaml").blend == load(root / "run.yaml", list(settings)).blend
 
 
+@pytest.mark.guard
 def test_a_phase_that_is_not_trained_on_yet_may_change_with_its_sources(root: Path, tmp_path: Path) -> None:
     """A new source is preprocessed for it, and read."""
     only_sea = [f"data.sources={json.dumps(tiny.values(root)['data']['sources'][:1])}"]
@@ -206,6 +209,7 @@ def test_a_skip_list_may_change_on_resume(root: Path, straight: Path) -> None:
     assert code == 2 and "step 2" in out, out
 
 
+@pytest.mark.guard
 def test_longer_windows_need_rows_of_a_learned_position_embedding(root: Path) -> None:
     """The model has as many as the longest windows, so they must be known when the run begins."""
     settings = (*RESUMED, "model.positions=learned")
@@ -218,8 +222,8 @@ def test_longer_windows_need_rows_of_a_learned_position_embedding(root: Path) ->
     assert column(run, "step")[-1] == 6
 
 
-@pytest.mark.parametrize("read", ["mmap", "pread"])
-@pytest.mark.parametrize("data", ["shared", "local"])
+@pytest.mark.parametrize("read", tiers.first(1, ["mmap", "pread"], rest="guard"))
+@pytest.mark.parametrize("data", tiers.first(1, ["shared", "local"], rest="guard"))
 def test_copies_on_the_node_and_other_ways_to_read_give_the_same_run(
     root: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, data: str
 ) -> None:
@@ -263,6 +267,7 @@ def test_the_objective_is_compared(root: Path, straight: Path) -> None:
     assert code == 2 and "train.objective.type: causal -> fim" in out and "resume.allow=[objective]" in out
 
 
+@pytest.mark.guard
 def test_fill_in_the_middle_resumes_exactly(tmp_path: Path) -> None:
     sentinels = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     changes = {"tokenizer.special_tokens": sentinels, "train.objective": {"type": "fim", "rate": 0.9}}

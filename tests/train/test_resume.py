@@ -242,6 +242,7 @@ def test_versions_have_the_revision_of_a_checkout() -> None:
     assert found["torch"] and found["numpy"] and found["python"] and found["pipeline"]
 
 
+@pytest.mark.guard
 def test_an_installed_package_below_another_checkout_has_no_revision(tmp_path: Path) -> None:
     package = tmp_path / "venv" / "lib" / "pipeline"
     shutil.copytree(Path(resume.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))

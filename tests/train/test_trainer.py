@@ -76,6 +76,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(root: Path, straight: l
     assert [row["order_hash"] for row in exact(run)] == [row["order_hash"] for row in straight]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("kills", "steps"), [(1, 16), pytest.param(20, 400, marks=pytest.mark.slow)])
 def test_sigkill_at_any_instant_then_the_same_bits(root: Path, kills: int, steps: int) -> None:
     """SIGKILL at random instants of a run, then a run to the end: same losses at every step, same weights."""
@@ -106,6 +107,7 @@ def test_sigkill_at_any_instant_then_the_same_bits(root: Path, kills: int, steps
     shutil.rmtree(run)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("when", "target"),
     [("after", "step-00000006"),
@@ -165,6 +167,7 @@ def test_precision_may_change_on_resume(root: Path) -> None:
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     "how", ["SIGTERM", *(pytest.param(how, marks=pytest.mark.slow) for how in ("file", "SIGINT", "SIGUSR2", "SIGHUP"))]
 )

@@ -15,6 +15,8 @@ from tests.data.runs import datasets, tree
 from tests.data.stage import left_behind, start, write_run_file
 from tests.data.tokenization import broken_engine
 
+pytestmark = pytest.mark.guard
+
 MARK = "the engine errs at these words"
 
 

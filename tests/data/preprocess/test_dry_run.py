@@ -73,6 +73,7 @@ def test_on_the_command_line(config, tmp_path):
     assert times(tmp_path) == before
 
 
+@pytest.mark.guard
 def test_status_before_during_and_after(config, tmp_path):
     file = write_run_file(config, tmp_path / "run.yaml")
 

@@ -8,6 +8,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import verify
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
+from tests import tiers
 from tests.data import mixed
 from tests.data.runs import datasets, make_config
 
@@ -25,6 +26,7 @@ def reference(corpus, tmp_path_factory):
     return config
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("setting", "engine"), [("auto", "gigatoken"), ("fastokens", "fastokens")])
 def test_the_same_bytes_with_any_engine(corpus, reference, tmp_path, setting, engine, capsys):
     pytest.importorskip(engine)
@@ -42,7 +44,7 @@ def test_the_same_bytes_with_any_engine(corpus, reference, tmp_path, setting, en
     assert f"engine: {mixed.own(engine)}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("engine", ["tokenizers", "gigatoken", "fastokens"])
+@pytest.mark.parametrize("engine", tiers.first(1, ["tokenizers", "gigatoken", "fastokens"], rest="guard"))
 @pytest.mark.parametrize("allowed", [[], ["<|sep|>"]])
 def test_special_tokens_in_texts(tmp_path, engine, allowed):
     """The end of a document is never forged; what `allow_special` names is let through, and nothing else."""

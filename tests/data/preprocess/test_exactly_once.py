@@ -118,7 +118,16 @@ def test_the_compressed_file_took_several_links(done):
     assert last == [False] * (len(last) - 1) + [True]
 
 
-@pytest.mark.parametrize(("done", "workers"), [("unit", 2), ("unit", 3), ("unit", 8), ("global", 3)], indirect=["done"])
+@pytest.mark.parametrize(
+    ("done", "workers"),
+    [
+        ("unit", 3),
+        pytest.param("global", 3, marks=pytest.mark.guard),
+        pytest.param("unit", 2, marks=pytest.mark.slow),
+        pytest.param("unit", 8, marks=pytest.mark.slow),
+    ],
+    indirect=["done"],
+)
 def test_the_same_bytes_for_any_number_of_workers(done, corpus, tmp_path, workers):
     config = config_of(tmp_path, corpus, workers, shuffle=done[0].data.preprocess.shuffle)
     preprocess(config)

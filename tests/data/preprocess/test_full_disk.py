@@ -20,6 +20,8 @@ from tests.data import mixed
 from tests.data.runs import both, datasets, make_config, tree, write_both
 from tests.data.stage import left_behind, start, write_run_file
 
+pytestmark = pytest.mark.guard
+
 PAGE = 4096
 
 

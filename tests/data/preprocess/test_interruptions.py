@@ -103,6 +103,7 @@ def kill_at_random(run, done, kills):
             path.rmdir() if path.is_dir() else path.unlink()
 
 
+@pytest.mark.guard
 def test_killed_at_10_random_instants(run, done):
     kill_at_random(run, done, 10)
 
@@ -113,6 +114,7 @@ def test_killed_at_50_random_instants(run, done):
     kill_at_random(run, done, 50)
 
 
+@pytest.mark.guard
 def test_interrupt_ends_the_workers(run, done):
     config, file = run
     process = start(file)
@@ -154,6 +156,7 @@ def test_a_worker_that_dies_is_replaced_and_its_unit_done(run, done):
     check_finished(config, done)
 
 
+@pytest.mark.guard
 def test_the_lease_of_a_worker_that_died_behind_its_receipt_goes(run, done):
     """All is done, so that nobody takes the lease any more."""
     config, file = run
@@ -169,6 +172,7 @@ def test_the_lease_of_a_worker_that_died_behind_its_receipt_goes(run, done):
     check_finished(config, done)
 
 
+@pytest.mark.guard
 def test_a_worker_that_dies_while_documents_are_counted(corpus, done, tmp_path):
     """The splits are numbers of documents, which are looked for first."""
     splits = {"heldout": "30 documents"}
@@ -186,6 +190,7 @@ def test_a_worker_that_dies_while_documents_are_counted(corpus, done, tmp_path):
     check_finished(config, expected)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.usefixtures("hangup")
 def test_a_signal_ends_it_with_a_word(run, number):
@@ -205,6 +210,7 @@ def test_a_signal_ends_it_with_a_word(run, number):
     assert left_behind(config) == []
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("code", [75, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("hangup")
 def test_a_terminal_that_is_gone_is_no_error(run, done, code):

@@ -12,6 +12,7 @@ from pipeline.common.errors import UserError
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.inspect import inspect
 from pipeline.data.work.progress import ProgressLine
+from tests import tiers
 from tests.data.runs import make_config, write_text
 from tests.data.tokenization.test_tokenizer import byte_vocabulary, write
 
@@ -53,7 +54,7 @@ class TestBadRecords:
         assert str(error.value) == f"source 's' has no document to train on: {said}"
 
     @pytest.mark.parametrize("on_error", ["skip", "fail"])
-    @pytest.mark.parametrize("kind", ["train", "path", "shared"])
+    @pytest.mark.parametrize("kind", tiers.first(1, ["train", "path", "shared"], rest="guard"))
     def test_mended_data_goes_through_as_the_message_says(self, tmp_path, tokenizer, on_error, kind):
         trained = {"train": {"vocab_size": 300}}
         other = {"name": "other", "paths": [f"{tmp_path}/other/**/*.txt"]}

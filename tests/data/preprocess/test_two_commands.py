@@ -14,6 +14,8 @@ from tests.data import mixed
 from tests.data.runs import datasets, make_config
 from tests.data.stage import gone, left_behind, receipts, start, wait_for, workers, write_run_file
 
+pytestmark = pytest.mark.guard
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):

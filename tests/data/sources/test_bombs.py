@@ -13,6 +13,8 @@ from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Piece, Reader, Unit, UnitReader
 from tests import bounded
 
+pytestmark = pytest.mark.guard
+
 _IMPORTS = """
 from pipeline.data.sources import arrow, parquet
 from pipeline.data.sources.globs import File

@@ -201,6 +201,7 @@ def test_zstd_with_a_window_that_is_too_large(tmp_path):
     assert "without --long" in error.detail
 
 
+@pytest.mark.guard
 @ALL
 def test_a_bomb_takes_no_memory(tmp_path, suffix):
     """300 MB of zeros, which are a few kB: the highest memory is that of a process that reads nothing."""

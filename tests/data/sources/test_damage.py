@@ -24,6 +24,7 @@ from pipeline.data.preprocess.status import print_status
 from pipeline.data.provenance.source_location import Origins
 from pipeline.data.sources.globs import find_files
 from pipeline.data.sources.reader import Reader, UnitReader
+from tests import tiers
 from tests.data.reading import LINES, damage, files, read, units
 from tests.data.runs import datasets, make_config, text
 from tests.data.tokenization.test_tokenizer import byte_vocabulary, write
@@ -163,6 +164,7 @@ def _members(count, seed):
     return MAKE["a.jsonl.zst"](_records(120, seed)[: 30 * (count - 1)])
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("shuffle", ["unit", "global"])
 def test_dropped_afterwards_or_from_the_start_is_the_same(tmp_path, tokenizer, shuffle):
     cut = len(_corpus(tmp_path)["b.jsonl.zst"]) - 5
@@ -371,17 +373,21 @@ def test_lost_bytes_are_those_on_disk(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"damaged": [{"piece": 0}]},
-        {"damaged": None},
-        {"damaged": [{"piece": -1, "reason": "", "detail": "", "lost": 1}]},
-        {"records": "many"},
-        {"rejected": {"x": -1}},
-        {"splits": {"train": {"tokens": 1.5}}},
-        {"start": [0, "x", 0, 0]},
-        {"pieces": {"0": 3}},
-        {"input": []},
-    ],
+    tiers.first(
+        2,
+        [
+            {"damaged": [{"piece": 0}]},
+            {"damaged": None},
+            {"damaged": [{"piece": -1, "reason": "", "detail": "", "lost": 1}]},
+            {"records": "many"},
+            {"rejected": {"x": -1}},
+            {"splits": {"train": {"tokens": 1.5}}},
+            {"start": [0, "x", 0, 0]},
+            {"pieces": {"0": 3}},
+            {"input": []},
+        ],
+        rest="slow",
+    ),
 )
 def test_a_receipt_that_makes_no_sense_is_made_again(tmp_path, tokenizer, changes):
     _corpus(tmp_path)
@@ -394,6 +400,7 @@ def test_a_receipt_that_makes_no_sense_is_made_again(tmp_path, tokenizer, change
     assert path.read_bytes() == sound
 
 
+@pytest.mark.guard
 def test_a_command_that_looked_before_another_one_dropped_leaves_its_parts(tmp_path, tokenizer, monkeypatch):
     made = _corpus(tmp_path)
     _corpus(tmp_path, b=len(made["b.jsonl.zst"]) // 2 - 7)

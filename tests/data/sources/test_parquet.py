@@ -379,6 +379,7 @@ def test_a_dataset_saved_to_disk(tmp_path, monkeypatch):
     assert find_files([f"{tmp_path}/one/*.arrow"], [], "k", "arrow") == files(f"{tmp_path}/one/*.arrow", type="arrow")
 
 
+@pytest.mark.guard
 @ALL
 def test_memory_is_that_of_a_batch(tmp_path, kind):
     """One row group of 300 MB: the process takes little more than pyarrow itself does."""

@@ -15,6 +15,8 @@ from pipeline.eval.report.command import report
 from tests.browser import Chromium, browser  # noqa: F401
 from tests.eval.report.reading import Report
 
+pytestmark = pytest.mark.guard
+
 CODE = "</title></desc></text></svg><script>alert(1)</script><img src=x onerror=alert(1)>"
 NAMES = [
     CODE,

@@ -47,6 +47,7 @@ def _started(*arguments: object, **environment: str) -> Iterator[tuple[subproces
         process.communicate()
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     "number",

@@ -74,6 +74,7 @@ def _connections(server: Running) -> int:
     return len(server.server.server_state.connections)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("how", [{"stream": True, "max_tokens": 3000}, {"max_tokens": 1}], ids=["stream", "whole"])
 def test_a_client_that_does_not_read_is_dropped(
     single: Running, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]

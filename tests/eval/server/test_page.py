@@ -17,6 +17,7 @@ import pytest
 from pipeline.config.load import load
 from pipeline.eval.server.page import page as page_and_headers
 from pipeline.train.trainer import train
+from tests import tiers
 from tests.browser import Chromium, Opened, browser
 from tests.eval.server.running import Running, running
 from tests.eval.small import trained
@@ -106,6 +107,7 @@ def ask(server: Running, **body: Any) -> dict[str, Any]:
     return choice
 
 
+@pytest.mark.guard
 def test_tokens_and_their_probabilities_are_those_of_the_interface(browser: Chromium, server: Running) -> None:
     expected = ask(server, prompt="the sea ", max_tokens=24, temperature=1.5, top_k=40, seed=5, stop=["~~"])
     logprobs = expected["logprobs"]
@@ -143,8 +145,8 @@ def test_tokens_and_their_probabilities_are_those_of_the_interface(browser: Chro
         opened.check_quiet()
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("phone", [False, True], ids=["desktop", "phone"])
+@pytest.mark.parametrize("dark", tiers.first(1, [False, True], rest="guard"), ids=["light", "dark"])
+@pytest.mark.parametrize("phone", tiers.first(1, [False, True], rest="guard"), ids=["desktop", "phone"])
 def test_readable(browser: Chromium, server: Running, dark: bool, phone: bool) -> None:
     with browser.open(server.url, dark=dark, phone=phone) as opened:
         page = opened.page
@@ -166,6 +168,7 @@ def test_readable(browser: Chromium, server: Running, dark: bool, phone: bool) -
         opened.check_quiet()
 
 
+@pytest.mark.guard
 def test_by_keyboard_alone(browser: Chromium, server: Running) -> None:
     with browser.open(server.url) as opened:
         page = opened.page
@@ -187,6 +190,7 @@ def test_by_keyboard_alone(browser: Chromium, server: Running) -> None:
         opened.check_quiet()
 
 
+@pytest.mark.guard
 def test_stopped_and_continued_from_there(browser: Chromium, served: Running) -> None:
     with browser.open(served.url) as opened:
         page = opened.page
@@ -239,6 +243,7 @@ def test_html_is_text(browser: Chromium, served: Running) -> None:
         )
 
 
+@pytest.mark.guard
 def test_a_stop_string_cuts_tokens_off(browser: Chromium, served: Running) -> None:
     expected = ask(served, prompt="1 <", max_tokens=100, temperature=0, stop=["ale", "\n"])
     assert expected["finish_reason"] == "stop"
@@ -260,6 +265,7 @@ def refused_alone(opened: Opened, status: int) -> None:
     assert (opened.failed, opened.foreign) == ([], [])
 
 
+@pytest.mark.guard
 def test_refusals_are_told(browser: Chromium, served: Running) -> None:
     error = "#error"
     with browser.open(served.url) as opened:
@@ -308,6 +314,7 @@ def test_a_full_queue_is_told(browser: Chromium, served: Running) -> None:
     served.until(running=0, waiting=0)
 
 
+@pytest.mark.guard
 def test_a_server_that_is_gone_is_told(browser: Chromium, hostile: Path) -> None:
     with ExitStack() as stack:
         with running(load(hostile, ["serve.port=0"])) as server:
@@ -348,6 +355,7 @@ def test_a_text_that_breaks_off_is_told(browser: Chromium, hostile: Path, end: s
         process.communicate()
 
 
+@pytest.mark.guard
 def test_a_key_is_asked_for(browser: Chromium, hostile: Path) -> None:
     key = "0123456789abcdef"
     config = load(hostile, ["serve.port=0", "serve.max_length=100"])

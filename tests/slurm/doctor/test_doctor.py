@@ -73,6 +73,7 @@ def test_several_nodes_on_the_command_line() -> None:
     assert output[1] == "", "rank 0 tells of all"
 
 
+@pytest.mark.guard
 def test_nodes_of_a_launch(tmp_path: Path) -> None:
     """One may write small files only; the others must not suffer from it."""
     run_file, out = _ready(tmp_path), tmp_path / "out"

@@ -29,6 +29,7 @@ sys.meta_path.insert(0, Wait())
 """Holds a process where it imports torch."""
 
 
+@pytest.mark.slow
 def test_undisturbed(train: Run, whole: Path) -> None:
     (job,) = train.submit()
     train.until_over()
@@ -56,7 +57,7 @@ def test_the_signal_ahead_of_the_time_limit(train: Run, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "command", "processes"),
     [
-        pytest.param(("slurm.doctor=true",), "doctor", 2, id="doctor"),
+        pytest.param(("slurm.doctor=true",), "doctor", 2, id="doctor", marks=pytest.mark.slow),
         pytest.param(("slurm.doctor=false",), "train", 4, id="ranks"),
     ],
     indirect=["train"],
@@ -162,6 +163,7 @@ def test_pipeline_cancel(train: Run) -> None:
     train.check_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [LONG], indirect=True)
 def test_scancel(train: Run) -> None:
     """A cancelled job stays cancelled, though it is asked to leave in the same way as one that is preempted."""

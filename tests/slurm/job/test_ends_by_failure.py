@@ -52,6 +52,7 @@ def test_a_node_is_lost_and_a_spare_one_takes_its_place(train: Run, whole: Path)
     train.check(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [("slurm.spare_nodes=1",)], indirect=True)
 def test_the_batch_node_is_lost_of_a_job_with_spare_ones(train: Run, whole: Path) -> None:
     """SLURM lets such a job live on without its batch process; a step on another node puts it back into the queue."""
@@ -156,6 +157,7 @@ def test_an_unhealthy_node_is_not_used(train: Run, whole: Path) -> None:
     assert f"{bad} is unhealthy" in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [("train.duration=10 steps",)], indirect=True)
 def test_a_job_without_spare_nodes_is_kept_from_an_unhealthy_one(train: Run) -> None:
     """The scheduler ends all processes of a job that goes back into the queue, also those that tell it this."""

@@ -324,6 +324,7 @@ def test_on_a_cluster(cluster: DevCluster, tmp_path: Path) -> None:
     assert {state.state for state in scheduler.jobs([job.job for job in sent]).values()} == {"COMPLETED"}
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_on_several_nodes(cluster: DevCluster, tmp_path: Path) -> None:
     """An evaluation of four processes, two on a node, gives the number of one process."""
@@ -363,6 +364,7 @@ def show(file: Path) -> str:
     return shown.stdout
 
 
+@pytest.mark.guard
 def test_what_is_told_ahead_of_the_end_of_a_jobs_time_does_not_end_an_evaluation(tmp_path: Path) -> None:
     """It has nothing to save: the time that is left may be enough."""
     command = [sys.executable, "-m", "slurm.job.srun_task", "eval", str(tiny.write_run(tmp_path))]

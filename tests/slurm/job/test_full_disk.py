@@ -45,7 +45,9 @@ def until(condition: Callable[[], object], meanwhile: Callable[[], None] = lambd
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("where", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+@pytest.mark.parametrize(
+    "where", [pytest.param("local", marks=pytest.mark.guard), pytest.param("slurm", marks=pytest.mark.slurm)]
+)
 def test_a_job_that_cannot_save_says_so_and_ends_though_nothing_can_be_written(
     where: str, tmp_path: Path, disk: Path, request: pytest.FixtureRequest
 ) -> None:

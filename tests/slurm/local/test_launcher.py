@@ -104,6 +104,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         command.process.communicate()
 
 
+@pytest.mark.slow
 def test_all_end_well(start: Callable[..., Launched]) -> None:
     launched = start("good")
     code, out, err = launched.result()
@@ -115,6 +116,7 @@ def test_all_end_well(start: Callable[..., Launched]) -> None:
     assert launched.ledger() == [("start", None), ("end", 0)]
 
 
+@pytest.mark.guard
 def test_a_rank_that_raises_ends_all_and_is_told(start: Callable[..., Launched]) -> None:
     launched = start("raises")
     code, _, err = launched.result()
@@ -158,6 +160,7 @@ def test_a_network_that_fails_is_told_with_a_traceback(start: Callable[..., Laun
     assert err.count("Traceback") == 1
 
 
+@pytest.mark.guard
 def test_a_killed_rank_ends_all(start: Callable[..., Launched]) -> None:
     launched = start("killed")
     code, _, err = launched.result()
@@ -175,6 +178,7 @@ def test_a_rank_that_just_exits_is_told_with_the_end_of_its_log(start: Callable[
     assert "a library gave up" in err
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     "number",
     [
@@ -209,6 +213,7 @@ def test_who_asks_twice_does_not_kill_ranks_that_leave(start: Callable[..., Laun
     assert json.loads((launched.logs / "rank-0001.error.json").read_text())["exit_code"] == 75
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [
@@ -229,6 +234,7 @@ def test_signal_before_the_ranks_listen(
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_all_at_once(start: Callable[..., Launched]) -> None:
     launched = start("deaf")
     pids = launched.pids(folder="listening")
@@ -244,6 +250,7 @@ def test_second_interrupt_ends_all_at_once(start: Callable[..., Launched]) -> No
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.guard
 def test_no_rank_outlives_a_killed_launcher(start: Callable[..., Launched]) -> None:
     launched = start("deaf")
     pids = launched.pids(folder="listening")
@@ -280,6 +287,7 @@ def test_one_process_alone_is_watched_too(start: Callable[..., Launched]) -> Non
     assert (beat.phase, beat.step) == ("hang", 1), "what the next attempt notes of this one"
 
 
+@pytest.mark.guard
 def test_under_torchrun(start: Callable[..., Launched]) -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     launched = start("good", command=command)

@@ -78,6 +78,7 @@ def answered(job: str = "77", state: str = "PENDING", **more: Any) -> Answer:
     return Answer({job: JobState(job, state, **more)})
 
 
+@pytest.mark.guard
 def test_a_run_that_is_done(made: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in sorted(made.parent.rglob("*"))}
     done = tiny.pipeline("status", made.parent / "run.yaml", "--json")
@@ -112,6 +113,7 @@ def test_it_needs_no_torch_and_tells_all_in_a_block(made: Path) -> None:
     assert lines[-1] == "False"
 
 
+@pytest.mark.guard
 def test_a_run_that_runs_stalls_and_stops(tmp_path: Path) -> None:
     changes = {"train.duration": "1M steps", "launch.heartbeat_seconds": 0.1, "train.checkpoint.every_steps": 10_000}
     file = tiny.write_run(tmp_path, changes)

@@ -251,6 +251,7 @@ def test_without_slurm_one_message_says_what_to_do(tmp_path: Path, monkeypatch: 
         send_all(config.run.dir, config, site, job_plan.plan(config, site, ["train"], "slurm"), "slurm", None)
 
 
+@pytest.mark.guard
 def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path, {"launch.device": "cpu"})
     # It cannot be over before it is looked at.
@@ -375,7 +376,7 @@ def test_of_two_commands_at_the_same_moment_one_sends(clean: Path) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("chain", ["singleton", "afterany"])
+@pytest.mark.parametrize("chain", ["singleton", pytest.param("afterany", marks=pytest.mark.slow)])
 def test_links_of_a_chain_wait_in_the_queue(clean: Path, chain: str) -> None:
     config = held(clean, {"slurm.chain": chain, "slurm.links": 3})
     site = load_site(config.slurm.profile)

@@ -156,6 +156,7 @@ def test_dry_run_shows_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.guard
 def test_in_the_foreground_to_the_end_and_on(
     run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_in_the_foreground_to_the_end_and_on(
         do(changed, [*fresh, LR])
 
 
+@pytest.mark.guard
 def test_a_run_that_fails_does_not_keep_the_others_from_it(
     run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def file_of_a_run_on(tmp_path: Path, small_disk: Path, keep: int) -> Path:
     return file
 
 
+@pytest.mark.guard
 def test_on_a_full_disk_training_goes_on_and_only_the_last_save_ends_the_run(tmp_path: Path, small_disk: Path) -> None:
     file = file_of_a_run_on(tmp_path, small_disk, keep=9)
     done = tiny.pipeline("train", file)
@@ -184,6 +185,7 @@ def test_room_that_was_kept_can_be_written_on_a_full_disk(small_disk: Path) -> N
     assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "log", "new"]
 
 
+@pytest.mark.guard
 def test_a_read_only_run_folder_is_named(tmp_path: Path, small_disk: Path) -> None:
     file = tiny.write_run(tmp_path, {"run.dir": str(small_disk / "run")})
     assert tiny.pipeline("preprocess", file).returncode == 0

@@ -25,7 +25,7 @@ from tests import tiny
 from tests.train.distributed.faulty import KILLED, Fault, Instant, Start
 from tests.train.runs import exact, weights_hash
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.guard]
 
 STEPS = 6
 MANY_STEPS = 24
@@ -67,7 +67,8 @@ INSTANTS: dict[str, tuple[int, Instant]] = {
 """Which rank dies when."""
 SLOW = (
     *("in a step, of another rank", "before it writes its file", "between files", "before state.json"),
-    *("after COMMIT, before the rename", "after latest, before retention"),
+    *("after COMMIT, before the rename", "after latest, before retention", "while the state is copied"),
+    "in retention, before the removal",
 )
 """Much like one of the others."""
 

@@ -56,6 +56,8 @@ QUICK = (
     ("zbv", "one"),
 )
 """Data, tensor and pipeline axes once on either side."""
+GUARD = (("tp2-dp2", "pp2-dp2"), ("dp4", "zbv"), ("tp2-dp2", "zbv"))
+"""Those in the guard tier; one is in none, the others are slow."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +138,10 @@ def differ(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 def table(quick: tuple[tuple[str, str], ...]) -> Iterator[Any]:
     """Every pair of layouts with the family that ties its embedding."""
     for pair in itertools.product(LAYOUTS, LAYOUTS):
-        marks = [] if pair in quick else [pytest.mark.slow]
+        if pair in quick:
+            marks = [pytest.mark.guard] if pair in GUARD else [] if pair == ("zbv", "one") else [pytest.mark.slow]
+        else:
+            marks = [pytest.mark.slow]
         yield pytest.param("gpt2", *pair, id="-to-".join(pair), marks=[*_trains(pair), *marks])
 
 
@@ -176,6 +181,7 @@ def test_saved_under_one_layout_and_loaded_under_another(
                 assert row[key] == pytest.approx(other[key], rel=0, abs=tolerance), (row["step"], key)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("family", "source", "target"), list(table((("tp2-dp2", "zbv"),))))
 def test_and_back_it_goes_on_as_if_it_had_never_been_away(
     root: Path, processes: Processes, family: str, source: str, target: str

@@ -40,6 +40,7 @@ def _train(file: Path, run: str, *values: str) -> None:
     trainer.train(load(file, [f"run.dir={file.parent / run}", *values]))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("layout", ["parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2"])
 def test_what_is_written_meanwhile_is_what_would_be_written_at_once(root: Path, layout: str) -> None:
     runs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -176,6 +177,7 @@ def _rank(end: Connection, log: Path, variables: Environment, connect: bool) -> 
                 function, args = end.recv()
             except EOFError:
                 break
+            gc.freeze()  # a training collects, which takes long with all that torch has imported
             value = function(*args)
             if dist.is_initialized():
                 dist.barrier()

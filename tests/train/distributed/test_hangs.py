@@ -65,6 +65,7 @@ def evidence(run: Path) -> Path:
     return folder
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("layout", "stopped"), [("pp2", 1), pytest.param("tp2-dp2", 0, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named_with_the_stacks_of_all(root: Path, layout: str, stopped: int) -> None:
     run = root / f"{layout}-stopped"

@@ -50,6 +50,7 @@ def test_ranks_of_one_machine_listen_on_its_loopback(world: int) -> None:
         assert all_of_them, "gloo listens, or this test sees nothing"
 
 
+@pytest.mark.guard
 def test_training_on_several_processes_listens_on_the_loopback_and_has_no_store_to_write_to(tmp_path: Path) -> None:
     keys = {"train.duration": "100000 steps", "train.validation.samples": 0, "launch.device": "cpu"}
     file = tiny.write_run(tmp_path, keys)

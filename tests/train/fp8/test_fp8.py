@@ -36,6 +36,7 @@ from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.plan import plan
 from pipeline.train.planning.traffic import bytes_by_axis
 from pipeline.train.setup import load_for_inference
+from tests import tiers
 from tests.train.optim.averages import averages_differ
 from tests.train.planning.test_timing import H100, Case
 from tests.train.planning.test_timing import LLAMA_8B as MODEL_8B
@@ -203,7 +204,7 @@ def bf16(root: Path) -> Path:
     return train(root, "bf16", *RUN)
 
 
-@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize("kind", tiers.first(1, FP8, rest="guard"))
 def test_a_run_is_near_one_in_bf16(root: Path, bf16: Path, kind: str) -> None:
     run = train(root, kind, *RUN, FP8[kind])
     assert column(run, "loss") != column(bf16, "loss")
@@ -230,6 +231,7 @@ def test_what_a_run_says(root: Path) -> None:
     assert "warning: train.precision.fp8.backend=torchao with train.compile=false" in out
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("kind", [pytest.param("tensorwise", marks=pytest.mark.slow), "gather"])
 def test_a_resumed_run_has_the_same_bits(root: Path, kind: str) -> None:
     values = (*RUN, FP8[kind], CONSTANT, "train.ema.decay=0.8")

@@ -170,7 +170,7 @@ def one(root: Path, processes: Callable[[int], Ranks]) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=name_of(row), marks=[pytest.mark.slow] if row[3] else []) for row in ROWS]
+    "row", [pytest.param(row, id=name_of(row), marks=pytest.mark.slow if row[3] else pytest.mark.guard) for row in ROWS]
 )
 def test_a_layout_computes_what_one_process_does(
     root: Path, processes: Callable[[int], Ranks], one: Callable[[str], None], row: Row

@@ -25,7 +25,8 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
+def as_it_was(quick_collections: None) -> Iterator[None]:
+    gc.unfreeze()
     yield
     gc.unfreeze()
     gc.enable()

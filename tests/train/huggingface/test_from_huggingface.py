@@ -74,6 +74,7 @@ def files(root: Path, llama: Path, gpt2: Path) -> dict[str, str]:
     return names
 
 
+@pytest.mark.guard
 def test_twenty_steps_are_those_of_transformers(root: Path, llama: Path, files: dict[str, str]) -> None:
     """The same weights, the same batches, torch's AdamW: the same losses."""
     settings = (FP32, "train.duration=20 steps", "train.schedule.type=constant", "train.schedule.warmup=0 steps")

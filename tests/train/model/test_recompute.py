@@ -47,6 +47,7 @@ def recompute(model: Decoder, **keys: Any) -> None:
         block.recompute = Recompute.of_layer(config, int(index), model.spec.layers[int(index)])
 
 
+@pytest.mark.guard
 def test_whole_runs_have_the_same_bits(root: Path) -> None:
     """What is seen by layer too: a second forward pass is not seen."""
     values = ["model.layers=3", "train.duration=3 steps", "train.metrics.layers_every_steps=2"]

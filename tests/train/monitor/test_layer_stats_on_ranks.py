@@ -73,13 +73,20 @@ def seen(run: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in SEEN} for row in read_metrics(run)]
 
 
-QUICK = ("tp2", "zbv", "fsdp2-tp2", "pp2-fsdp2")
+QUICK = ("tp2",)
+GUARD = ("zbv", "fsdp2-tp2")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[*layouts.trains(row.schedule), *([] if name in QUICK else [pytest.mark.slow])])
+        pytest.param(
+            name,
+            marks=[
+                *layouts.trains(row.schedule),
+                *([] if name in QUICK else [pytest.mark.guard if name in GUARD else pytest.mark.slow]),
+            ],
+        )
         for name, row in LAYOUTS.items()
     ],
 )

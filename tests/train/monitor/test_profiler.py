@@ -21,6 +21,7 @@ from pipeline.train.monitor import trace_spans
 from pipeline.train.monitor.profiler import Profile
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.run.folder import read_metrics
+from tests import tiers
 from tests.train.poison import INF, poison
 from tests.train.runs import exact, start, train, weights_hash
 
@@ -118,6 +119,7 @@ def test_a_profile_changes_no_bit(root: Path, profiled: Path) -> None:
     assert not (plain / "profile").exists()
 
 
+@pytest.mark.guard
 def test_a_run_that_ends_within_the_steps_and_goes_on(root: Path) -> None:
     how = "train.profile={steps: [3, 6]}"
     run = train(root, "resumed", how, "train.duration=4 steps", "train.schedule.type=constant")
@@ -129,6 +131,7 @@ def test_a_run_that_ends_within_the_steps_and_goes_on(root: Path) -> None:
     ]
 
 
+@pytest.mark.guard
 def test_a_rewind_within_the_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {5: INF})
     run = train(root, "rewound", "train.profile={steps: [4, 6]}", "train.faults.on_nonfinite=rewind")
@@ -163,7 +166,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(root: Path, capfd: pytest.C
     assert "train.profile could not do all it was set to" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("broken", ["start", "step", "stop", "export_chrome_trace"])
+@pytest.mark.parametrize("broken", tiers.first(1, ["start", "step", "stop", "export_chrome_trace"], rest="guard"))
 def test_a_profiler_that_fails_ends_no_run(
     broken: str, root: Path, profiled: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

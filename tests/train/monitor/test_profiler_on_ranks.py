@@ -78,7 +78,11 @@ def test_the_others_wait_for_the_rank_that_writes(root: Path, processes: Callabl
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[*layouts.trains(name), *([SLOW] if name == "tp2" else [])]) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[*layouts.trains(name), pytest.mark.guard if name == "zbv" else SLOW])
+        for name in LAYOUTS
+    ],
 )
 def test_every_rank_tells_what_it_does(name: str, root: Path, processes: Callable[[int], Ranks]) -> None:
     layout, file = LAYOUTS[name], root / "run.yaml"

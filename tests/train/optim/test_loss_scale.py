@@ -53,6 +53,7 @@ def test_an_fp16_run_goes_as_fp32_does_and_its_scale_settles(root: Path) -> None
         assert ours == pytest.approx(theirs, rel=3e-2)
 
 
+@pytest.mark.guard
 def test_a_resumed_fp16_run_has_the_bits_of_an_uninterrupted_one(root: Path) -> None:
     keys = ["train.precision.loss_scale.initial=1024", "train.precision.loss_scale.growth_steps=4"]
     keys += ["train.schedule.type=constant", "train.validation.samples=0", FP16]

@@ -27,6 +27,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
 from pipeline.train.parallel.torch_compat.core import with_local
+from tests import tiers
 from tests.train.runs import column, exact, start, train, weights_hash
 
 CPU = torch.device("cpu")
@@ -228,7 +229,7 @@ def fork(run: Path, root: Path, name: str, *values: str) -> tuple[Path, str]:
     return root / name, out
 
 
-@pytest.mark.parametrize("keys", KINDS, ids=str)
+@pytest.mark.parametrize("keys", tiers.first(1, KINDS, rest="guard"), ids=str)
 def test_a_run_goes_on_bit_for_bit(root: Path, keys: dict[str, Any]) -> None:
     name = "-".join(keys.values())
     values = [f"train.optimizer.{key}={value}" for key, value in keys.items()]
@@ -242,6 +243,7 @@ def test_a_run_goes_on_bit_for_bit(root: Path, keys: dict[str, Any]) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.guard
 def test_runs_go_on_with_another_format_or_type(root: Path) -> None:
     def keys(type: str, states: str) -> tuple[str, str]:
         return f"train.optimizer.type={type}", f"train.optimizer.states={states}"

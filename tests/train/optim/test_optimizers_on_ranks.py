@@ -99,10 +99,10 @@ def connected() -> Iterator[Callable[[int], Ranks]]:
 @pytest.mark.parametrize(
     "degrees",
     [
-        pytest.param({"dp_replicate": 2, "dp_shard": 2}, id="hsdp"),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, id="hsdp", marks=pytest.mark.guard),
         pytest.param({"dp_shard": 2, "tp": 2}, id="fsdp2-tp2"),
-        pytest.param({"tp": 4}, id="tp4-shared-keys"),
-        pytest.param({"pp": 2, "dp_shard": 2}, id="pp2-fsdp2"),
+        pytest.param({"tp": 4}, id="tp4-shared-keys", marks=pytest.mark.guard),
+        pytest.param({"pp": 2, "dp_shard": 2}, id="pp2-fsdp2", marks=pytest.mark.guard),
         pytest.param({"dp_shard": 2, "cp": 2}, id="fsdp2-cp2", marks=SLOW),
         pytest.param({"pp": 2, "tp": 2}, id="pp2-tp2", marks=SLOW),
         pytest.param({"pp": 4}, id="pp4", marks=SLOW),
@@ -156,6 +156,7 @@ def _train(file: Path, values: Sequence[str]) -> None:
     trainer.train(load(file, ["model.layers=4", "train.checkpoint={every_steps: 2, keep: 9}", *values]))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

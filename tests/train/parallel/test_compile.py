@@ -36,6 +36,7 @@ from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel import compile
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles, settle
 from pipeline.train.parallel.torch_compat.core import keep_compiled_code_private
+from tests import tiers
 from tests.train.runs import column, start, train
 
 ROOT = Path(__file__).parents[3]
@@ -77,6 +78,7 @@ def test_each_shape_is_compiled_once(root: Path, monkeypatch: pytest.MonkeyPatch
     assert not counters["graph_break"]
 
 
+@pytest.mark.guard
 def test_layers_of_two_kinds_are_two_codes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With it the operations that are kept are objects that a compiler tells apart by nothing but their identity.
     importlib.import_module("pipeline.train.model.kernels.flex")
@@ -136,7 +138,7 @@ def test_less_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(some, gradients[0])
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", tiers.first(1, ["none", "selective"], rest="guard"))
 @pytest.mark.parametrize("kernel", [partial(Sdpa, on_gpu=True), Varlen, Flex])
 def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
     monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], recompute: str
@@ -230,6 +232,7 @@ def test_long_runs_on_a_cpu_are_compiled(
         assert later is (before if train.compile is None else compiled)
 
 
+@pytest.mark.guard
 def test_a_longer_run_is_compiled_as_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train(root, "short", "train.duration=2 steps")
     monkeypatch.setattr(compile, "_LONG_HOURS", 0.0)

@@ -24,6 +24,7 @@ from pipeline.train.model.kernels.sight import Documents, Sight
 from pipeline.train.model.mixers.attention import Context, SequenceCut
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, share_of
+from tests import tiers
 from tests.train.distributed import ranks
 
 pytestmark = pytest.mark.parallel
@@ -109,8 +110,8 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
 
 
 @pytest.mark.parametrize("method", [GatheredKeys, ExchangedHeads])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("pieces", [1, 16])
+@pytest.mark.parametrize("world", tiers.first(1, [2, 4], rest="guard"))
+@pytest.mark.parametrize("pieces", tiers.first(1, [1, 16], rest="guard"))
 def test_attention_of_shares_is_that_of_the_whole(
     world: int, method: type[GatheredKeys] | type[ExchangedHeads], pieces: int
 ) -> None:

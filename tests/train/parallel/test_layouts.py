@@ -30,11 +30,18 @@ QUICK = (
 )
 """Of the rows with cp, recomputation, compiled layers, overlapped communication or replicas of a pipeline those that
 are not slow tests."""
+COVERING = (
+    *("tp2", "fsdp2-reshard", "hsdp2x2-keep", "fsdp2-keep-tp2", "pp2-zbv-fsdp2-keep", "fsdp2-reshard-reduce_last"),
+    *("pp2-1f1b", "pp2-interleaved_1f1b", "pp2-zbv", "reshard-cp2-all_gather", "reshard-cp2-ulysses"),
+)
+"""Of those that are not slow the ones that have no mark: every axis, and two pairs of axes. The rest is guard tests."""
 SLOW = (
     *("pp2-interleaved_1f1b-v3-layers_1_2_1_1_2_0", "pp4-zbv", "pp4-1f1b-layers_0_3_1_0"),
     *("pp2-interleaved_1f1b-tp2", "pp2-gpipe-tp2", "pp2-gpipe-fsdp2-reshard"),
     *("pp2-zbv-layers_1_2_1_1", "ddp2-tp2-no_sp", "pp4-interleaved_zero_bubble"),
     *("pp2-interleaved_1f1b-fsdp2-keep", "hsdp2x2-reshard", "fsdp2-keep-tp2-no_sp", "fsdp2-reshard-tp2-no_sp"),
+    *("pp2-zbv-tp2", "pp2-1f1b-tp2-no_sp", "pp2-gpipe-fsdp2-keep", "pp2-1f1b-fsdp2-keep-reduce_each"),
+    *("fsdp2-keep", "pp2-gpipe"),
 )
 """Of the others those that are: each is much like a quick one."""
 
@@ -47,7 +54,8 @@ def cases() -> Iterator[Any]:
             quick = world <= 4 and number % (2 if world == 2 or row.name in QUICK else 4) == place
             plain = row in TESTED and row.layout.cp == 1 and 1 in (row.layout.pp, row.layout.dp_replicate)
             quick = quick and (plain or row.name in QUICK) and row.name not in SLOW
-            marks = [*layouts.trains(row.kind.schedule or ""), *([] if quick else [pytest.mark.slow])]
+            marks = [pytest.mark.slow] if not quick else [] if row.name in COVERING else [pytest.mark.guard]
+            marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
 
 

@@ -78,6 +78,7 @@ def _accumulated(reduce: str) -> dict[str, torch.Tensor]:
     return _gradients(model)
 
 
+@pytest.mark.guard
 def test_gradients_in_bf16_add_up_in_fp32() -> None:
     """Each micro-batch's are bf16 in both; their sum is fp32 in both, and would be off by 2^-9 and more otherwise."""
     each, _ = ranks.run(2, _accumulated, "each")
@@ -187,6 +188,7 @@ def _apart() -> str:
     return ""
 
 
+@pytest.mark.guard
 def test_machines_of_one_group_end_all_processes() -> None:
     said = ranks.run(4, _apart)
     assert len(set(said)) == 1

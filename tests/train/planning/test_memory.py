@@ -18,7 +18,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.memory import RankMemory, memory
-from tests import tiny
+from tests import tiers, tiny
 from tests.train.distributed import ranks
 from tests.train.parallel import layouts
 from tests.train.planning.steps import CASES, case_config, measured_peak, of_case
@@ -42,7 +42,7 @@ def _compare(config: Config) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("name", _QUICK)
+@pytest.mark.parametrize("name", tiers.first(1, _QUICK, rest="guard"))
 def test_the_estimate_is_what_torch_allocates(name: str) -> None:
     _compare(case_config(name))
 
@@ -77,6 +77,7 @@ def test_the_estimate_is_what_a_gpu_allocates(name: str) -> None:
     assert each.total == pytest.approx(most, rel=TOLERANCE)
 
 
+@pytest.mark.guard
 def test_a_large_model_over_many_ranks() -> None:
     """Llama 3 405B over 16,384: weights, gradients and moments by hand, activations by what one layer keeps."""
     config = case_config(
@@ -110,6 +111,7 @@ def test_a_large_model_over_many_ranks() -> None:
     assert found[0].total > found[-1].total
 
 
+@pytest.mark.guard
 def test_the_layers_that_are_not_run_are_as_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows from two and three layers is what running all of them gives."""
     config = case_config("one process, bf16", train__recompute={"mode": "full", "every": 2})

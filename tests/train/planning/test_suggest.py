@@ -90,6 +90,7 @@ def test_bounds_of_pipelines(schedule: str) -> None:
         assert played.activations[0] / facts.default_stages >= pp - 1e-9
 
 
+@pytest.mark.guard
 def test_the_least_memory_of_a_pipeline_is_less_than_its_memory() -> None:
     """Whole gradients are there in a pipeline, and do not count where they add up in shards."""
     least = {}

@@ -86,9 +86,8 @@ def cases() -> Iterator[Any]:
         words = [family, *(f"{key}_{value}" for key, value in parallel.items() if isinstance(value, int | str)), *train]
         for section in ("pipeline", "overlap"):
             words += [str(value) for value in parallel.get(section, {}).values()]
-        yield pytest.param(
-            family, world, parallel, train, id="-".join(words), marks=[pytest.mark.slow] if number >= 2 else []
-        )
+        marks = ([], pytest.mark.guard, pytest.mark.slow)[min(number, 2)]
+        yield pytest.param(family, world, parallel, train, id="-".join(words), marks=marks)
 
 
 @pytest.mark.parametrize(("family", "world", "parallel", "train"), list(cases()))

@@ -281,6 +281,7 @@ def test_what_breaks_a_row_of_deaths(tmp_path: Path, between: Any, breaks: bool)
     assert (refused(tmp_path, 5, limit=2) is None) is breaks
 
 
+@pytest.mark.guard
 def test_a_run_that_dies_again_and_again_at_a_step_is_refused_and_goes_on_when_it_is_passed_over(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +348,7 @@ def test_a_process_that_is_killed_at_the_same_step_again_and_again_is_refused(ro
     assert outcomes(root / "killed") == [(1, 0, 4, "killed"), (2, 3, 4, "killed")]
 
 
+@pytest.mark.guard
 def test_a_signal_that_comes_while_an_attempt_starts_is_a_stop_and_no_death(root: Path) -> None:
     command = tiny.command("train", root / "run.yaml", f"run.dir={root / 'early'}", "train.duration=9999 steps")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -361,6 +363,7 @@ def test_a_signal_that_comes_while_an_attempt_starts_is_a_stop_and_no_death(root
     assert orjson.loads((root / "early" / "exit.json").read_bytes())["code"] == 75
 
 
+@pytest.mark.guard
 def test_the_ledger_of_a_run_on_one_process(root: Path) -> None:
     done = tiny.pipeline("train", root / "run.yaml", f"run.dir={root / 'ledger'}")
     assert done.returncode == 0, done.stderr

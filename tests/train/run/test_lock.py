@@ -109,6 +109,7 @@ def test_a_pid_that_was_given_to_another_process_does_not_hold_the_lock(tmp_path
         assert folder.attempt == 1
 
 
+@pytest.mark.guard
 def test_only_one_of_many_takes_over_a_stale_lock(tmp_path: Path) -> None:
     """All start at once on the lock of a dead process; each that gets it says so, and keeps it for a while."""
     script = f"""
@@ -308,6 +309,7 @@ def take_one(run: Path, start: float, chance: int) -> None:
     os._exit(0)  # the lock stays, of a process that is gone
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("stale", [True, False])
 def test_where_the_file_system_has_no_flock_two_never_both_keep_the_lock(tmp_path: Path, stale: bool) -> None:
     context = multiprocessing.get_context("fork")

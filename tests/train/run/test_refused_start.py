@@ -45,6 +45,7 @@ def test_preprocessing_that_is_refused_leaves_no_folder(root: Path) -> None:
     assert not (root / "nodata").exists()
 
 
+@pytest.mark.guard
 def test_a_refused_start_does_not_count_as_an_attempt(root: Path) -> None:
     run = root / "counted"
     _train(_config(root, "counted", "train.duration=2 steps"))

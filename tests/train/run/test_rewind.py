@@ -60,6 +60,7 @@ def _train(file: Path, values: Sequence[str], steps: Mapping[int, float]) -> Non
     trainer.train(load(file, values))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

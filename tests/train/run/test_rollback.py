@@ -146,6 +146,7 @@ def test_more_than_one_save_is_not_given_up_without_being_asked(
     assert code == 2, "nor was anything noted that would let the next start through"
 
 
+@pytest.mark.guard
 def test_the_step_that_the_refusal_names_is_resumed_from_and_later_losses_are_refused_again(
     resume: Callable[..., tuple[int, str, Path]],
 ) -> None:

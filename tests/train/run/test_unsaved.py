@@ -163,6 +163,7 @@ def test_if_the_last_try_works_training_goes_on(
     assert saves is not None and (saves.step, saves.failed) == (12, 0)
 
 
+@pytest.mark.guard
 def test_saves_that_failed_before_a_rewind_are_still_told(
     root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def test_compiled_layers_are_made_once_for_all_documents(window: int | None) -> 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.guard
 def test_a_run_with_documents_resumes_and_repeats_its_bits(root: Path) -> None:
     values = ("model.document_attention=true", "train.duration=3 steps")
     once, again = (train(root, f"documents-{name}", *values) for name in ("once", "again"))
