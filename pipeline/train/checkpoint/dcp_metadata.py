@@ -56,7 +56,7 @@ _CLASSES = frozenset(
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
     }
 )
-"""What torch 2.11 to 2.13 names in a list of tensors, besides the types of their elements."""
+"""What torch 2.11 to 2.15 names in a list of tensors, besides the types of their elements."""
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),

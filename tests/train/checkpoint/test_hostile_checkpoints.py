@@ -161,6 +161,9 @@ def test_no_pickle_stands_for_a_tensor(key: str, root: Path, run: Path, marker: 
 def test_a_list_of_tensors_is_read_as_torch_reads_it(run: Path) -> None:
     ours, theirs = read_metadata(Checkpoint(folder_of(run), 2)), metadata_of(run)
     assert ours.storage_data == theirs.storage_data
+    for entry in theirs.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata) and hasattr(entry.properties, "strides"):
+            entry.properties.strides = None  # which 2.15 writes, and does not ask for when it loads
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert any(isinstance(entry, BytesStorageMetadata) for entry in ours.state_dict_metadata.values())
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -32,6 +31,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 _collectives = torch.ops._c10d_functional
+# From 2.14 on there is a public function, and 2.15 warns of the private one.
+_set_group_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
+    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+)
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -104,7 +107,7 @@ def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
     """
     for group in mesh.get_all_groups():
         if dist.get_backend(group) != FAKE_BACKEND:  # which waits for nothing
-            _set_pg_timeout(timeout, group)
+            _set_group_timeout(timeout, group)
 
 
 def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -19,8 +19,10 @@ SPLITS_BACKWARD = torch.__version__ >= "2.13"  # which torch compares as version
 
 In 2.11 and 2.12 they fail where the loss is computed in pieces, as it is by default. The first half frees the node of
 the loss in torch's graph, from which the second half starts: "Attribute '_input_metadata' is invalid". All three were
-tried: they fail in 2.11.0 and 2.12.1, and work in 2.13.0 and 2.14.1.
+tried: they fail in 2.11.0 and 2.12.1, and work in 2.13.0, 2.14.1 and 2.15.0.
 """
+_HOLDS_BUFFERS = torch.__version__ < "2.15"  # which torch compares as versions
+"""Whether torch keeps a buffer for each micro-batch, for the whole run; 2.15 makes one when something is received."""
 
 
 def schedule_actions(
@@ -57,8 +59,8 @@ def schedule_actions(
 class MicroBatchStage(PipelineStage):
     """A pipeline stage that computes by the number of the micro-batch, and holds buffers only while they are used.
 
-    torch's own keeps a buffer for every micro-batch's input and gradient, for the whole run. What is overridden is the
-    same in 2.11 and 2.13, except where a version is named.
+    torch's own keeps a buffer for every micro-batch's input and gradient, for the whole run, until 2.15. What is
+    overridden is the same in 2.11, 2.13 and 2.15, except where a version is named.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class MicroBatchStage(PipelineStage):
     ) -> torch.Tensor:
         self._micro_batch = fwd_chunk_id
         inputs = (self._tokens(fwd_chunk_id),) if self.is_first else ()
-        if not self.is_first:
+        if not self.is_first and _HOLDS_BUFFERS:
             self._inputs(fwd_chunk_id).buffer.requires_grad_(True)  # 2.11 did so with the buffer that it allocated
         try:
             with span("forward"):
@@ -188,7 +190,9 @@ class MicroBatchStage(PipelineStage):
         return info
 
     def _allocate(self, info: Any) -> None:
-        info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=False)
+        if _HOLDS_BUFFERS:
+            info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=False)
 
     def _release(self, info: Any) -> None:
-        info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+        if _HOLDS_BUFFERS:
+            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
