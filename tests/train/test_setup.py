@@ -33,7 +33,7 @@ def test_a_rank_has_no_more_threads_than_the_cores_that_it_got(tmp_path: Path, m
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(mask))
     monkeypatch.setattr(setup, "available", lambda: frozenset(range(8)))
     monkeypatch.setattr(setup, "bind", lambda *_: mask.intersection_update({0, 1, 2}))
-    monkeypatch.setattr(setup.processes, "join", lambda *_: None)
+    monkeypatch.setattr(setup.process_group, "join", lambda *_: None)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     rank = Processes(rank=0, world_size=2, local_rank=0, local_world_size=2)

@@ -138,7 +138,7 @@ def test_on_a_full_disk_a_run_notes_its_end_and_keeps_its_exit_code(small_disk: 
     script = """
 import errno, os, sys, time
 from pathlib import Path
-from pipeline import cli
+from pipeline.cli import main as cli
 from pipeline.common.errors import MachineError
 from pipeline.train.run.folder import open_run
 run = Path(sys.argv[1])

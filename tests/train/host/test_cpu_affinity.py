@@ -198,7 +198,7 @@ def test_a_rank_far_from_its_gpu_says_so(
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(setup, "choose_device", lambda wanted, ranks: torch.device("cuda", 1))
-    monkeypatch.setattr(setup.processes, "join", lambda *given: None)
+    monkeypatch.setattr(setup.process_group, "join", lambda *given: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "32")
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
