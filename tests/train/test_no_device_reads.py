@@ -172,7 +172,7 @@ def test_products_in_fp8_as_a_gpu_has_them(accelerated: None, monkeypatch: pytes
 def test_attention_as_a_gpu_has_it(
     accelerated: None, monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], case: str
 ) -> None:
-    """torch's own, with both passes; what they compute is for `tests/train/kernels`."""
+    """torch's own, with both passes; what they compute is for `tests/train/model/kernels`."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it knows GPUs by name
 
     def change(stepper: Stepper) -> None:

@@ -1,6 +1,6 @@
 """The combinations of parallelism that are tested. Training refuses all others.
 
-`tests/parallel` trains with each row and compares losses, gradients and weights with one process.
+`tests/train/parallel` trains with each row and compares losses, gradients and weights with one process.
 """
 
 from __future__ import annotations
