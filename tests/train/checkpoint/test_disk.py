@@ -138,11 +138,7 @@ def test_on_a_full_disk_a_run_notes_its_end_and_keeps_its_exit_code(small_disk: 
     script = """
 import errno, os, sys, time
 from pathlib import Path
-<<<<<<< HEAD
 from pipeline.cli.main import app, main
-=======
-from pipeline.cli import main as cli
->>>>>>> 1f5fa2c9f2a411ac1cc9014f1e9a1bc102d38c8f
 from pipeline.common.errors import MachineError
 from pipeline.train.run.folder import open_run
 run = Path(sys.argv[1])
