@@ -21,7 +21,7 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import background_group, gather, share
-from tests import tiny
+from tests import tiers, tiny
 from tests.train.distributed import ranks
 from tests.train.runs import exact, weights_hash
 
@@ -41,7 +41,9 @@ def _train(file: Path, run: str, *values: str) -> None:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("layout", ["parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2"])
+@pytest.mark.parametrize(
+    "layout", tiers.first(1, ["parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2"], rest="slow")
+)
 def test_what_is_written_meanwhile_is_what_would_be_written_at_once(root: Path, layout: str) -> None:
     runs = []
     for mode in ("true", "false"):

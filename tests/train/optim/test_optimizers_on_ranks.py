@@ -99,7 +99,7 @@ def connected() -> Iterator[Callable[[int], Ranks]]:
 @pytest.mark.parametrize(
     "degrees",
     [
-        pytest.param({"dp_replicate": 2, "dp_shard": 2}, id="hsdp", marks=pytest.mark.guard),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, id="hsdp", marks=SLOW),
         pytest.param({"dp_shard": 2, "tp": 2}, id="fsdp2-tp2"),
         pytest.param({"tp": 4}, id="tp4-shared-keys", marks=pytest.mark.guard),
         pytest.param({"pp": 2, "dp_shard": 2}, id="pp2-fsdp2", marks=pytest.mark.guard),
