@@ -36,9 +36,13 @@ from attack_files_data import attacks
 
 SECRET = "hunter2-8c1f0e"
 NAME = "SECRET_CANARY_TOKEN"
-HEAVY = ("train.trainer", "train.fork", "train.warm_start", "train.checkpoint.tools", "train.checkpoint.export")
-HEAVY += ("train.huggingface.convert", "eval.perplexity", "eval.generate", "eval.report.gather", "eval.report.page")
-HEAVY += ("data.preprocess", "data.adopt", "data.inspect", "data.provenance", "data.where", "data.status")
+HEAVY = (
+    *("pipeline.train.trainer", "pipeline.train.fork", "pipeline.train.warm_start"),
+    *("pipeline.train.checkpoint.commands", "pipeline.train.checkpoint.export", "pipeline.train.huggingface.convert"),
+    *("pipeline.eval.perplexity", "pipeline.eval.generate", "pipeline.eval.report.gather", "pipeline.eval.report.page"),
+    *("pipeline.data.preprocess.stage", "pipeline.data.preprocess.status", "pipeline.data.datasets.adopt"),
+    *("pipeline.data.provenance.inspect", "pipeline.data.provenance.run", "pipeline.data.provenance.step_to_documents"),
+)
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u202a-\u202e]")
 WORDS = ("the", "a", "sea", "boat", "wind", "sails", "north", "light", "old", "night", "storm", "keeper", "rope")
 
@@ -191,7 +195,7 @@ def main() -> None:
     work = (arguments.work or Path(tempfile.mkdtemp(prefix="attack-files-"))).resolve()
     field = Range(work, arguments.seconds, arguments.gigabytes)
     for name in HEAVY:
-        importlib.import_module(f"pipeline.{name}")
+        importlib.import_module(name)
     chosen = [
         attack
         for attack in attacks(field.canary, field.marker, NAME, arguments.seed, arguments.random)

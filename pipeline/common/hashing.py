@@ -35,7 +35,7 @@ def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *,
     Args:
         path: of the file.
         advance: told how many bytes have been read, piece by piece.
-        links: as for `store.open_regular`.
+        links: as for `storage.open_regular`.
     """
     digest = xxhash.xxh3_64()
     with storage.open_regular(path, links=links) as file:

@@ -37,7 +37,7 @@ def show(
         planned: the jobs in the order in which they would be sent.
         where: on a cluster or on this machine.
         script_of: gives the text of a job's script.
-        warnings: what `checks.check` has found.
+        warnings: what `preflight.check` has found.
     """
     say(console, f"run: {config.run.dir}")
     say(console, f"profile: {config.slurm.profile}" if where == "slurm" else "where: this machine, in the background")

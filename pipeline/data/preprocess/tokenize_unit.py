@@ -181,7 +181,7 @@ def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | 
 
 
 def _check_plan(source: SourceJob) -> None:
-    """Look whether the plan is still there, now that the lease is (see `plan.withdraw`).
+    """Look whether the plan is still there, now that the lease is (see `source_plan.withdraw`).
 
     Raises:
         UserError: it is another one.

@@ -163,7 +163,6 @@ def test_pipeline_cancel(train: Run) -> None:
     train.check_left()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("train", [LONG], indirect=True)
 def test_scancel(train: Run) -> None:
     """A cancelled job stays cancelled, though it is asked to leave in the same way as one that is preempted."""

@@ -39,6 +39,11 @@ def test_a_new_run_that_is_refused_leaves_no_folder(root: Path, override: str) -
     assert sorted(root.rglob("*")) == before
 
 
+def test_datasets_of_other_settings_are_not_trained_on(root: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)was made with other settings.*unit_bytes"):
+        _train(_config(root, "other", "data.preprocess.unit_bytes=2000000"))
+
+
 def test_preprocessing_that_is_refused_leaves_no_folder(root: Path) -> None:
     with pytest.raises(UserError):
         stages.preprocess(_config(root, "nodata", "data.sources.0.paths=[/nowhere/*.txt]", f"data.dir={root / 'none'}"))

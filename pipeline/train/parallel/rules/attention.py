@@ -1,4 +1,4 @@
-"""What the backends of attention demand of the run file, see `layout`."""
+"""What the backends of attention demand of the run file, see `rules/layout.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recomputation and compiled layers demand of the run file, see `layout`."""
+"""What recomputation and compiled layers demand of the run file, see `rules/layout.py`."""
 
 from __future__ import annotations
 
