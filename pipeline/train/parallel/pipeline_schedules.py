@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeline.config.parallel import ScheduleName
+from pipeline.config.parallel import ZERO_BUBBLE, ScheduleName
 from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
 
 _DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
@@ -112,6 +112,8 @@ SCHEDULES: dict[ScheduleName, ScheduleFacts] = {
         "V-shaped, forward of one micro-batch beside backward of another (after DeepSeek-V3, 2024)",
     ),
 }
+WHOLE_BACKWARD: tuple[ScheduleName, ...] = tuple(name for name in SCHEDULES if name not in ZERO_BUBBLE)
+"""The schedules that do not split the backward pass."""
 
 
 @lru_cache(maxsize=8)

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, get_args
 
-from pipeline.config.parallel import ZERO_BUBBLE, CpMethod, OverlapConfig, ParallelConfig, ScheduleName
+from pipeline.config.parallel import CpMethod, OverlapConfig, ParallelConfig, ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.pipeline_schedules import SCHEDULES
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)
-_WITHOUT_ZERO_BUBBLE = tuple(name for name in _ALL if name not in ZERO_BUBBLE)
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def _rows() -> Iterator[Combination]:
         yield Combination(layout(pp=2, dp_shard=2, tp=2), schedule)
         yield Combination(layout(pp=2, dp_replicate=2, tp=2), schedule)
     # Weights gathered again for every pass, where the schedule allows it.
-    for schedule in _WITHOUT_ZERO_BUBBLE:
+    for schedule in WHOLE_BACKWARD:
         yield Combination(layout(pp=2, dp_shard=2), schedule, reshard_after_forward=True)
     for schedule in ("1f1b", "interleaved_1f1b"):
         yield Combination(layout(pp=2, dp_shard=2, tp=2), schedule, reshard_after_forward=True)
@@ -232,7 +231,7 @@ def _within_layers() -> Iterator[Combination]:
         yield row(recompute, dp_shard=2, tp=2)
     for schedule in _ALL:
         yield row(full, schedule, pp=2)
-    for schedule in _WITHOUT_ZERO_BUBBLE:
+    for schedule in WHOLE_BACKWARD:
         yield row(selective, schedule, pp=2)
     yield replace(row(selective, tp=2), sequence_parallel=False)
     yield row(full, "zbv", pp=2, dp_shard=2)
@@ -277,7 +276,7 @@ def _overlapped() -> Iterator[Combination]:
     yield row(last, dp_replicate=2, dp_shard=2)
     yield row(last, dp_shard=2, tp=2)
     yield row(last, cp=2)
-    for schedule in _WITHOUT_ZERO_BUBBLE:
+    for schedule in WHOLE_BACKWARD:
         yield row(each, schedule, pp=2, dp_shard=2)
     yield row(each, pp=2, dp_replicate=2)
     yield row(each, "interleaved_1f1b", pp=2, dp_replicate=2, dp_shard=2)

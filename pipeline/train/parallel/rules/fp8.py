@@ -10,7 +10,7 @@ from pipeline.config.train import Fp8Config
 from pipeline.train.fp8.matrices import fp8_matrices, matrices_of, uneven_shards
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.pipeline_schedules import SCHEDULES
+from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.step_shapes import step_shapes
 
@@ -92,10 +92,9 @@ def _tokens(config: Config, layout: Layout) -> Iterator[str]:
 def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
     schedule = config.parallel.pipeline.schedule
     if config.train.precision.fp8 is not None and layout.pp > 1 and schedule in ZERO_BUBBLE:
-        others = ", ".join(name for name in SCHEDULES if name not in ZERO_BUBBLE)
         yield (
             f"{_KEY} with schedule={schedule}: a product in fp8 has one backward pass, for inputs and weights: "
-            f"take one of {others} as parallel.pipeline.schedule, or leave {_KEY} out"
+            f"take one of {', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule, or leave {_KEY} out"
         )
 
 

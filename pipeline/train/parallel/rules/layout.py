@@ -15,7 +15,7 @@ from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
 from pipeline.train.model.config import default_ffn_dim
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
-from pipeline.train.parallel.pipeline_schedules import SCHEDULES
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
@@ -247,13 +247,9 @@ def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
     if layout.pp > 1 and schedule in ZERO_BUBBLE and not pipeline_stage.SPLITS_BACKWARD:
         yield (
             f"parallel.pipeline.schedule={schedule} needs torch 2.13 or later, but torch {torch.__version__} is "
-            f"installed, where its backward passes fail: install a later torch, or take one of {_whole_backward()}"
+            "installed, where its backward passes fail: install a later torch, or take one of "
+            f"{', '.join(WHOLE_BACKWARD)}"
         )
-
-
-def _whole_backward() -> str:
-    """The schedules that do not split the backward pass."""
-    return ", ".join(name for name in SCHEDULES if name not in ZERO_BUBBLE)
 
 
 def _resharding(config: Config, layout: Layout) -> Iterator[str]:
@@ -261,7 +257,7 @@ def _resharding(config: Config, layout: Layout) -> Iterator[str]:
     if layout.pp > 1 and schedule in ZERO_BUBBLE and config.parallel.reshard_after_forward:
         yield (
             f"parallel.reshard_after_forward=true with schedule={schedule} gives wrong gradients: set it to false, or "
-            f"take one of {_whole_backward()}"
+            f"take one of {', '.join(WHOLE_BACKWARD)}"
         )
 
 

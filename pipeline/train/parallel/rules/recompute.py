@@ -8,7 +8,7 @@ from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.pipeline_schedules import SCHEDULES
+from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.step_shapes import step_shapes
 
@@ -20,7 +20,7 @@ def _zero_bubble(config: Config, layout: Layout) -> str | None:
 
 
 def _without_zero_bubble() -> str:
-    return f"one of {', '.join(name for name in SCHEDULES if name not in ZERO_BUBBLE)} as parallel.pipeline.schedule"
+    return f"one of {', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule"
 
 
 def _selective(config: Config, layout: Layout) -> Iterator[str]:
