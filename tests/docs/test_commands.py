@@ -102,17 +102,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-GUARD = ("README.md", "planning.md", "report.md", "serving.md", "slurm.md", "long-context.md")
+TIERS = {
+    **dict.fromkeys(("README.md", "report.md", "serving.md", "slurm.md"), pytest.mark.guard),
+    **dict.fromkeys(("planning.md", "long-context.md"), pytest.mark.slow),
+}
 """Pages whose commands take long; what they call is in other tests as well."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, id=page.name, marks=[pytest.mark.guard] if page.name in GUARD else [])
-        for page in PAGES
-        if commands(page)
-    ],
+    [pytest.param(page, id=page.name, marks=TIERS.get(page.name, ())) for page in PAGES if commands(page)],
 )
 def test_commands_of(page: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_commands(finished, [command for command in commands(page) if not command.slurm], tmp_path / "folder", capfd)

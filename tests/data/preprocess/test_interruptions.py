@@ -103,7 +103,7 @@ def kill_at_random(run, done, kills):
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_killed_at_10_random_instants(run, done):
     kill_at_random(run, done, 10)
 

@@ -66,7 +66,9 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("done", "count"), [("unit", 2), pytest.param("unit", 3, marks=pytest.mark.slow), ("global", 2)], indirect=["done"]
+    ("done", "count"),
+    [*(pytest.param("unit", count, marks=pytest.mark.slow) for count in (2, 3)), ("global", 2)],
+    indirect=["done"],
 )
 def test_started_at_once(run, done, count):
     config, file = run

@@ -213,12 +213,12 @@ def test_who_asks_twice_does_not_kill_ranks_that_leave(start: Callable[..., Laun
     assert json.loads((launched.logs / "rank-0001.error.json").read_text())["exit_code"] == 75
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [
         (signal.SIGTERM, 75, "stopped: SIGTERM came before training began"),
-        pytest.param(signal.SIGINT, 130, "interrupted: ", marks=pytest.mark.slow),
+        (signal.SIGINT, 130, "interrupted: "),
     ],
 )
 def test_signal_before_the_ranks_listen(

@@ -56,7 +56,7 @@ QUICK = (
     ("zbv", "one"),
 )
 """Data, tensor and pipeline axes once on either side."""
-GUARD = (("tp2-dp2", "pp2-dp2"), ("dp4", "zbv"), ("tp2-dp2", "zbv"))
+GUARD = (("tp2-dp2", "pp2-dp2"), ("tp2-dp2", "zbv"))
 """Those in the guard tier; one is in none, the others are slow."""
 
 

@@ -91,7 +91,7 @@ class Ranks:
             process.join()
         shutil.rmtree(self._logs, ignore_errors=True)
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[Any]:
         """`function(*args)` on each; returns what each returned, by rank.
 
         Args:
@@ -136,7 +136,7 @@ class Ranks:
         return [results[rank] for rank in range(len(self._ends))]
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = True, timeout: float = 120) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *args: Any, connect: bool = True, timeout: float = 480) -> list[Any]:
     """One call on `world` new processes, see `Ranks`."""
     with Ranks(world, connect=connect) as these:
         return these.call(function, *args, timeout=timeout)
@@ -171,7 +171,7 @@ def _rank(end: Connection, log: Path, variables: Environment, connect: bool) -> 
     code = 0
     try:
         if connect:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=300))
         while True:
             try:
                 function, args = end.recv()
