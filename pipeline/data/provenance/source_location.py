@@ -205,6 +205,9 @@ class Origins:
     @cached_property
     def _reader(self) -> Reader:
         settings = self._plan["settings"]
+        if settings["type"] not in SOURCE_FORMATS:
+            known = ", ".join(SOURCE_FORMATS)
+            raise UserError(f"{self.folder / PLAN_FILE}: type {settings['type']!r} is none of {known}")
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
         # What is in the dataset was sound when it was read.
         limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}

@@ -109,11 +109,11 @@ class Reader(ABC):
         return cls(*keys, tuple(settings["metadata"]), **limits)
 
     def settings(self) -> dict[str, Any]:
-        """What the run file says, besides `metadata` and limits, that decides the documents of the source."""
+        """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
         return {"id_key": self.id_key, "text_key": self.text_key} if self.has_keys else {}
 
     def pins(self) -> dict[str, Any]:
-        """What `find` has settled that the run file leaves open; kept in the plan beside `settings()`."""
+        """Values that `find` has settled and the run file leaves open; kept in the plan beside `settings()`."""
         return {}
 
     def find(

@@ -1,4 +1,4 @@
-"""What the formats of tables have in common."""
+"""Base class of the formats of tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THREADS = 16
 
 
 class TableReader(Reader):
-    """One document a row. What lies at the end of a file is needed to read any of it."""
+    """One document a row; a byte range has the row groups or record batches that begin in it."""
 
     numbering = "row"
     # They are not read to their ends. Where row groups are large, most smaller pieces would be empty.

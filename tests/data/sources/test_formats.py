@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.data import DataConfig, SourceConfig
 from pipeline.data.datasets.dataset import Dataset
@@ -107,6 +108,10 @@ def test_a_format_in_one_file_goes_through_the_stage(tmp_path: Path) -> None:
         found[file, number] = tokenizer.decode(dataset.read(start, end - start - 1))
         assert origins.find(file, number) == key
     assert found == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(SOURCE_FORMATS, FortuneReader.type)
+        with pytest.raises(UserError, match="type 'fortunes' is none of text, jsonl, "):
+            Origins(folder).places(keys[:1])
 
     # `data where` and `data when`.
     run = tmp_path / "run.yaml"
