@@ -39,3 +39,13 @@ def size(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 unit`, `2 units`, `3 batches`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def numbered(noun: str, first: int, last: int) -> str:
+    """`steps 3 to 7`, `step 3`."""
+    return f"{noun} {first:,}" if first == last else f"{noun}s {first:,} to {last:,}"
+
+
+def percent(share: float) -> str:
+    """A share: `12.5 %`."""
+    return f"{100 * share:.4g} %"

@@ -21,7 +21,6 @@ from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.disk_space import free_space, nearest
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.preprocess.source_plan import find_source_files
-from pipeline.data.sources.reader import check_columns
 from pipeline.eval.perplexity import heldout_splits
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.open_run import open_validation
@@ -135,7 +134,7 @@ def _check_sources(config: Config, found: Findings) -> None:
     """What preprocessing reads."""
     with found.collecting():
         for source in find_source_files(config):
-            check_columns(source.files, source.reader)
+            source.reader.check_columns(source.files)
     for source_config in config.data.sources:
         if source_config.dataset is not None:
             with found.collecting():

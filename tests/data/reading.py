@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.data.sources.globs import File, find_files
-from pipeline.data.sources.reader import Document, Piece, Reader, Unit, UnitReader, cut
-from pipeline.data.sources.records import Damage
+from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.jsonl import JsonlReader
+from pipeline.data.sources.reader import Reader, UnitReader
+from pipeline.data.sources.records import Damage, Document, Piece, Unit
 
-LINES = Reader("jsonl", "text", "id", ("url",))
+LINES = JsonlReader("text", "id", ("url",))
 
 
 def files(*paths: object, type: str = "text") -> list[File]:
-    return find_files([str(path) for path in paths], [], "data.sources.0", type)
+    reader = SOURCE_FORMATS[type]("text", "id")
+    return reader.find([str(path) for path in paths], [], "data.sources.0", dict)[1]
 
 
 def units(found: list[File], reader: Reader, size: int = 2**40) -> list[Unit]:
-    return [Unit(number, "s", pieces) for number, pieces in enumerate(cut(found, reader, size))]
+    return [Unit(number, "s", pieces) for number, pieces in enumerate(reader.cut(found, size))]
 
 
 def read(path: Path | list[Path], reader: Reader, size: int = 2**40) -> list[Document]:

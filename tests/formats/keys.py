@@ -139,7 +139,6 @@ CLASSES = {
     "pipeline.data.preprocess.tokenize_unit": (),  # Damage
     "pipeline.data.sources.records": ("Damage",),
     "pipeline.data.preprocess.report": ("SplitReport",),
-    "pipeline.data.preprocess.source_plan": (),  # HubConfig
     "pipeline.data.preprocess.run_tokenizer": (),  # TokenizerTrainConfig
     "pipeline.data.tokenization.engine_check": ("Proof",),
     "pipeline.data.provenance.document_to_steps": ("Seen", "Unseen", "Without"),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import percent
 from pipeline.config.root import Config
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, Stretch, accounts_of, stretches_of
@@ -354,8 +355,3 @@ def documents_text(documents: Documents) -> str:
     if documents is None:
         return "all documents"
     return f"document{'s' if documents[1] - documents[0] > 1 else ''} {range_text(*documents)}"
-
-
-def percent(share: float) -> str:
-    """A share for people: `12.5 %`."""
-    return f"{100 * share:.4g} %"

@@ -19,6 +19,7 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
+from pipeline.common.format import percent
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset, Slice
@@ -34,7 +35,6 @@ from pipeline.data.order.run_length import (
     RunLength,
     check_end,
     last_window_step,
-    percent,
     run_length,
     skip_text,
     warnings,

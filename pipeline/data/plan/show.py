@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common.console import Console, say
+from pipeline.common.format import percent
 from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
-from pipeline.data.order.run_length import percent, range_text
+from pipeline.data.order.run_length import range_text
 from pipeline.data.plan.build import HASHED_STEPS, Plan, PreviewRow, SliceRow, make_plan
 from pipeline.data.sources.records import printable
 

@@ -30,7 +30,9 @@ from pipeline.data.preprocess.status import SourceState, read_state
 from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
 from pipeline.data.sources.compression import FORMATS, MAGIC, compression_of
 from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
-from pipeline.data.sources.reader import EMPTY, Unit, UnitReader, check_columns
+from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import EMPTY, Unit
 from pipeline.data.tokenization.engine_choice import Choice, choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -137,7 +139,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     problems: list[str] = []
     notes: list[str] = []
     for found in sources:
-        check_columns(found.files, found.reader)
+        found.reader.check_columns(found.files)
         if damaged := look_at_ends(found.files, found.reader):
             refuses = settings.on_damaged_file == "fail"
             (problems if refuses else notes).append(str(damaged_error(found.source.name, damaged, found.bytes)))
@@ -206,7 +208,7 @@ def _problem(config: Config, found: SourceFiles, sample: Sample) -> str:
     """What to do about a source of which no sampled record is a document."""
     key = f"data.sources.{config.data.sources.index(found.source)}"
     keys = f"{key}.type (now {found.reader.type})"
-    if found.reader.type != "text":
+    if found.reader.has_keys:
         keys = f"{key}.text_key (now {found.reader.text_key!r}) or {keys}"
     advice = _hint(found, sample) or f"set {keys} to what the files are, or mend them"
     return f"{key} ({found.source.name}): {sample.in_words}; the first is in {sample.first_bad}; {advice}"
@@ -215,12 +217,13 @@ def _problem(config: Config, found: SourceFiles, sample: Sample) -> str:
 def _hint(found: SourceFiles, sample: Sample) -> str:
     """What the file of the first bad record is by its first bytes, if that is not what it is read as; else empty."""
     path = sample.first_bad
-    if not path or found.reader.type not in ("text", "jsonl"):  # of a table or a shard, a record was read
+    if not path or found.reader.numbering == "row":  # of a table, a record was read
         return ""
     with open(path, "rb") as file:
         head = file.read(8)
-    if head.startswith(b"PAR1"):
-        return "it looks like Parquet: type: parquet"
+    for other in SOURCE_FORMATS.values():
+        if other.magic and head.startswith(other.magic):
+            return f"it looks like {other.title}: type: {other.type}"
     for suffix, name in FORMATS.items():
         if head.startswith(MAGIC[name]) and compression_of(path) != name:
             return f"it is {name}-compressed: name it {suffix}"

@@ -25,7 +25,7 @@ from pipeline.data.preprocess.report import SourceReport, SplitReport
 from pipeline.data.preprocess.source_plan import Plan, link_order
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.damage import DAMAGED_FILE, damage_in, damaged_error
-from pipeline.data.sources.reader import EMPTY, Piece, Unit, where
+from pipeline.data.sources.records import EMPTY, Piece, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.receipts import Receipts
 
@@ -217,7 +217,7 @@ class Finish:
                     if line is not None:
                         line += lines_before[piece.file.name, piece.start] + 1
                     entry = {
-                        "where": where(piece, line, record["byte"], self._plan.found.reader.type),
+                        "where": self._plan.found.reader.locate(piece, line, record["byte"]),
                         "reason": record["reason"],
                         "detail": record["detail"],
                         "file": piece.file.path,

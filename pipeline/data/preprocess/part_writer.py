@@ -24,7 +24,7 @@ from pipeline.data.datasets.indexed import (
     metadata_file,
     part_files,
 )
-from pipeline.data.sources.reader import Document
+from pipeline.data.sources.records import Document
 
 _BLOCK_BYTES = 2**22
 """Bytes of documents that are brought into order at a time."""

@@ -14,15 +14,13 @@ from pipeline.common.hashing import key, value_hash
 from pipeline.config.root import Config
 from pipeline.data.preprocess.source_plan import SourceFiles, is_begun, withdraw
 from pipeline.data.preprocess.splits import Splits
-from pipeline.data.sources.reader import START, Piece, Position, Unit, UnitReader, cut, expected_text_bytes
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
 ORIGIN_FILE = "origin.json"
 SAMPLE_BYTES = 2**18
-"""Size of the pieces of files that a sample is drawn from."""
-_TABLE_BYTES = 2**26
-"""Size of the pieces of tables, which are not read to their ends. Where row groups are large, most smaller pieces would
-be empty."""
+"""Text that a piece of a file gives to the sample each time that it is drawn."""
 _CANDIDATE_BYTES = 2**34
 """Of a larger corpus, only a keyed share of the pieces is looked at, so that the list of them stays small."""
 _Candidate = tuple[int, Piece]
@@ -163,7 +161,7 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
         found.source.name: value_hash(
             [
                 found.reader.type,
-                found.reader.text_key if found.reader.type != "text" else "",
+                found.reader.text_key if found.reader.has_keys else "",
                 [[file.name, file.size] for file in found.files],
             ]
         )
@@ -290,15 +288,14 @@ def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:
     Of a large corpus it is a keyed share of that.
     """
     assert config.tokenizer.train is not None
-    total = sum(expected_text_bytes(file, found.reader) for found in sources for file in found.files)
+    total = sum(found.reader.expected_text_bytes(file) for found in sources for file in found.files)
     enough = max(4 * config.tokenizer.train.max_bytes, _CANDIDATE_BYTES)
     limit = min(2**64 * enough // max(total, 1), 2**64)
     draws: list[tuple[int, int, Piece]] = []
     for number, found in enumerate(sources):
-        size = _TABLE_BYTES if found.reader.type in ("parquet", "arrow") else SAMPLE_BYTES
         for file in found.files:
-            expected = expected_text_bytes(file, found.reader)
-            for (piece,) in cut([file], found.reader, size):
+            expected = found.reader.expected_text_bytes(file)
+            for (piece,) in found.reader.cut([file], found.reader.sample_bytes):
                 name = (config.data.preprocess.seed, "tokenizer", found.source.name, file.name, piece.start)
                 first = key(*name)
                 bytes = expected * (piece.end - piece.start) // max(file.size, 1)

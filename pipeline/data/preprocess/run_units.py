@@ -27,7 +27,7 @@ from pipeline.data.preprocess.tokenize_unit import (
     make_tokenize,
     read_condemned,
 )
-from pipeline.data.sources.reader import EMPTY
+from pipeline.data.sources.records import EMPTY
 from pipeline.data.tokenization.engine_choice import Choice
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.leases import PATIENCE_S

@@ -22,12 +22,14 @@ from pipeline.data.datasets.manifest import CODE_VERSION, PLAN_KEYS, Manifest
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED
 from pipeline.data.preprocess.splits import Splits, documents_wanted
 from pipeline.data.preprocess.tokenize_unit import SourceJob, identity
-from pipeline.data.sources.globs import File, find_files
-from pipeline.data.sources.reader import MAX_RECORD_BYTES, Hub, Reader, Unit, cut, expected_text_bytes, unit_size
+from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.reader import Reader, unit_size
+from pipeline.data.sources.records import MAX_RECORD_BYTES, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import LEASES, read_leases
 
-_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "hub.revision")
+_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class SourceFiles:
     @property
     def text_bytes(self) -> int:
         """About how much text they hold: compressed files have more than their size."""
-        return sum(expected_text_bytes(file, self.reader) for file in self.files)
+        return sum(self.reader.expected_text_bytes(file) for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def find_source_files(config: Config) -> list[SourceFiles]:
             try:
                 found.append(_find(config, source, where))
             except PermissionError as error:
-                raise may_not_be_read(f"{where}.{'paths' if source.hub is None else 'hub'}", error) from error
+                raise may_not_be_read(f"{where}.{SOURCE_FORMATS[source.type].key}", error) from error
     return found
 
 
@@ -190,7 +192,7 @@ def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
         yield
     except PermissionError as error:
         keys = {
-            file.path: f"data.sources.{number}.{'paths' if found.source.hub is None else 'hub'}"
+            file.path: f"data.sources.{number}.{found.reader.key}"
             for number, source in enumerate(config.data.sources)
             for found in sources
             if found.source.name == source.name
@@ -214,32 +216,28 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
 
 
 def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
-    keys = (source.text_key, source.id_key, tuple(source.metadata))
-    limits = config.data.preprocess.max_expansion, config.data.preprocess.max_record_bytes
-    if source.hub is None:
-        files = find_files(source.paths, source.exclude, where, source.type)
-        return SourceFiles(source, Reader(source.type, *keys, None, *limits), files)
-    from pipeline.data.sources.hub import hub_files  # `datasets` takes a second to import
+    def planned() -> Any:
+        """Settings of the plan that is there; none if it cannot be read."""
+        try:
+            return storage.get_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)["settings"]
+        except (FileNotFoundError, UserError):
+            return {}
 
-    revision = source.hub.revision or _planned_revision(config.data_dir / source.name)
-    asked = Hub(source.hub.path, source.hub.name, source.hub.split, revision, tuple(source.hub.data_files))
-    hub, files = hub_files(asked)
-    return SourceFiles(source, Reader(source.type, *keys, hub, *limits), files)
+    reader, files = _reader(source, config).find(source.paths, source.exclude, where, planned)
+    return SourceFiles(source, reader, files)
 
 
-def _planned_revision(folder: Path) -> str | None:
-    """The commit of a hub dataset that a plan was made for."""
-    try:
-        revision: str | None = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)["settings"].get("hub.revision")
-    except (FileNotFoundError, UserError):
-        return None
-    return revision
+def _reader(source: SourceConfig, config: Config) -> Reader:
+    """What the run file says of how a source is read."""
+    preprocess = config.data.preprocess
+    limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
+    return SOURCE_FORMATS[source.type].from_config(source, **limits)
 
 
 def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
     """The units of a source, in the order of a keyed hash of their identity, which is the order of the parts."""
     size = unit_size(found.text_bytes, unit_bytes)
-    groups = [Unit(0, found.source.name, pieces) for pieces in cut(found.files, found.reader, size)]
+    groups = [Unit(0, found.source.name, pieces) for pieces in found.reader.cut(found.files, size)]
     hashed = sorted(((key(seed, "parts", identity(unit)), unit) for unit in groups), key=lambda pair: pair[0])
     return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
 
@@ -255,9 +253,8 @@ def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: 
         "code_version": CODE_VERSION,
         "tokenizer": tokenizer.fingerprint,
         "ends of splits": splits.settings,
+        **found.reader.pins(),
     }
-    if found.reader.hub is not None:
-        settings["hub.revision"] = found.reader.hub.revision
     units = cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes)
     return Plan(found, units, splits, settings)
 
@@ -308,11 +305,7 @@ def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
         settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
     if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
         settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
-    if source.type != "text":
-        settings |= {"id_key": source.id_key, "text_key": source.text_key}
-    if source.hub is not None:
-        settings["hub"] = source.hub.model_dump(exclude={"revision"})
-    return settings
+    return settings | _reader(source, config).settings()
 
 
 def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
@@ -328,7 +321,8 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
         if source.dataset is not None or not made:
             continue
         asked = _settings(source, config)
-        known = {name: value for name, value in made.items() if name not in _NOT_OF_THE_RUN_FILE}
+        left_open = {*_NOT_OF_THE_RUN_FILE, *_reader(source, config).pins()}
+        known = {name: value for name, value in made.items() if name not in left_open}
         if differences := _setting_differences(known, asked):
             raise UserError(
                 f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"

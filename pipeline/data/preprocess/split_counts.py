@@ -19,7 +19,7 @@ from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, planned_settings
 from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.preprocess.tokenize_unit import Smallest, UnitJob, make_sample_hashes
-from pipeline.data.sources.reader import EMPTY
+from pipeline.data.sources.records import EMPTY
 from pipeline.data.work.leases import Lease, Watch, take
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers

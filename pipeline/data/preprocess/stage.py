@@ -59,7 +59,7 @@ from pipeline.data.preprocess.tokenize_unit import (
     receipt_stands,
 )
 from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
-from pipeline.data.sources.reader import START, Unit, check_columns
+from pipeline.data.sources.records import START, Unit
 from pipeline.data.tokenization.engine_choice import Choice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.leases import Watch, sweep, take_when_free
@@ -104,7 +104,7 @@ def _preprocess(
 ) -> PreprocessReport:
     for found in sources:
         is_new = not is_planned(config, found) and not is_begun(config.data_dir / found.source.name)
-        check_columns(found.files, found.reader, every=is_new)
+        found.reader.check_columns(found.files, every=is_new)
         refuses = is_new and config.data.preprocess.on_damaged_file == "fail"
         if refuses and (damaged := look_at_ends(found.files, found.reader)):
             raise damaged_error(found.source.name, damaged, found.bytes)

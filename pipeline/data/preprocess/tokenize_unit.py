@@ -23,7 +23,8 @@ from pipeline.data.preprocess.part_writer import Spool
 from pipeline.data.preprocess.splits import Splits, split_hash
 from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.sources.damage import DamagedFile, damage_in, damaged_files
-from pipeline.data.sources.reader import EMPTY, START, Document, Position, Reader, Unit, UnitReader, line_of, where
+from pipeline.data.sources.reader import Reader, UnitReader
+from pipeline.data.sources.records import EMPTY, START, Document, Position, Unit, line_of
 from pipeline.data.tokenization.engines import Check, Engine, Which, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import Lease, Watch, take
@@ -409,7 +410,7 @@ class _Worker:
         if self._source.fail_on_error and document.reason != EMPTY:
             piece = self._unit.pieces[document.piece]
             line = None if document.line is None else line_of(piece.file.path, document.byte)
-            place = where(piece, line, document.byte, self._source.reader.type)
+            place = self._source.reader.locate(piece, line, document.byte)
             raise UserError(
                 f"{place}: {document.reason} ({document.detail}); mend the record and {self._source.start_over}; or "
                 "set data.preprocess.on_error: skip to pass over bad records"

@@ -7,7 +7,8 @@ together in memory, and later they would be scattered over all that batches take
 
 from __future__ import annotations
 
-from pipeline.data.sources.reader import Reader, Unit, UnitReader
+from pipeline.data.sources.reader import Reader, UnitReader
+from pipeline.data.sources.records import Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 UNIT_BYTES = 2**23
@@ -27,8 +28,8 @@ class FrequentWords:
         self._are_cached = False
 
     def look_at(self, unit: Unit, reader: Reader) -> None:
-        """Take a unit that is about to be encoded. Units of the hub would be fetched twice: they are passed over."""
-        if self._are_cached or unit.bytes < UNIT_BYTES or reader.type == "hub":
+        """Take a unit that is about to be encoded. Remote units would be fetched twice: they are passed over."""
+        if self._are_cached or unit.bytes < UNIT_BYTES or reader.is_remote:
             return
         self._are_cached = True
         sample: list[str] = []

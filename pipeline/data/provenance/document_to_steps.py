@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted, numbered
 from pipeline.data.datasets.manifest import datasets_below, read_manifest
 from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Windows
@@ -21,10 +22,8 @@ from pipeline.data.provenance.run import (
     Described,
     Range,
     Say,
-    counted,
     hint_of_ids,
     in_brackets,
-    numbered,
     shortened,
     unknown_origins,
 )

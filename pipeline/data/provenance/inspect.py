@@ -15,7 +15,7 @@ from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, datasets_below
 from pipeline.data.provenance.source_location import open_origins
-from pipeline.data.sources.reader import printable
+from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 SHOWN_CHARACTERS = 300

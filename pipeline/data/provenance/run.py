@@ -14,6 +14,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.console import echo
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted, numbered
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
@@ -269,16 +270,6 @@ def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
 def in_brackets(tokens: Range) -> str:
     """`[3, 7)`."""
     return f"[{tokens[0]}, {tokens[1]})"
-
-
-def numbered(noun: str, first: int, last: int) -> str:
-    """`steps 3 to 7`, `step 3`."""
-    return f"{noun} {first:,}" if first == last else f"{noun}s {first:,} to {last:,}"
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 step`, `1,000 steps`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def unknown_origins(described: Iterable[Described]) -> list[str]:

@@ -24,14 +24,15 @@ from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE, rejected_path
 from pipeline.data.datasets.indexed import part_files, part_prefix
 from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR, Manifest
+from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Document, Hub, Piece, Position, Reader, Unit, UnitReader
-from pipeline.data.sources.records import ANY_EXPANSION, MAX_RECORD_BYTES
+from pipeline.data.sources.reader import Reader, UnitReader
+from pipeline.data.sources.records import ANY_EXPANSION, MAX_RECORD_BYTES, Document, Numbering, Piece, Position, Unit
 from pipeline.data.work.receipts import read_receipts
 
 Key = tuple[int, int]
 """(unit, row in the unit), as in `.prov`."""
-Kind = Literal["text", "line", "row", "document"]
+Kind = Numbering | Literal["document"]
 """A whole file; a line, from 1; a row of a table, or a document of an .idx file, from 0."""
 _SHOWN = 5
 _LONG_BYTES = 2**26
@@ -190,8 +191,8 @@ class Origins:
 
     @property
     def id_key(self) -> str | None:
-        """Key of the documents' own ids; None for text files."""
-        return None if self._reader.type == "text" else self._reader.id_key
+        """Key of the documents' own ids; None where they have no keys."""
+        return self._reader.id_key if self._reader.has_keys else None
 
     def is_of(self, manifest: Manifest) -> bool:
         """Whether the plan is the one that a dataset was made by."""
@@ -204,19 +205,17 @@ class Origins:
     @cached_property
     def _reader(self) -> Reader:
         settings = self._plan["settings"]
-        hub = settings.get("hub")
-        if hub is not None:
-            files = tuple(hub["data_files"])
-            hub = Hub(hub["path"], hub["name"], hub["split"], settings.get("hub.revision"), files)
-        keys = settings.get("text_key", "text"), settings.get("id_key", "id"), tuple(settings["metadata"])
+        if settings["type"] not in SOURCE_FORMATS:
+            known = ", ".join(SOURCE_FORMATS)
+            raise UserError(f"{self.folder / PLAN_FILE}: type {settings['type']!r} is none of {known}")
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
         # What is in the dataset was sound when it was read.
-        return Reader(settings["type"], *keys, hub, ANY_EXPANSION, longest, verify=False)
+        limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
+        return SOURCE_FORMATS[settings["type"]].from_plan(settings, **limits)
 
     @property
-    def _kind(self) -> Literal["line", "row", "text"]:
-        kinds: dict[str, Literal["line", "row", "text"]] = {"text": "text", "jsonl": "line"}
-        return kinds.get(self._reader.type, "row")
+    def _kind(self) -> Numbering:
+        return self._reader.numbering
 
     @cached_property
     def _pieces(self) -> Mapping[int, list[tuple[int, int, int]]]:
@@ -333,7 +332,7 @@ class Origins:
     def _documents(self, stretch: _Stretch) -> Iterator[Document]:
         """Read the records of a stretch."""
         file = self._file(self._file_of(stretch))
-        if self._reader.type != "hub" and (now := os.stat(file.path).st_size) != file.size:
+        if not self._reader.is_remote and (now := os.stat(file.path).st_size) != file.size:
             raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was tokenized, now {now:,}")
         cut = self._plan["units"][stretch.unit]
         pieces = tuple(Piece(self._file(file), start, end) for file, start, end in cut)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import numbered
 from pipeline.data.order.locate import Share
 from pipeline.data.order.phases import micro_batch_size
 from pipeline.data.provenance.run import (
@@ -18,7 +19,6 @@ from pipeline.data.provenance.run import (
     hint_of_ids,
     in_brackets,
     newest_ranks,
-    numbered,
     unknown_origins,
 )
 from pipeline.data.sources.records import printable

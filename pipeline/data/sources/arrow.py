@@ -1,218 +1,82 @@
-"""Arrow files: record batches as messages, one behind the other.
-
-Source: the Arrow columnar format, "Serialization and Interprocess Communication (IPC)", and the tables `Message` and
-`RecordBatch` of its FlatBuffers schemas. Headers are parsed here, because pyarrow does not say where a message lies and
-how many rows it has without reading its body.
-"""
+"""`type: arrow`: one document a row, of Arrow files and of folders of `Dataset.save_to_disk`."""
 
 from __future__ import annotations
 
-import mmap
-import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
-import pyarrow as pa
+from pipeline.common.errors import UserError
+from pipeline.data.sources.globs import File, find_files
+from pipeline.data.sources.reader import Cursor
+from pipeline.data.sources.records import Document, Piece
+from pipeline.data.sources.tables import TableReader
 
-from pipeline.data.sources.parquet import (
-    DAMAGED,
-    HELD_BYTES,
-    check_schema,
-    damaged_file,
-    one_line,
-    raise_if_machine,
-    rows,
-)
-from pipeline.data.sources.records import ROW_BYTES, Cursor, Document, Piece
-
-_MAGIC = b"ARROW1\0\0"
-"""Begins the file format, in which the messages of the streaming format follow, then a footer."""
-_SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
-_DROP_BYTES = 2**26
-"""After so much text the pages of a mapped file are given back: they would count as memory of this process."""
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
-class _Message(NamedTuple):
-    kind: int
-    start: int
-    end: int
-    rows: int
-    held: int
-    """Bytes of its body, decompressed."""
+class ArrowReader(TableReader):
+    """One document a row, of record batches whose message begins in the piece."""
+
+    type = "arrow"
+
+    def find(
+        self, paths: list[str], exclude: list[str], key: str, planned: Callable[[], Mapping[str, Any]]
+    ) -> tuple[Self, list[File]]:
+        """The files; a path may be a folder of `Dataset.save_to_disk`, which stands for its data."""
+        return self, find_files(paths, exclude, key, in_folder=_saved_dataset)
+
+    def expected_text_bytes(self, file: File) -> int:
+        """Its size, whatever its name ends with."""
+        return file.size
+
+    def schema(self, path: str) -> pa.Schema:
+        """Schema of a file, from its first message."""
+        from pipeline.data.sources.arrow_messages import arrow_schema
+
+        return arrow_schema(path)
+
+    def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
+        """The rows of a piece."""
+        from pipeline.data.sources.arrow_messages import read_arrow
+
+        return read_arrow(cursor, piece)
 
 
-class _BrokenError(Exception):
-    """There is no sound message at `byte`."""
-
-    def __init__(self, word: str, byte: int) -> None:
-        super().__init__(word)
-        self.reason = f"{word} Arrow file"
-        self.byte = byte
-
-
-def arrow_schema(path: str) -> pa.Schema:
-    """Schema of an Arrow file."""
-    with pa.memory_map(path) as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            file.seek(0)
-        return pa.ipc.read_schema(file)
-
-
-def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
-    """One document a row, of the record batches whose message begins in the piece.
-
-    Both the streaming format (as `Dataset.save_to_disk` writes) and the file format are understood. A batch that is
-    damaged is lost; where the messages end too early, all that is behind them is.
-    """
-    path = piece.file.path
-    if not piece.file.size:
-        damaged_file(cursor, piece, "truncated Arrow file", EOFError("it is empty"))
-        return
-    with open(path, "rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    try:
-        schema = arrow_schema(path)
-        columns = check_schema(schema, cursor.reader, path)
-    except DAMAGED as error:
-        damaged_file(cursor, piece, "damaged Arrow file", error)
-        return
-    batches = _Batches(data, schema, columns)
-    base, first, dropped = cursor.bytes_read, 0, cursor.input_bytes
-    try:
-        for message in _messages(data):
-            if message.start >= piece.end:
-                break
-            on_disk = message.end - message.start
-            cursor.check_expansion(piece, message.held, "a compressed batch asks for", on_disk, HELD_BYTES)
-            batches.see(message)
-            if message.kind != _RECORDS:
-                continue
-            begin, first = first, first + message.rows
-            cursor.check_expansion(piece, first * ROW_BYTES, f"{first:,} rows, which take")
-            ends = min(message.end, piece.end) - piece.start
-            if message.start < piece.start:
-                continue
-            if first <= cursor.offset:  # read before the start
-                base = cursor.bytes_read - ends
-                continue
-            share = (base + message.start - piece.start, base + ends)
-            try:
-                for document in rows(cursor, piece, batches.read(message), begin, share, trusted=False):
-                    yield document
-                    if cursor.input_bytes - dropped > _DROP_BYTES:
-                        dropped = cursor.input_bytes
-                        data.madvise(mmap.MADV_DONTNEED)
-            except DAMAGED as error:
-                raise_if_machine(error)
-                bad, cursor.offset = max(begin, cursor.offset), first
-                detail = f"record batch at byte {message.start}, from row {bad} of the file on: {one_line(error)}"
-                cursor.damaged("damaged Arrow file", detail, on_disk * (first - bad) // max(message.rows, 1))
-    except _BrokenError as error:
-        # One of the pieces that the file was cut into has this byte.
-        if piece.start <= min(error.byte, piece.file.size - 1) < piece.end:
-            cursor.ended = True
-            detail = f"there is no whole message at byte {error.byte}, behind row {first}"
-            cursor.damaged(error.reason, detail, piece.file.size - error.byte)
-    cursor.bytes_read = max(cursor.bytes_read, base + piece.end - piece.start)
-
-
-class _Batches:
-    """Record batches of a mapped file, with the columns asked for. Nothing is copied unless it is compressed."""
-
-    def __init__(self, data: mmap.mmap, schema: pa.Schema, columns: list[str]) -> None:
-        self._buffer = pa.py_buffer(data)
-        self._schema = schema
-        self._columns = columns
-        self._stream: Any = None
-        self._begin = len(_MAGIC) if data[: len(_MAGIC)] == _MAGIC else 0
-        self._seen = self._taken = 0
-
-    def see(self, message: _Message) -> None:
-        """Take note of a message. If there are dictionaries, pyarrow has to read all that lies before a batch."""
-        if message.kind == _DICTIONARY and self._stream is None:
-            wanted = [self._schema.get_field_index(name) for name in self._columns]
-            options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
-            self._stream = pa.ipc.open_stream(pa.BufferReader(self._buffer.slice(self._begin)), options=options)
-        self._seen += message.kind == _RECORDS
-
-    def read(self, message: _Message) -> pa.RecordBatch:
-        """The batch of the message that was seen last."""
-        if self._stream is None:
-            whole = self._buffer.slice(message.start, message.end - message.start)
-            return pa.ipc.read_record_batch(whole, self._schema).select(self._columns)
-        batch = None
-        while self._taken < self._seen:
-            self._taken += 1
-            batch = self._stream.read_next_batch()
-        return batch
-
-
-def _messages(data: mmap.mmap) -> Iterator[_Message]:
-    """The messages of a file, without their bodies.
+def _saved_dataset(folder: str, key: str) -> list[str]:
+    """The data files of a folder that `Dataset.save_to_disk` wrote.
 
     Raises:
-        _BrokenError: it is cut short, or what stands where a message should begin is none.
+        UserError: it is another folder, or holds several splits, or its rows are in another order than its files.
     """
-    size = len(data)
-    is_file = data[: len(_MAGIC)] == _MAGIC
-    at = len(_MAGIC) if is_file else 0
-    while is_file or at < size:  # a stream may end without a mark
-        if at + 8 > size:
-            raise _BrokenError("truncated", at)
-        mark, length = struct.unpack_from("<Ii", data, at)
-        if mark != 0xFFFFFFFF or length < 0:
-            raise _BrokenError("damaged", at)
-        if length == 0:
-            return
-        if at + 8 + length > size:
-            raise _BrokenError("truncated", at)
-        try:
-            kind, count, body, held = _header(data, at + 8, at + 8 + length)
-        except (struct.error, IndexError):
-            raise _BrokenError("damaged", at) from None
-        if body < 0 or count < 0 or held < 0:
-            raise _BrokenError("damaged", at)
-        end = at + 8 + length + body
-        if end > size:
-            raise _BrokenError("truncated", at)
-        yield _Message(kind, at, end, count, held)
-        at = end
-
-
-def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int, int]:
-    """Of a FlatBuffers table `Message`: what its header is, how many rows that has, and the length of the body.
-
-    The last one is that of what is compressed in the body, when it is decompressed.
-    """
-
-    def number(format: str, at: int) -> int:
-        if not start <= at < end:
-            raise IndexError(at)
-        return int(struct.unpack_from(format, data, at)[0])
-
-    def field(table: int, index: int) -> int:
-        """Where a field of a table lies; 0 if it has its default."""
-        fields = table - number("<i", table)
-        offset = number("<H", fields + 4 + 2 * index) if 4 + 2 * index < number("<H", fields) else 0
-        return table + offset if offset else 0
-
-    message = start + number("<I", start)
-    kind_at, header_at, body_at = field(message, 1), field(message, 2), field(message, 3)
-    kind = number("<B", kind_at) if kind_at else 0
-    body = number("<q", body_at) if body_at else 0
-    count = held = 0
-    if kind in (_DICTIONARY, _RECORDS) and header_at:
-        header = header_at + number("<I", header_at)
-        if kind == _DICTIONARY and (data_at := field(header, 1)):
-            header = data_at + number("<I", data_at)
-        length_at, buffers_at = field(header, 0), field(header, 2)
-        count = number("<q", length_at) if length_at else 0
-        if field(header, 3) and buffers_at:  # each buffer begins with its length, -1 where it is not compressed
-            buffers = buffers_at + number("<I", buffers_at)
-            for index in range(number("<I", buffers)):
-                at, size = (number("<q", buffers + 4 + 16 * index + 8 * part) for part in (0, 1))
-                if size >= 8:
-                    if not 0 <= at <= body - size:
-                        raise IndexError(at)
-                    held += max(0, int(struct.unpack_from("<q", data, end + at)[0]))
-    return kind, count if kind == _RECORDS else 0, body, held
+    splits, state = os.path.join(folder, "dataset_dict.json"), os.path.join(folder, "state.json")
+    try:
+        if os.path.isfile(splits):
+            with open(splits, "rb") as file:
+                names = json.load(file)["splits"]
+            ways = ", ".join(os.path.join(folder, name) for name in names)
+            raise UserError(f"{key}: {folder} holds the splits {names}; give the folder of one: {ways}")
+        with open(state, "rb") as file:
+            content = json.load(file)
+        if any(content.get(name) for name in ("_indices_files", "_indices_data_files")):
+            raise UserError(
+                f"{key}: the rows of {folder} are chosen by an indices mapping, which a plain reading of its files "
+                "would ignore; save it again with `dataset.flatten_indices().save_to_disk(FOLDER)`"
+            )
+        found = [os.path.join(folder, entry["filename"]) for entry in content["_data_files"]]
+    except FileNotFoundError:
+        raise UserError(
+            f"{key}: {folder} is a folder, but not one of `Dataset.save_to_disk` (it has no state.json); for plain "
+            f"Arrow files write {os.path.join(folder, '*.arrow')!r}"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{key}: state.json or dataset_dict.json of {folder} is damaged; save the dataset again"
+        ) from None
+    if missing := [path for path in found if not os.path.isfile(path)]:
+        raise UserError(
+            f"{key}: {folder} lacks its file {missing[0]}; copy the whole folder, or save the dataset again"
+        )
+    return found

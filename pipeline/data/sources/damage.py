@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, size
-from pipeline.data.sources.compression import MAGIC, Decompressed, StreamError, compression_of
+from pipeline.data.sources.compression import StreamError
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.records import Damage, Reader, Unit
+from pipeline.data.sources.reader import Reader
+from pipeline.data.sources.records import Damage, Unit
 
 DAMAGED_FILE = "damaged.jsonl"
 """In a source's folder: what could not be read, a line for each place."""
@@ -19,7 +20,6 @@ _SHOWN = 20
 _WAYS = "Fetch them again, or leave them out with exclude"
 _READERS = 8
 """Files that are looked at at once: a network file system takes its time for each."""
-_PARQUET_ENDS = (b"PAR1", b"PARE")
 
 
 class DamagedFile(NamedTuple):
@@ -86,26 +86,14 @@ def look_at_ends(files: Sequence[File], reader: Reader) -> list[DamagedFile]:
 
     Most damage is seen only by reading a file to its end. This costs one read a file.
     """
-    if reader.type not in ("text", "jsonl", "parquet"):
-        return []
-    suspects = [file for file in files if reader.type == "parquet" or compression_of(file.path)]
+    suspects = reader.suspects(files)
     with ThreadPoolExecutor(_READERS) as readers:
-        return [found for found in readers.map(partial(_look, reader.type), suspects) if found is not None]
+        return [found for found in readers.map(partial(_look, reader), suspects) if found is not None]
 
 
-def _look(type: str, file: File) -> DamagedFile | None:
-    with open(file.path, "rb", buffering=0) as raw:
-        if type == "parquet":
-            raw.seek(max(0, file.size - 4))
-            if raw.read(4) in _PARQUET_ENDS:
-                return None
-            raw.seek(0)
-            head = raw.read(8)
-            kinds = [f"; it is {name}-compressed: decompress it" for name in MAGIC if head.startswith(MAGIC[name])]
-            detail = "it does not end with a footer" + "".join(kinds)
-            return DamagedFile(file, "damaged Parquet file", detail, file.size)
-        try:
-            Decompressed(raw, compression_of(file.path) or "", verify=False).check_begin()
-        except StreamError as error:
-            return DamagedFile(file, error.reason, error.detail, file.size)
+def _look(reader: Reader, file: File) -> DamagedFile | None:
+    try:
+        reader.check_ends(file)
+    except StreamError as error:
+        return DamagedFile(file, error.reason, error.detail, file.size)
     return None

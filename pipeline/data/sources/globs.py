@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-import json
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
@@ -27,7 +26,9 @@ class File:
     mtime_ns: int
 
 
-def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text") -> list[File]:
+def find_files(
+    paths: list[str], exclude: list[str], key: str, in_folder: Callable[[str, str], list[str]] | None = None
+) -> list[File]:
     """The files that globs match, without those excluded, each once, sorted by name.
 
     Args:
@@ -35,7 +36,7 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
         exclude: globs. One without a slash is compared with the file's name alone; others with its path, and with
             its path below the fixed part of the glob that found it.
         key: config key of the source, for messages (`data.sources.0`).
-        type: of the source. With `arrow` a path may be a folder of `Dataset.save_to_disk`, which stands for its data.
+        in_folder: the files that a folder stands for which is named without a glob, from its path and the config key.
 
     Raises:
         UserError: a pattern matches no file, or something that cannot be read as one.
@@ -47,8 +48,8 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
         # A file whose own name has a bracket in it is that file. `_is_no_folder` would raise with the glob, not
         # with the folder that may not be read.
         literal = os.path.lexists(full) and not os.path.isdir(full)
-        if type == "arrow" and os.path.isdir(full):
-            for path in _saved_dataset(full, f"{key}.paths"):
+        if in_folder is not None and os.path.isdir(full):
+            for path in in_folder(full, f"{key}.paths"):
                 found.setdefault(path, os.path.relpath(path, full))
             continue
         matches = [full] if literal else list(_matches("/", full.split("/")[1:], frozenset()))
@@ -92,43 +93,6 @@ def find_files(paths: list[str], exclude: list[str], key: str, type: str = "text
             f"{'them' if len(strange) > 1 else 'it'} out with {key}.exclude"
         )
     return sorted(files, key=lambda file: file.name)
-
-
-def _saved_dataset(folder: str, key: str) -> list[str]:
-    """The data files of a folder that `Dataset.save_to_disk` wrote.
-
-    Raises:
-        UserError: it is another folder, or holds several splits, or its rows are in another order than its files.
-    """
-    splits, state = os.path.join(folder, "dataset_dict.json"), os.path.join(folder, "state.json")
-    try:
-        if os.path.isfile(splits):
-            with open(splits, "rb") as file:
-                names = json.load(file)["splits"]
-            ways = ", ".join(os.path.join(folder, name) for name in names)
-            raise UserError(f"{key}: {folder} holds the splits {names}; give the folder of one: {ways}")
-        with open(state, "rb") as file:
-            content = json.load(file)
-        if any(content.get(name) for name in ("_indices_files", "_indices_data_files")):
-            raise UserError(
-                f"{key}: the rows of {folder} are chosen by an indices mapping, which a plain reading of its files "
-                "would ignore; save it again with `dataset.flatten_indices().save_to_disk(FOLDER)`"
-            )
-        found = [os.path.join(folder, entry["filename"]) for entry in content["_data_files"]]
-    except FileNotFoundError:
-        raise UserError(
-            f"{key}: {folder} is a folder, but not one of `Dataset.save_to_disk` (it has no state.json); for plain "
-            f"Arrow files write {os.path.join(folder, '*.arrow')!r}"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{key}: state.json or dataset_dict.json of {folder} is damaged; save the dataset again"
-        ) from None
-    if missing := [path for path in found if not os.path.isfile(path)]:
-        raise UserError(
-            f"{key}: {folder} lacks its file {missing[0]}; copy the whole folder, or save the dataset again"
-        )
-    return found
 
 
 def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -> Iterator[str]:

@@ -1,221 +1,92 @@
-"""Datasets of the Hugging Face hub, or local ones, streamed shard by shard through `datasets`.
-
-Nothing but data is read: no code of a dataset is ever run. This module imports `datasets`, which takes more than a
-second: import it where it is used.
-"""
+"""`type: hub`: what `datasets` streams, shard by shard."""
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import inspect
-import lzma
-import os
-import re
-import zlib
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
-import datasets
-import pyarrow as pa
-
-from pipeline.common.errors import UserError
-from pipeline.data.sources.compression import StreamError, compression_of, open_stream
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.parquet import check_schema, one_line, read_parquet, rows
-from pipeline.data.sources.records import HUB_PREFIX, Cursor, Document, Hub, Piece, Reader
+from pipeline.data.sources.parquet import EXPANSION
+from pipeline.data.sources.reader import Cursor, Reader
+from pipeline.data.sources.records import Document, Hub, Piece
 
-_BATCH_ROWS = 64
-"""Rows that are asked for at a time."""
-_COMMIT = re.compile("[0-9a-f]{40}")
-_SHARD = re.compile(r"(\d+)-of-(\d+)$")
-_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "webdataset", "xml")
-"""Names that stand for a way to read `data_files`, and for no dataset."""
-_DAMAGED = (
-    *(pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, TypeError, EOFError),
-    *(gzip.BadGzipFile, zlib.error, lzma.LZMAError, datasets.exceptions.DatasetGenerationError),
-)
-"""What `datasets` raises about the content of a shard. Errors of the network are others."""
+if TYPE_CHECKING:
+    from pipeline.config.data import SourceConfig
+
+_REVISION = "hub.revision"
 
 
-def hub_files(hub: Hub) -> tuple[Hub, list[File]]:
-    """The dataset with its revision pinned to a commit, and its shards as files.
+@dataclass(frozen=True)
+class HubReader(Reader):
+    """One document a row of a dataset of the hub, or of a local one.
 
-    Shards that are files on this machine have their sizes and times. Those on the hub have size 1, which is unknown.
-
-    Raises:
-        UserError: there is no such dataset, it is private, or the hub cannot be reached; it says what to do.
+    Attributes:
+        hub: what is streamed; `find` pins its revision to a commit.
     """
-    _refuse(hub)
-    hub = dataclasses.replace(hub, revision=_commit(hub))
-    config = _builder(hub).config
-    count = _shards(_stream(hub, ()))
-    paths = [str(path) for path in (config.data_files or {}).get(hub.split, ())]
-    result = []
-    for shard in range(count):
-        path, size, time = f"{HUB_PREFIX}{hub.path}@{hub.revision}/{hub.split}/{shard}", 1, 0
-        if len(paths) == count:
-            path = paths[shard] if "://" in paths[shard] else os.path.abspath(paths[shard])
-            if os.path.isfile(path):
-                stat = os.stat(path)
-                size, time = max(stat.st_size, 1), stat.st_mtime_ns
-            elif not path.startswith(HUB_PREFIX):
-                path = f"{HUB_PREFIX}{path}"
-        result.append(File(f"{config.name}/{hub.split}/{shard:05d}-of-{count:05d}", path, size, time))
-    return hub, result
 
+    type = "hub"
+    numbering = "row"
+    key = "hub"
+    is_remote = True
 
-def check(reader: Reader) -> None:
-    """Look for the columns, if the dataset says which it has.
+    hub: Hub = dataclasses.field(kw_only=True)
 
-    Raises:
-        UserError: a column is missing or cannot hold text.
-    """
-    assert reader.hub is not None
-    features = _stream(reader.hub, ()).features
-    if features is not None:
-        check_schema(features.arrow_schema, reader, reader.hub.path)
+    @classmethod
+    def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
+        """The reader of a source with the key `hub`."""
+        asked = source.hub
+        assert asked is not None
+        hub = Hub(asked.path, asked.name, asked.split, asked.revision, tuple(asked.data_files))
+        return super().from_config(source, hub=hub, **limits)
 
+    @classmethod
+    def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
+        """The reader that a plan was made with."""
+        made = settings["hub"]
+        hub = Hub(made["path"], made["name"], made["split"], settings.get(_REVISION), tuple(made["data_files"]))
+        return super().from_plan(settings, hub=hub, **limits)
 
-def read_shard(cursor: Cursor, piece: Piece) -> Iterator[Document]:
-    """One document a row of a shard. What was read before is streamed again and passed over."""
-    reader = cursor.reader
-    hub, found = reader.hub, _SHARD.search(piece.file.name)
-    assert hub is not None and found is not None
-    if os.path.isfile(piece.file.path) and _is_parquet(_builder(hub)):
-        yield from read_parquet(cursor, piece)  # the same rows, but `datasets` holds whole row groups
-        return
-    if cursor.reader.verify and os.path.isfile(piece.file.path) and compression_of(piece.file.path):
-        try:
-            # `datasets` would give what lies before damage.
-            with open_stream(piece.file.path, beat=cursor.beat) as whole:
-                while whole.read1():
-                    pass
-        except StreamError as error:
-            cursor.give_up(piece, error.reason, error.detail)
-            return
-    shard, count = int(found[1]), int(found[2])
-    stream = _stream(hub, (reader.text_key, reader.id_key, *reader.metadata))
-    if _shards(stream) != count:
-        raise UserError(f"{hub.path} had {count} shards when the plan was made, and {_shards(stream)} now")
-    if count > 1:
-        stream = stream.shard(num_shards=count, index=shard)
-    base, span, begun = cursor.bytes_read, piece.end - piece.start, cursor.input_bytes
-    first = 0
-    tables = iter(stream.with_format("arrow").iter(batch_size=_BATCH_ROWS))
-    while True:
-        try:
-            table = next(tables, None)
-        except _DAMAGED as error:
-            if "Cast" in type(error).__name__ or "Couldn't cast" in str(error) or "No match for FieldRef" in str(error):
-                said = one_line(error)
-                raise UserError(
-                    f"{piece.file.path}: its columns are not those of the other files of {hub.path} ({said}); choose "
-                    "files of one kind with hub.data_files or hub.name"
-                ) from error
-            cursor.ended = True
-            left = max(0, base + span - cursor.bytes_read)
-            cursor.damaged("damaged shard", f"from row {first} on: {one_line(error)}", left)
-            break
-        except OSError as error:
-            if error.filename is None:
-                error.filename = piece.file.path  # else nobody knows what was being read
-            raise
-        if table is None:
-            break
-        columns = check_schema(table.schema, reader, piece.file.path)
-        for batch in table.select(columns).combine_chunks().to_batches():
-            # How much of the shard that is, nobody knows; it is at most all of it.
-            share = min(base + span, max(cursor.bytes_read, base + cursor.input_bytes - begun))
-            yield from rows(cursor, piece, batch, first, (share, share))
-            first += len(batch)
-    cursor.bytes_read = base + span
+    def settings(self) -> dict[str, Any]:
+        """Keys and the dataset, without its revision."""
+        path, name, split, files = self.hub.path, self.hub.name, self.hub.split, list(self.hub.data_files)
+        return super().settings() | {"hub": {"path": path, "name": name, "split": split, "data_files": files}}
 
+    def pins(self) -> dict[str, Any]:
+        """The commit of a dataset on the hub."""
+        return {_REVISION: self.hub.revision}
 
-def _refuse(hub: Hub) -> None:
-    """Refuse what `datasets` would take for all files of the working folder, or for plain JSON."""
-    if hub.path in _BUILDERS and not hub.data_files:
-        raise UserError(f"hub.path {hub.path!r} is a way to read files: name them with hub.data_files")
-    if any(os.path.isfile(os.path.join(hub.path, name)) for name in ("state.json", "dataset_dict.json")):
-        raise UserError(f"hub.path {hub.path} was written by `save_to_disk`: use type: arrow with this folder in paths")
+    def find(
+        self, paths: list[str], exclude: list[str], key: str, planned: Callable[[], Mapping[str, Any]]
+    ) -> tuple[Self, list[File]]:
+        """The shards, at the commit of the plan unless the run file names another revision."""
+        from pipeline.data.sources.hub_stream import hub_files
 
+        revision = self.hub.revision or planned().get(_REVISION)
+        hub, files = hub_files(dataclasses.replace(self.hub, revision=revision))
+        return dataclasses.replace(self, hub=hub), files
 
-def _is_parquet(builder: Any) -> bool:
-    return hasattr(builder.config, "columns") and hasattr(builder.config, "batch_size")
+    def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:
+        """Look for the columns, if the dataset says which it has."""
+        from pipeline.data.sources.hub_stream import check
 
+        check(self.hub, self)
 
-def _shards(stream: Any) -> int:
-    return int(stream.num_shards if hasattr(stream, "num_shards") else stream.n_shards)
+    def expected_text_bytes(self, file: File) -> int:
+        """About how much text a shard holds, by the name of its file."""
+        return file.size * EXPANSION if file.path.endswith(".parquet") else super().expected_text_bytes(file)
 
+    def cut(self, files: Iterable[File], size: int) -> Iterator[tuple[Piece, ...]]:
+        """Each shard is a piece of work: its size may be unknown."""
+        return ((Piece(file, 0, file.size, linked=True),) for file in files)
 
-def _commit(hub: Hub) -> str | None:
-    """The commit that a revision of a dataset on the hub is by now; None for local ones."""
-    if hub.path in _BUILDERS or os.path.exists(hub.path):
-        return None
-    if hub.revision is not None and _COMMIT.fullmatch(hub.revision):
-        return hub.revision
-    import huggingface_hub
+    def suspects(self, files: Sequence[File]) -> Sequence[File]:
+        """None: shards may lie elsewhere."""
+        return ()
 
-    try:
-        return huggingface_hub.HfApi().dataset_info(hub.path, revision=hub.revision).sha
-    except Exception as error:  # whatever the library or its transport raises
-        raise _failed(hub, error) from error
+    def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
+        """The rows of a shard."""
+        from pipeline.data.sources.hub_stream import read_shard
 
-
-@lru_cache(maxsize=4)
-def _builder(hub: Hub) -> Any:
-    """What knows the files of a dataset. Kept, because on the hub it takes several requests to find out."""
-    options: dict[str, Any] = {}
-    if "trust_remote_code" in inspect.signature(datasets.load_dataset_builder).parameters:
-        options["trust_remote_code"] = False  # without it, versions before 4 ask the user
-    if hub.data_files:
-        options["data_files"] = {hub.split: list(hub.data_files)}
-    try:
-        return datasets.load_dataset_builder(hub.path, hub.name, revision=hub.revision, **options)
-    except Exception as error:
-        raise _failed(hub, error) from error
-
-
-@lru_cache(maxsize=8)
-def _stream(hub: Hub, wanted: tuple[str, ...]) -> Any:
-    """A dataset as a stream of the columns that are wanted and there, or of all."""
-    builder = _builder(hub)
-    try:
-        stream = builder.as_streaming_dataset(split=hub.split)
-        columns = [name for name in dict.fromkeys(wanted) if name in (stream.column_names or ())]
-        if not columns:
-            return stream
-        if _is_parquet(builder):
-            # Other columns are not even fetched. A builder of its own: what it knows by then is bound to the columns.
-            builder = _builder.__wrapped__(hub)
-            builder.config.columns, builder.config.batch_size = columns, _BATCH_ROWS
-            stream = builder.as_streaming_dataset(split=hub.split)
-        return stream.select_columns(columns)
-    except Exception as error:
-        raise _failed(hub, error) from error
-
-
-def _failed(hub: Hub, error: Exception) -> UserError:
-    """Why a dataset cannot be opened, and what to do."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    kinds |= {kind.__name__ for kind in type(error.__cause__).__mro__} if error.__cause__ else set()
-    said = " ".join(str(error).split())[:300]
-    if "GatedRepoError" in kinds or "gated" in said:
-        advice = f"accept its terms at https://huggingface.co/datasets/{hub.path}, then log in with `hf auth login`"
-    elif kinds & {"OfflineModeIsEnabled", "ConnectionError", "ConnectError", "Timeout", "TimeoutException"}:
-        advice = (
-            "this machine cannot reach the hub, or HF_HUB_OFFLINE is set; try again where it can, or fetch it there "
-            f"with `hf download --repo-type dataset {hub.path} --local-dir FOLDER` and set hub.path to FOLDER"
-        )
-    elif kinds & {"RevisionNotFoundError"}:
-        advice = f"check hub.revision {hub.revision!r}"
-    elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
-        advice = "check the spelling of hub.path; if the dataset is private, log in with `hf auth login`"
-    elif "scripts are no longer supported" in said or "trust_remote_code" in said:
-        advice = (
-            "its data comes out of a program, which is never run; many have a copy: hub.revision refs/convert/parquet"
-        )
-    else:
-        advice = "check hub.path, hub.name, hub.split and hub.data_files"
-    return UserError(f"hub dataset {hub.path!r} (split {hub.split!r}): {type(error).__name__}: {said}; {advice}")
+        return read_shard(cursor, piece, self.hub)

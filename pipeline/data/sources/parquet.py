@@ -1,414 +1,58 @@
-"""Rows of tables as documents, and Parquet files.
-
-This module imports pyarrow, which takes a third of a second: import it where it is used.
-
-Only the columns that are asked for are read, a few MiB at a time, so that memory does not depend on the size of row
-groups. (A Parquet page, and a record batch that is compressed, must be held whole.)
-"""
+"""`type: parquet`: one document a row."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from pipeline.data.sources.compression import MAGIC, StreamError
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.reader import Cursor
+from pipeline.data.sources.records import Document, Piece
+from pipeline.data.sources.tables import TableReader
 
-from pipeline.common.errors import UserError
-from pipeline.data.sources.lines import metadata_json
-from pipeline.data.sources.parquet_pages import pages
-from pipeline.data.sources.records import EMPTY, NOT_UTF8, ROW_BYTES, Cursor, Document, Piece, Reader
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-_BATCH_BYTES = 2**22
-"""What is turned into documents at a time."""
-_BATCH_ROWS = 1024
-"""At most so many rows of it: a dictionary of long values tells nothing of how much text its rows become."""
-_READ_BYTES = 2**20
-HELD_BYTES = 2**24
-"""What is held at a time where values repeat, and what a page may ask for however small it is on disk."""
-_LENGTH = struct.Struct("<q")
-
-DAMAGED = (
-    *(pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowIndexError, pa.ArrowTypeError, pa.ArrowKeyError),
-    *(OSError, UnicodeDecodeError),
-)
-"""What pyarrow raises about a file that is not what it should be."""
+EXPANSION = 3
+"""As `COMPRESSED_EXPANSION` of `reader`."""
+_ENDS = (b"PAR1", b"PARE")
 
 
-def parquet_schema(path: str) -> pa.Schema:
-    """Schema of a Parquet file."""
-    return pq.read_schema(path)
+class ParquetReader(TableReader):
+    """One document a row, of row groups whose first byte lies in the piece."""
 
+    type = "parquet"
+    magic = b"PAR1"
+    title = "Parquet"
 
-def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
-    """The columns to read.
+    def schema(self, path: str) -> pa.Schema:
+        """Schema of a file, from its footer."""
+        from pipeline.data.sources.parquet_groups import parquet_schema
 
-    Raises:
-        UserError: the text or a metadata column is missing, or the text column cannot hold text.
-    """
-    for key, columns in (("text_key", (reader.text_key,)), ("metadata", reader.metadata)):
-        for name in columns:
-            if name not in schema.names:
-                there = ", ".join(map(repr, schema.names)) or "none"
-                raise UserError(
-                    f"{path} has no column {name!r}; its columns are {there}: set {key} to one of them, or leave the "
-                    "file out with exclude"
-                )
-            if len(schema.get_all_field_indices(name)) > 1:
-                raise UserError(f"{path} has several columns named {name!r}; rename all but one")
-    kind = schema.field(reader.text_key).type
-    if not _holds_text(kind) and not pa.types.is_null(kind):
-        raise UserError(
-            f"{path}: column {reader.text_key!r} is of type {kind}, not text; set text_key to a column of strings, "
-            f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
-        )
-    for name in reader.metadata:
-        if _shares(schema.field(name).type):
-            raise UserError(
-                f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values may "
-                "share bytes, and nobody knows how long they are. Leave it out of metadata, or write it as another type"
-            )
-    own_id = [reader.id_key] if len(schema.get_all_field_indices(reader.id_key)) == 1 else []
-    return list(dict.fromkeys([reader.text_key, *own_id, *reader.metadata]))
+        return parquet_schema(path)
 
+    def expected_text_bytes(self, file: File) -> int:
+        """About how much text a file holds: pages are compressed."""
+        return file.size * EXPANSION
 
-class _Group(NamedTuple):
-    """A row group: its number, its first row in the file, how many rows it has in all and a batch, and its size."""
+    def suspects(self, files: Sequence[File]) -> Sequence[File]:
+        """All files: each ends with a footer."""
+        return files
 
-    number: int
-    row: int
-    rows: int
-    batch_rows: int
-    bytes: int
-    """On disk."""
+    def check_ends(self, file: File) -> None:
+        """Look for the mark of the footer."""
+        with open(file.path, "rb", buffering=0) as raw:
+            raw.seek(max(0, file.size - 4))
+            if raw.read(4) in _ENDS:
+                return
+            raw.seek(0)
+            head = raw.read(8)
+        kinds = [f"; it is {name}-compressed: decompress it" for name in MAGIC if head.startswith(MAGIC[name])]
+        raise StreamError("damaged Parquet file", "it does not end with a footer" + "".join(kinds), 0)
 
+    def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
+        """The rows of a piece."""
+        from pipeline.data.sources.parquet_groups import read_parquet
 
-def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
-    """One document a row, of the row groups whose first byte lies in the piece.
-
-    Where a row group is damaged, the rest of it is lost; without a sound footer all of the file is.
-    """
-    path = piece.file.path
-    try:
-        options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
-        file = pq.ParquetFile(path, **options)
-        columns = check_schema(file.schema_arrow, cursor.reader, path)
-        cursor.check_expansion(
-            piece, file.metadata.num_rows * ROW_BYTES, f"{file.metadata.num_rows:,} rows, which take"
-        )
-        if repeated := _repeated(file, columns):
-            file = pq.ParquetFile(path, **options, read_dictionary=repeated)
-        groups = list(_groups(file.metadata, piece, columns))
-    except DAMAGED as error:
-        damaged_file(cursor, piece, "damaged Parquet file", error)
-        return
-    with file:
-        total, span = sum(group.rows for group in groups), piece.end - piece.start
-        done = sum(min(max(cursor.offset - group.row, 0), group.rows) for group in groups)
-        base = cursor.bytes_read - (span * done // total if total else 0)
-        before = 0
-        for group in groups:
-            if cursor.offset < group.row + group.rows:
-                ends = (base + span * before // total, base + span * (before + group.rows) // total)
-                yield from _read_group(cursor, piece, file, columns, group, ends)
-            before += group.rows
-        cursor.bytes_read = base + span
-
-
-def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]:
-    """The row groups of a piece."""
-    row = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        begins, wanted, stored = [], 0, 0
-        for number in range(group.num_columns):
-            chunk = group.column(number)
-            # Some writers put 0 where there is no dictionary.
-            begins.append(
-                min(at for at in (chunk.dictionary_page_offset or 0, chunk.data_page_offset, 2**63) if at > 0)
-            )
-            stored += chunk.total_compressed_size
-            name = chunk.path_in_schema
-            if _is_of(name, columns):
-                wanted += chunk.total_uncompressed_size
-        # Whatever a footer says, a row group belongs to one piece.
-        begin = min(*begins, piece.file.size - 1) if begins else 0
-        if group.num_rows and piece.start <= begin < piece.end:
-            rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.num_rows // max(wanted, 1)))
-            yield _Group(index, row, group.num_rows, rows, stored)
-        row += group.num_rows
-    if row != metadata.num_rows:
-        raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, and {row} in its row groups")
-
-
-def _read_group(
-    cursor: Cursor, piece: Piece, file: Any, columns: list[str], group: _Group, ends: tuple[int, int]
-) -> Iterator[Document]:
-    """The rows of a row group that were not read yet. Batches lie equal wherever the reading begins."""
-    first, (low, high) = group.row, ends
-    try:
-        with open(piece.file.path, "rb") as raw:
-            batch_rows = min(group.batch_rows, _look_at_pages(cursor, piece, raw, file, columns, group))
-        batches = file.iter_batches(batch_rows, [group.number], columns=columns, use_threads=False)
-        for batch in batches:
-            done, more = first - group.row, first + len(batch) - group.row
-            share = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
-            yield from rows(cursor, piece, batch, first, share)
-            first += len(batch)
-        if first != group.row + group.rows:
-            raise pa.ArrowInvalid(f"there are {first - group.row} rows instead of {group.rows}")
-    except DAMAGED as error:
-        raise_if_machine(error)
-        cursor.offset = group.row + group.rows
-        cursor.bytes_read = high
-        detail = f"row group {group.number}, from row {first} of the file on: {one_line(error)}"
-        cursor.damaged("damaged Parquet file", detail, group.bytes * (group.row + group.rows - first) // group.rows)
-
-
-def _repeated(file: Any, columns: list[str]) -> list[str]:
-    """Columns of lists: however many values a row has, those of a dictionary are held once."""
-    leaves = (file.schema.column(number) for number in range(len(file.schema.names)))
-    return [leaf.path for leaf in leaves if leaf.max_repetition_level and _is_of(leaf.path, columns)]
-
-
-def _is_of(path: str, columns: list[str]) -> bool:
-    return any(path == column or path.startswith(f"{column}.") for column in columns)
-
-
-def _look_at_pages(cursor: Cursor, piece: Piece, raw: BinaryIO, file: Any, columns: list[str], group: _Group) -> int:
-    """Refuse pages that ask for far more memory than they have bytes; returns how many rows can be held at a time.
-
-    Raises:
-        UserError: there is one.
-        pa.ArrowInvalid: a page's header is damaged.
-    """
-    about, longest = file.metadata.row_group(group.number), 1
-    for number in range(about.num_columns):
-        chunk, leaf = about.column(number), file.schema.column(number)
-        if not _is_of(chunk.path_in_schema, columns):
-            continue
-        longest = max(longest, leaf.length or 0)  # of values that are all as long
-        values = stored = 0
-        for page in pages(raw, chunk):
-            values, stored = values + page.values, stored + page.compressed
-            asked = max(page.uncompressed, 8 * page.values if page.by_difference else 0)
-            cursor.check_expansion(piece, asked, "a page asks for", page.compressed, HELD_BYTES)
-            if page.repeats:
-                longest = max(longest, page.uncompressed)
-        if not leaf.max_repetition_level and values != group.rows:
-            raise pa.ArrowInvalid(f"{chunk.path_in_schema} has {values} values in {group.rows} rows")
-        if leaf.max_repetition_level:  # a row may have all of them
-            size = values * max(16, leaf.length or 0)
-            cursor.check_expansion(piece, size, f"the lists of {chunk.path_in_schema} take", stored, HELD_BYTES)
-    return max(1, HELD_BYTES // longest)
-
-
-def rows(
-    cursor: Cursor, piece: Piece, batch: pa.RecordBatch, first: int, share: tuple[int, int], trusted: bool = True
-) -> Iterator[Document]:
-    """The rows of a batch as documents, without those that were read before.
-
-    Args:
-        cursor: what was read.
-        piece: where they lie.
-        batch: the columns.
-        first: row of the file that the batch begins with.
-        share: `bytes_read` before and after the batch.
-        trusted: whether offsets in the batch are sound; else they are checked.
-    """
-    reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
-    update, length, name = cursor.digest.update, _LENGTH.pack, piece.file.name
-    own_ids = reader.id_key in batch.schema.names
-    (low, high), count = share, len(batch)
-    held = max(batch.get_total_buffer_size(), count * max(map(_longest, batch.columns), default=0), 1)
-    step = max(1, min(_BATCH_ROWS, _BATCH_BYTES * count // held))
-    for begin in range(0, count, step):
-        skip = max(0, cursor.offset - first - begin)
-        if skip >= step:
-            continue
-        part = batch.slice(begin, step)
-        if not trusted:
-            _check_offsets(part)
-        if nested := sum(_expanded(part.column(key)) for key in kept if part.schema.field(key).type.num_fields):
-            cursor.check_expansion(piece, nested, "lists and structs of one batch of rows take", free=HELD_BYTES)
-        texts = text_bytes(part.column(reader.text_key))
-        ids = values(part.column(reader.id_key)) if own_ids else None
-        others = [(key, values(part.column(key))) for key in kept]
-        for place in range(skip, len(texts)):
-            raw, row = texts[place], first + begin + place
-            texts[place] = None  # one text at a time is held twice
-            update(length(-1 if raw is None else len(raw)))
-            size = 0
-            if raw is not None:
-                update(raw)
-                size = len(raw)
-            own = ""
-            if ids is not None:
-                found = ids[place]
-                own = found if type(found) is str else str(found) if type(found) is int else ""
-                encoded = own.encode("utf-8", "replace")
-                update(length(len(encoded)))
-                update(encoded)
-                size += len(encoded)
-            metadata = None
-            if kept:
-                metadata = metadata_json({key: column[place] for key, column in others})
-                update(length(len(metadata)))
-                update(metadata)
-                size += len(metadata)
-            cursor.expand(piece, size + ROW_BYTES)
-            cursor.offset = row + 1
-            cursor.input_bytes += size
-            cursor.bytes_read = low + (high - low) * (begin + place + 1) // count
-            if raw is None:
-                yield cursor.rejected(None, row, "text is null", "")
-                continue
-            if len(raw) > reader.max_record_bytes:
-                yield cursor.rejected(None, row, reader.too_long, f"{len(raw)} bytes", raw)
-                continue
-            try:
-                text = raw.decode()
-            except UnicodeDecodeError as error:
-                around = raw[max(0, error.start - 20) : error.start + 20]
-                yield cursor.rejected(
-                    None, row, NOT_UTF8, f"byte 0x{raw[error.start]:02x} at {error.start} of the text", around
-                )
-                continue
-            place_in_unit = cursor.row
-            cursor.row = place_in_unit + 1
-            reason = None if text else EMPTY
-            yield Document(text, own or f"{name}#{row}", unit, place_in_unit, number, None, row, reason, "", metadata)
-
-
-def _holds_text(kind: pa.DataType) -> bool:
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    checks = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_binary_view")
-    return any(getattr(pa.types, check)(kind) for check in checks)
-
-
-def text_bytes(column: pa.Array) -> list[bytes | None]:
-    """The values of a column of strings, as they are: nobody has checked that they are UTF-8."""
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    if pa.types.is_dictionary(column.type):
-        return _of_dictionary(text_bytes, column)
-    result: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
-    return result
-
-
-def _of_dictionary(read: Callable[[pa.Array], list[Any]], column: pa.DictionaryArray) -> list[Any]:
-    """What `read` makes of the values that are used, each once: where they repeat they are the same object."""
-    used, places = np.unique(np.asarray(column.indices.fill_null(0)), return_inverse=True)
-    if not len(column.dictionary):
-        return [None] * len(column)
-    found = read(column.dictionary.take(pa.array(used)))
-    there = column.indices.is_valid().to_pylist()
-    return [found[place] if valid else None for place, valid in zip(places.tolist(), there, strict=True)]
-
-
-def _longest(column: pa.Array) -> int:
-    """Bytes of the longest value of a column of views, which may share their bytes; 0 for others."""
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary
-    if not len(column):
-        return 0
-    if not pa.types.is_string_view(column.type) and not pa.types.is_binary_view(column.type):
-        return 0
-    data = column.buffers()[1]
-    views = np.frombuffer(data, np.int32, data.size // 16 * 4).reshape(-1, 4)
-    return int(views[column.offset : column.offset + len(column), 0].max(initial=0))
-
-
-def _shares(kind: pa.DataType, *, inside: bool = False) -> bool:
-    """Whether values of a type may be longer together than the bytes that hold them, and cannot be measured."""
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if inside and (pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)):
-        return True
-    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind) or pa.types.is_run_end_encoded(kind):
-        return True
-    if pa.types.is_dictionary(kind):
-        return _shares(kind.value_type, inside=True)
-    return any(_shares(kind.field(number).type, inside=True) for number in range(kind.num_fields))
-
-
-def _expanded(column: pa.Array) -> int:
-    """Bytes that the values of a column have when each is written out, also those of dictionaries inside of others."""
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        if not _holds_text(kind):
-            return int(column.nbytes)
-        lengths = pc.binary_length(column.dictionary.cast(pa.large_binary()))
-        return int(pc.sum(lengths.take(column.indices.drop_null())).as_py() or 0)
-    if pa.types.is_struct(kind) or pa.types.is_union(kind):
-        return sum(_expanded(column.field(number)) for number in range(kind.num_fields))
-    if pa.types.is_map(kind):
-        return _expanded(column.keys) + _expanded(column.items)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _expanded(column.flatten())
-    return max(int(column.nbytes), 16 * len(column))  # None takes place in a list, too
-
-
-def values(column: pa.Array) -> list[Any]:
-    """The values of a column of ids or metadata; what Python cannot hold, or is no UTF-8, as near as it gets."""
-    if pa.types.is_dictionary(column.type):
-        return _of_dictionary(values, column)
-    if _holds_text(column.type):
-        return [None if raw is None else raw.decode("utf-8", "backslashreplace") for raw in text_bytes(column)]
-    try:
-        result: list[Any] = column.to_pylist()
-        return result
-    except (ValueError, OverflowError, TypeError, ImportError):
-        pass
-    try:
-        return text_bytes_or_none(column)
-    except DAMAGED:
-        return [None] * len(column)
-
-
-def text_bytes_or_none(column: pa.Array) -> list[Any]:
-    """A column in Arrow's own words."""
-    return [None if raw is None else raw.decode() for raw in text_bytes(column.cast(pa.string()))]
-
-
-def _check_offsets(batch: pa.RecordBatch) -> None:
-    """Look whether the values of a batch lie in its buffers: following a wrong offset would end the process."""
-    for column in batch.columns:
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid as error:
-            # Strings are looked at value by value, and that they are no UTF-8 is the last thing to be found. In nested
-            # columns it hides what else is wrong.
-            simple = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
-            if "UTF8" not in str(error) or not any(check(column.type) for check in simple):
-                raise
-
-
-def damaged_file(cursor: Cursor, piece: Piece, reason: str, error: Exception) -> None:
-    """Take note of a file that cannot be opened, once however many pieces it was cut into."""
-    raise_if_machine(error)
-    cursor.bytes_read += piece.end - piece.start
-    cursor.ended = True
-    if piece.start == 0:
-        cursor.damaged(reason, one_line(error), piece.file.size)
-
-
-def raise_if_machine(error: Exception) -> None:
-    """Raise what says nothing about the content of a file: a disk that fails, a file that may not be read."""
-    if isinstance(error, OSError) and error.errno is not None:
-        raise error
-
-
-def one_line(error: Exception) -> str:
-    """A message of pyarrow, without the addresses that follow."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+        return read_parquet(cursor, piece)

@@ -2,75 +2,51 @@
 
 A source's files are cut into units: byte ranges of line-based files and tables, whole text and compressed files, shards
 of hub datasets, and groups of small ones. What a unit holds is known from the names and sizes of the files alone,
-nothing is read for it. A reader goes through one unit in bounded memory and yields a `Document` for every record, good
-or bad; it can begin behind any of them.
+nothing is read for it. `UnitReader` goes through one unit in bounded memory and yields a `Document` for every record,
+good or bad; it can begin behind any of them.
+
+A format is a subclass of `Reader` in a module of its own, with a place in `pipeline.data.sources.formats`.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import xxhash
 
 from pipeline.common.errors import UserError
-from pipeline.data.sources.compression import compression_of
-from pipeline.data.sources.globs import File
-from pipeline.data.sources.lines import read_lines, read_text
+from pipeline.data.sources.compression import Decompressed, compression_of
+from pipeline.data.sources.globs import File, find_files
 from pipeline.data.sources.records import (
-    EMPTY,
+    FREE_BYTES,
     HUB_PREFIX,
+    MAX_EXPANSION,
     MAX_RECORD_BYTES,
     START,
-    Cursor,
+    Damage,
     Document,
-    Hub,
+    Numbering,
     Piece,
     Position,
-    Reader,
     Unit,
-    line_of,
     printable,
-    where,
 )
 
-__all__ = [
-    "EMPTY",
-    "MAX_RECORD_BYTES",
-    "START",
-    "Document",
-    "Hub",
-    "Piece",
-    "Position",
-    "Reader",
-    "Unit",
-    "UnitReader",
-    "check_columns",
-    "cut",
-    "expected_text_bytes",
-    "line_of",
-    "printable",
-    "unit_size",
-    "where",
-]
+if TYPE_CHECKING:
+    from pipeline.config.data import SourceConfig
 
-_THREADS = 16
 SMALLEST_UNIT = 16 * 2**20
 UNITS_AT_LEAST = 64
 COMPRESSED_EXPANSION = 4
-PARQUET_EXPANSION = 3
 """Bytes of text that a byte on disk is expected to become. Units are cut by it; what they become does not depend on it
 being right."""
-
-
-def expected_text_bytes(file: File, reader: Reader) -> int:
-    """About how much text a file holds."""
-    if reader.type == "parquet" or (reader.type == "hub" and file.path.endswith(".parquet")):
-        return file.size * PARQUET_EXPANSION
-    if reader.type != "arrow" and compression_of(file.path):
-        return file.size * COMPRESSED_EXPANSION
-    return file.size
 
 
 def unit_size(total_bytes: int, unit_bytes: int) -> int:
@@ -79,75 +55,304 @@ def unit_size(total_bytes: int, unit_bytes: int) -> int:
     return max(1, -(-total_bytes // count))
 
 
-def cut(files: list[File], reader: Reader, size: int) -> Iterator[tuple[Piece, ...]]:
-    """Group files, in the order given, into pieces of work of about `size` bytes of text.
+@dataclass(frozen=True)
+class Reader(ABC):
+    """How a source's files are read: a format, with the settings of the source.
 
-    Larger line-based files and tables are cut into byte ranges. Compressed files stay whole: they can only be read from
-    their beginning. So do text files, and shards of the hub, each of which is a piece of work.
+    The defaults are those of files that are streams of bytes, plain or compressed. An instance is sent to worker
+    processes, so a format can be imported by its name, and holds no open file.
+
+    Attributes:
+        type: name of the format, which `type` of a source has.
+        numbering: what the number of a document's place in its file counts.
+        key: key of the source that names its input.
+        has_keys: whether records have keys; else `text_key` and `id_key` mean nothing.
+        is_remote: whether reading something twice means to fetch it twice.
+        sample_bytes: size of the pieces of files that a sample of the source is drawn from.
+        magic: bytes that every file of the format begins with, and `title`, the format's name in a sentence, if a file
+            of another source that begins with them is likely one of these.
+        text_key: key or column of the text.
+        id_key: key or column of the id.
+        metadata: keys or columns that are kept beside the text.
+        max_expansion: bytes of text that a byte of a table may become; see `Cursor.expand`.
+        max_record_bytes: a longer file, line or value is rejected.
+        verify: whether all of a compressed member is read before any of its text is given. Samples do without.
+        dropped: damaged files of which nothing is taken, by name, with the reason and the detail.
     """
-    group: list[Piece] = []
-    held = 0
-    for file in files:
-        compressed, tables = compression_of(file.path) is not None, reader.type in ("parquet", "arrow")
-        lines = reader.type == "jsonl" and not compressed
-        if lines and not file.size:
-            continue  # an empty file of any other type is a document, or damaged
-        linked = not lines and (reader.type != "text" or compressed)
-        expected = expected_text_bytes(file, reader)
-        whole = not file.size or not (lines or tables)
-        step = file.size if whole else max(1, size * file.size // expected)
-        starts = (0,) if whole else range(0, file.size, step)
-        for start in starts:
-            end = min(start + step, file.size)
-            weight = expected * (end - start) // max(file.size, 1)
-            if group and (held + weight > size or reader.type == "hub"):
-                yield tuple(group)
-                group, held = [], 0
-            group.append(Piece(file, start, end, linked))
-            held += weight
-    if group:
-        yield tuple(group)
+
+    type: ClassVar[str]
+    numbering: ClassVar[Numbering]
+    key: ClassVar[str] = "paths"
+    has_keys: ClassVar[bool] = True
+    is_remote: ClassVar[bool] = False
+    sample_bytes: ClassVar[int] = 2**18
+    magic: ClassVar[bytes] = b""
+    title: ClassVar[str] = ""
+
+    text_key: str
+    id_key: str
+    metadata: tuple[str, ...] = ()
+    max_expansion: int = MAX_EXPANSION
+    max_record_bytes: int = MAX_RECORD_BYTES
+    verify: bool = True
+    dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
+        """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
+        return cls(source.text_key, source.id_key, tuple(source.metadata), **limits)
+
+    @classmethod
+    def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
+        """The reader that a plan was made with, whose settings have `settings()` and `pins()`."""
+        keys = settings.get("text_key", "text"), settings.get("id_key", "id")
+        return cls(*keys, tuple(settings["metadata"]), **limits)
+
+    def settings(self) -> dict[str, Any]:
+        """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
+        return {"id_key": self.id_key, "text_key": self.text_key} if self.has_keys else {}
+
+    def pins(self) -> dict[str, Any]:
+        """Values that `find` has settled and the run file leaves open; kept in the plan beside `settings()`."""
+        return {}
+
+    def find(
+        self, paths: list[str], exclude: list[str], key: str, planned: Callable[[], Mapping[str, Any]]
+    ) -> tuple[Self, list[File]]:
+        """The files of the source, and the reader for exactly these.
+
+        Args:
+            paths: globs of the run file.
+            exclude: globs of the run file.
+            key: config key of the source, for messages (`data.sources.0`).
+            planned: `settings()` and `pins()` that an earlier plan of the source was made with, if there is one.
+
+        Raises:
+            UserError: there are none, or something that cannot be read as one.
+        """
+        return self, find_files(paths, exclude, key)
+
+    def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:
+        """Look for the columns of the text and the metadata, if files say which they have.
+
+        Args:
+            files: of the source.
+            every: look at all files that can be read, and not at the first of them alone.
+
+        Raises:
+            UserError: a column is missing or cannot hold text.
+        """
+        return
+
+    def expected_text_bytes(self, file: File) -> int:
+        """About how much text a file holds."""
+        return file.size * COMPRESSED_EXPANSION if compression_of(file.path) else file.size
+
+    def cut(self, files: Iterable[File], size: int) -> Iterator[tuple[Piece, ...]]:
+        """Group files, in the order given, into pieces of work of about `size` bytes of text.
+
+        Plans of users hold what this gives: for the same names and sizes it is always the same.
+        """
+        group: list[Piece] = []
+        held = 0
+        for file in files:
+            expected = self.expected_text_bytes(file)
+            for piece in self.pieces(file, size):
+                weight = expected * (piece.end - piece.start) // max(file.size, 1)
+                if group and held + weight > size:
+                    yield tuple(group)
+                    group, held = [], 0
+                group.append(piece)
+                held += weight
+        if group:
+            yield tuple(group)
+
+    def pieces(self, file: File, size: int) -> Iterator[Piece]:
+        """A file in pieces of about `size` bytes of text. Here all of it: it can only be read from its beginning."""
+        yield Piece(file, 0, file.size, linked=compression_of(file.path) is not None)
+
+    def ranges(self, file: File, size: int, *, linked: bool = False) -> Iterator[Piece]:
+        """Byte ranges of a file of about `size` bytes of text each; none of an empty one.
+
+        For formats in which the first record behind any byte can be found.
+        """
+        step = max(1, size * file.size // max(self.expected_text_bytes(file), 1))
+        for start in range(0, file.size, step):
+            yield Piece(file, start, min(start + step, file.size), linked)
+
+    def suspects(self, files: Sequence[File]) -> Sequence[File]:
+        """Files whose first or last bytes may tell that they are damaged."""
+        return [file for file in files if compression_of(file.path)]
+
+    def check_ends(self, file: File) -> None:
+        """Look at these bytes, with one read.
+
+        Raises:
+            StreamError: it is damaged.
+        """
+        with open(file.path, "rb", buffering=0) as raw:
+            Decompressed(raw, compression_of(file.path) or "", verify=False).check_begin()
+
+    @abstractmethod
+    def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
+        """The records of a piece from `cursor.offset` on, each after `cursor` was moved behind it.
+
+        It streams: memory is bounded by the largest record, never by the file. A bad record is `cursor.rejected(...)`
+        with one of a few reasons; where a file cannot be read on, `cursor.damaged(...)` or `cursor.give_up(...)` say
+        what is lost. What needs a heavy library is imported here.
+        """
+
+    def locate(self, piece: Piece, line: int | None, byte: int) -> str:
+        """A document's place for messages: `FILE:LINE`, or `FILE: byte N` without lines, or `FILE: row N` of tables.
+
+        Args:
+            piece: that the document lies in.
+            line: from 1, of the file.
+            byte: as in `Document`.
+        """
+        if line is not None:
+            return f"{Path(piece.file.path)}:{line}"
+        return f"{piece.file.path}: {'row' if self.numbering == 'row' else 'byte'} {byte}"
+
+    @property
+    def too_long(self) -> str:
+        """The reason to reject a longer record."""
+        return f"longer than data.preprocess.max_record_bytes ({self.max_record_bytes})"
 
 
-def check_columns(files: list[File], reader: Reader, *, every: bool = False) -> None:
-    """Look for the columns of a source of tables; nothing for other sources.
+class Cursor:
+    """How far the reading of a unit has come; right after every document, while what yields it waits.
 
-    Args:
-        files: of the source.
-        reader: how they are read.
-        every: look at all files that can be read, and not at the first of them alone.
-
-    Raises:
-        UserError: a column is missing or cannot hold text.
+    Attributes:
+        unit: what is read.
+        reader: how.
+        piece: number of the piece.
+        offset: as in `Position`: where the next record of the piece begins.
+        line: lines of the piece that lie before that.
+        row: number of the next record.
+        ended: nothing more can be read of the piece.
+        input_bytes: bytes of decompressed lines and text, or of the values of columns, since the start.
+        bytes_read: bytes on disk since the start; for compressed files and tables about as many.
+        digest: of what `input_bytes` counts.
+        damage: what could not be read since the start.
+        beat: called now and then while a compressed file is read, much of which may give no document.
     """
-    if reader.type == "hub":
-        from pipeline.data.sources import hub
 
-        hub.check(reader)
-    if reader.type not in ("parquet", "arrow"):
-        return
-    from pipeline.data.sources import arrow, parquet
+    def __init__(self, unit: Unit, reader: Reader, start: Position) -> None:
+        self.unit = unit
+        self.reader = reader
+        self.piece, self.offset, self.line, self.row = start
+        self.ended = False
+        self.input_bytes = 0
+        self.bytes_read = 0
+        self.digest = xxhash.xxh3_128()
+        self.damage: list[Damage] = []
+        self.beat: Callable[[], None] = lambda: None
+        self._start = start
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._first: tuple[int, int] | None = None
+        self._expanded = 0
 
-    read_schema = parquet.parquet_schema if reader.type == "parquet" else arrow.arrow_schema
+    @property
+    def position(self) -> Position:
+        """Where a reader has to start to get the next record."""
+        return (self.piece + 1, -1, 0, self.row) if self.ended else (self.piece, self.offset, self.line, self.row)
 
-    def is_sound(file: File) -> bool:
-        try:
-            parquet.check_schema(read_schema(file.path), reader, file.path)
-        except parquet.DAMAGED as error:
-            with _named(file):
-                parquet.raise_if_machine(error)  # reading it will say what else is wrong
-            return False
-        return True
+    @property
+    def input_hash(self) -> str:
+        """Hash (xxh3-128) of what was read since the start."""
+        return self.digest.hexdigest()
 
-    if not every:
-        any(map(is_sound, files))
-        return
-    with ThreadPoolExecutor(_THREADS) as pool:  # a network file system takes long for each
-        try:
-            deque(pool.map(is_sound, files), maxlen=0)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    @property
+    def records(self) -> int:
+        """Records since the start, good or bad."""
+        return self.row - self._start[3]
+
+    @property
+    def pieces(self) -> dict[int, tuple[int, int]]:
+        """(lines, records) since the start, by the number of the piece."""
+        if self._first is None:
+            return {}
+        line, row = self._first
+        return {**self._counts, self.piece: (self.line - line, self.row - row)}
+
+    def enter(self, number: int) -> Piece:
+        """Begin a piece, or go on with the one that the start lies in."""
+        if self._first is not None:
+            line, row = self._first
+            self._counts[self.piece] = (self.line - line, self.row - row)
+        if number != self.piece:
+            self.piece, self.offset, self.line = number, -1, 0
+        self.ended = False
+        self._first = (self.line, self.row)
+        self._expanded = 0
+        return self.unit.pieces[number]
+
+    def expand(self, piece: Piece, size: int) -> None:
+        """Count what the rows of a table become, over all links of a piece: a few bytes can stand for billions of rows.
+
+        Raises:
+            UserError: it is more than a file of this size may become.
+        """
+        self._expanded += size
+        self.check_expansion(piece, self._expanded, "its rows make")
+
+    def check_expansion(
+        self, piece: Piece, size: int, what: str, on_disk: int | None = None, free: int = FREE_BYTES
+    ) -> None:
+        """Refuse what a table says that a part of it becomes.
+
+        Args:
+            piece: of the table.
+            size: bytes, more or less.
+            what: the part that takes those bytes, for the message.
+            on_disk: of which part; by default of the whole file.
+            free: so much it may be however small that is.
+
+        Raises:
+            UserError: it is too much for what there is on disk.
+        """
+        if piece.file.path.startswith(HUB_PREFIX):
+            return  # nobody knows how large it is
+        limit = max(free, self.reader.max_expansion * (piece.file.size if on_disk is None else on_disk))
+        if size > limit:
+            raise UserError(
+                f"{piece.file.path} has {piece.file.size:,} bytes, and {what} {size:,} bytes or more, above the limit "
+                f"of {limit:,}: a file that is made to exhaust the machine looks like this. Leave it out (exclude); "
+                "or, if you know where it comes from, raise data.preprocess.max_expansion "
+                f"({self.reader.max_expansion}), the bytes of text that a byte on disk may become"
+            )
+
+    def count_anew(self) -> None:
+        """Count and hash from here on, as a reader does that is started at `position`; but for `bytes_read`."""
+        self._start = self.position
+        self._counts = {}
+        self._first = (self.line, self.row)
+        self.input_bytes = 0
+        self.digest.reset()
+        self.damage = []
+
+    def damaged(self, reason: str, detail: str, lost: int) -> None:
+        """Take note of what cannot be read of the piece. It is no record, and has no row."""
+        self.damage.append(Damage(self.piece, reason, printable(detail), lost))
+
+    def give_up(self, piece: Piece, reason: str, detail: str) -> None:
+        """Take note that all of the piece is lost, and end it."""
+        self.bytes_read += piece.end - piece.start
+        self.ended = True
+        self.damaged(reason, detail, piece.end - piece.start)
+
+    def rejected(self, line: int | None, byte: int, reason: str, detail: str, raw: bytes = b"") -> Document:
+        """A rejected record, of which `raw` is the beginning. It counts as read."""
+        begin = printable(raw[:200].rstrip(b"\r\n").decode("utf-8", "backslashreplace"))
+        detail = f"{detail}: {begin}" if detail and begin else detail or begin
+        self.row += 1
+        return Document("", "", self.unit.index, self.row - 1, self.piece, line, byte, reason, detail)
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """Keys of the metadata, each once."""
+        return tuple(dict.fromkeys(self.reader.metadata))
 
 
 class UnitReader(Cursor):
@@ -166,32 +371,13 @@ class UnitReader(Cursor):
             if piece.file.name in self.reader.dropped:
                 self.give_up(piece, *self.reader.dropped[piece.file.name])
                 continue
-            with _named(piece.file):
+            with named(piece.file):
                 _check_unchanged(piece.file)
-                yield from self._read(piece)
-
-    def _read(self, piece: Piece) -> Iterator[Document]:
-        # What needs a heavy library is imported when it is read.
-        match self.reader.type:
-            case "jsonl":
-                return read_lines(self, piece)
-            case "parquet":
-                from pipeline.data.sources.parquet import read_parquet
-
-                return read_parquet(self, piece)
-            case "arrow":
-                from pipeline.data.sources.arrow import read_arrow
-
-                return read_arrow(self, piece)
-            case "hub":
-                from pipeline.data.sources.hub import read_shard
-
-                return read_shard(self, piece)
-        return read_text(self, piece)
+                yield from self.reader.read(self, piece)
 
 
 @contextmanager
-def _named(file: File) -> Iterator[None]:
+def named(file: File) -> Iterator[None]:
     """Have errors of the system say which file it is: those of pyarrow do not."""
     try:
         yield

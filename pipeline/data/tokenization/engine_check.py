@@ -22,7 +22,7 @@ import tokenizers
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, value_hash
-from pipeline.data.sources.reader import printable
+from pipeline.data.sources.records import printable
 from pipeline.data.tokenization import engines, hard_texts
 from pipeline.data.tokenization.engines import Encoded, Engine, EngineDiffers, Which, first_difference, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ import tokenizers
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import mix, mix_one
-from pipeline.data.sources.reader import printable
+from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 Which = Literal["tokenizers", "gigatoken", "fastokens"]

@@ -10,19 +10,23 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Piece, Reader, Unit, UnitReader
+from pipeline.data.sources.parquet import ParquetReader
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Piece, Unit
 from tests import bounded
 
 pytestmark = pytest.mark.guard
 
 _IMPORTS = """
-from pipeline.data.sources import arrow, parquet
+from pipeline.data.sources import arrow_messages, parquet_groups
+from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Piece, Reader, Unit, UnitReader
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Piece, Unit
 """
 _READ = """
 path, type, metadata, size, expansion = sys.argv[1:]
-reader = Reader(type, "text", "id", tuple(metadata.split()), None, int(expansion))
+reader = SOURCE_FORMATS[type]("text", "id", tuple(metadata.split()), int(expansion))
 for document in UnitReader(Unit(0, "bomb", (Piece(File("f", path, int(size), 0), 0, int(size), True),)), reader):
     assert not document.reason or "damaged" not in document.reason, document.detail
 """
@@ -127,5 +131,5 @@ def test_text_that_repeats_is_still_read(tmp_path: Path) -> None:
     assert "its rows make" in refused(path)
     bounded.allowed(_READ, _IMPORTS, *arguments(path, expansion=10**7))
     piece = Piece(File("f", str(path), path.stat().st_size, 0), 0, path.stat().st_size, True)
-    reader = Reader("parquet", "text", "id", max_expansion=10**7)
+    reader = ParquetReader("text", "id", max_expansion=10**7)
     assert [len(each.text) for each in UnitReader(Unit(0, "s", (piece,)), reader)] == [2**20] * 150

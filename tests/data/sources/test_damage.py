@@ -22,8 +22,10 @@ from pipeline.data.preprocess.source_plan import check_settings
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.status import print_status
 from pipeline.data.provenance.source_location import Origins
+from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import find_files
-from pipeline.data.sources.reader import Reader, UnitReader
+from pipeline.data.sources.jsonl import JsonlReader
+from pipeline.data.sources.reader import UnitReader
 from tests import tiers
 from tests.data.reading import LINES, damage, files, read, units
 from tests.data.runs import datasets, make_config, text
@@ -78,7 +80,7 @@ def test_whatever_happens_to_a_file_is_seen(tmp_path, name):
     records = _records()
     sound = MAKE[name](records)
     chance = random.Random(name)
-    reader = Reader(_type(name), "text", "id")
+    reader = SOURCE_FORMATS[_type(name)]("text", "id")
     ends = [at for at in range(len(sound)) if name.startswith("a.jsonl") and _is_end(sound, at, records, MAKE[name])]
     for trial in range(100):
         at = chance.randrange(len(sound))
@@ -288,7 +290,7 @@ def test_nothing_of_a_member_whose_checksum_does_not_hold(tmp_path, suffix):
     records = _records(20_000)
     whole = _WHOLE[suffix](_lines(records))
     path = tmp_path / f"a.jsonl{suffix}"
-    reader = Reader("jsonl", "text", "id")
+    reader = JsonlReader("text", "id")
     path.write_bytes(whole)
     (unit,) = units(files(path, type="jsonl"), reader)
     assert sum(1 for _ in UnitReader(unit, reader)) == len(records)

@@ -15,9 +15,11 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 from pipeline.common.errors import UserError
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.sources import hub as hub_module
-from pipeline.data.sources.hub import hub_files
-from pipeline.data.sources.reader import Hub, Reader, UnitReader, check_columns, expected_text_bytes
+from pipeline.data.sources import hub_stream
+from pipeline.data.sources.hub import HubReader
+from pipeline.data.sources.hub_stream import hub_files
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Hub
 from tests.data.reading import check_chain, check_resume, together, units
 from tests.data.runs import make_config
 
@@ -28,8 +30,8 @@ ROWS = 70
 @pytest.fixture(autouse=True)
 def _fresh():
     """What is kept of one dataset must not answer for another of the same name."""
-    hub_module._builder.cache_clear()
-    hub_module._stream.cache_clear()
+    hub_stream._builder.cache_clear()
+    hub_stream._stream.cache_clear()
 
 
 def records(shard):
@@ -58,7 +60,7 @@ def the_hub(folder, kind):
 
 def read_all(hub, *metadata, **keys):
     hub, found = hub_files(hub)
-    reader = Reader("hub", keys.get("text", "text"), "id", metadata, hub)
+    reader = HubReader(keys.get("text", "text"), "id", metadata, hub=hub)
     return [d for unit in units(found, reader) for d in UnitReader(unit, reader)]
 
 
@@ -71,12 +73,12 @@ def test_shards_are_files(tmp_path, kind):
     assert [file.name for file in found] == [f"default/train/{i:05d}-of-00003" for i in range(3)]
     stats = [path.stat() for path in sorted(folder.iterdir())]
     assert [(file.size, file.mtime_ns) for file in found] == [(stat.st_size, stat.st_mtime_ns) for stat in stats]
-    reader = Reader("hub", "text", "id", (), hub)
+    reader = HubReader("text", "id", (), hub=hub)
     cut = units(found, reader)
     assert [len(unit.pieces) for unit in cut] == [1, 1, 1]
     assert all(unit.linked for unit in cut)
     assert str(cut[1]).startswith(f"unit 1 of s ({folder}/1.")
-    assert expected_text_bytes(found[0], reader) == found[0].size * {"jsonl": 1, "gz": 4, "parquet": 3}[kind]
+    assert reader.expected_text_bytes(found[0]) == found[0].size * {"jsonl": 1, "gz": 4, "parquet": 3}[kind]
     for shard, unit in enumerate(cut):
         one = UnitReader(unit, reader)
         got = list(one)
@@ -90,7 +92,7 @@ def test_shards_are_files(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_resume_behind_every_record(tmp_path, kind):
     hub, found = hub_files(the_hub(write(tmp_path / "d", kind, 2), kind))
-    reader = Reader("hub", "text", "id", ("url", "n"), hub)
+    reader = HubReader("text", "id", ("url", "n"), hub=hub)
     whole = together(*units(found, reader))
     documents = check_resume(whole, reader)
     assert len(documents) == 2 * ROWS
@@ -107,8 +109,8 @@ def test_a_local_folder_with_splits_is_read_and_its_code_is_not_run(tmp_path):
     assert len(read_all(Hub(str(folder)))) == 3 * ROWS
     assert [d.id for d in read_all(Hub(str(folder), split="test"))] == ["only"]
     (folder / "corpus.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
-    hub_module._builder.cache_clear()
-    hub_module._stream.cache_clear()
+    hub_stream._builder.cache_clear()
+    hub_stream._stream.cache_clear()
     with pytest.raises(UserError, match="a program, which is never run"):
         hub_files(Hub(str(folder)))
     assert not (tmp_path / "ran").exists()
@@ -121,16 +123,16 @@ def test_columns(tmp_path):
         ({"text_key": "n"}, "column 'n' is of type int64"),
         ({"metadata": ("link",)}, "no column 'link'.*metadata"),
     ):
-        reader = Reader("hub", **{"text_key": "text", "id_key": "id", "hub": hub, **keys})
+        reader = HubReader(**{"text_key": "text", "id_key": "id", "hub": hub, **keys})
         with pytest.raises(UserError, match=said):
-            check_columns(found, reader)
-    check_columns(found, Reader("hub", "text", "id", ("url",), hub))
+            reader.check_columns(found)
+    HubReader("text", "id", ("url",), hub=hub).check_columns(found)
 
 
 def test_a_local_shard_that_changed(tmp_path):
     folder = write(tmp_path / "d", "jsonl")
     hub, found = hub_files(the_hub(folder, "jsonl"))
-    reader = Reader("hub", "text", "id", (), hub)
+    reader = HubReader("text", "id", (), hub=hub)
     (folder / "1.jsonl").write_bytes(b'{"text": "other"}\n')
     unit = units(found, reader)[1]
     with pytest.raises(UserError, match=r"1\.jsonl changed while it was being read"):
@@ -158,7 +160,7 @@ def test_a_damaged_shard(tmp_path):
     path = folder / "1.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-30])
     hub, found = hub_files(the_hub(folder, "gz"))
-    reader = Reader("hub", "text", "id", (), hub)
+    reader = HubReader("text", "id", (), hub=hub)
     readers = [UnitReader(unit, reader) for unit in units(found, reader)]
     assert [len(list(each)) for each in readers] == [ROWS, 0, ROWS]
     assert [[damage.reason for damage in each.damage] for each in readers] == [[], ["truncated gzip file"], []]
@@ -194,7 +196,7 @@ def test_other_mistakes(tmp_path):
 
 def test_heavy_libraries_are_imported_by_those_who_need_them():
     heavy = "[m for m in ('pyarrow', 'datasets', 'zstandard') if m in sys.modules]"
-    code = f"import sys, pipeline.data.sources.reader; print({heavy})"
+    code = f"import sys, pipeline.data.sources.formats; print({heavy})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "[]\n"
 

@@ -15,11 +15,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.sources.reader import EMPTY, Reader, UnitReader, line_of
-from pipeline.data.sources.records import MAX_RECORD_BYTES
+from pipeline.data.sources.jsonl import JsonlReader
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES, line_of
+from pipeline.data.sources.text import TextReader
 from tests.data.reading import LINES, check_chain, check_resume, damage, files, middle, read, together, units
 
-TEXT = Reader("text", "text", "id")
+TEXT = TextReader("text", "id")
 COMPRESS = {
     "": bytes,
     ".gz": gzip.compress,
@@ -185,7 +187,7 @@ def test_metadata(tmp_path):
 {"text": "d", "when": %s}
 """ % (b"[" * 900 + b"]" * 900)
     path = write(tmp_path, "", raw)
-    got = read(path, Reader("jsonl", "text", "id", ("when", "url", "when")))
+    got = read(path, JsonlReader("text", "id", ("when", "url", "when")))
     # What is nested deeper than can be written is null.
     assert [d.metadata for d in got] == [
         '{"url":"u","when":{"a":"é","b":[1,null,2.5]}}'.encode(),
@@ -194,7 +196,7 @@ def test_metadata(tmp_path):
         None,
         b'{"when":null}',
     ]
-    assert {d.metadata for d in read(path, Reader("jsonl", "text", "id"))} == {None}
+    assert {d.metadata for d in read(path, JsonlReader("text", "id"))} == {None}
 
 
 def test_deep_nesting_and_keys_that_are_there_twice(tmp_path):
@@ -214,9 +216,11 @@ def test_a_line_that_is_a_bomb_takes_no_memory(tmp_path, suffix):
     code = """
 import sys
 from pipeline.data.sources.globs import find_files
-from pipeline.data.sources.reader import Reader, Unit, UnitReader, cut
-reader = Reader("jsonl", "text", "id")
-(pieces,) = cut(find_files([sys.argv[1]], [], "k"), reader, 2**30)
+from pipeline.data.sources.jsonl import JsonlReader
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Unit
+reader = JsonlReader("text", "id")
+(pieces,) = reader.cut(find_files([sys.argv[1]], [], "k"), 2**30)
 print([(d.reason, d.text, d.line) for d in UnitReader(Unit(0, "s", pieces), reader)])
 print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

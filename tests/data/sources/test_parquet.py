@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.errors import UserError
+from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import find_files
-from pipeline.data.sources.reader import EMPTY, Reader, UnitReader, check_columns
-from pipeline.data.sources.records import MAX_RECORD_BYTES
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES
 from tests.data.reading import check_chain, check_resume, damage, files, middle, read, together, units
 
 KINDS = ("parquet", "stream", "file")
@@ -22,7 +23,7 @@ ALL = pytest.mark.parametrize("kind", KINDS)
 
 
 def reader(kind, *metadata, text="text", id="id"):
-    return Reader("parquet" if kind == "parquet" else "arrow", text, id, metadata)
+    return SOURCE_FORMATS["parquet" if kind == "parquet" else "arrow"](text, id, metadata)
 
 
 def write(path, kind, table, rows=7, **options):
@@ -231,7 +232,7 @@ def test_wrong_columns(tmp_path, kind, how, said):
     )
     path = write(tmp_path / "a.x", kind, table)
     asked = reader(kind, *how.get("metadata", ()), text=how.get("text", "text"))
-    for action in (lambda: check_columns(files(path), asked), lambda: read(path, asked)):
+    for action in (lambda: asked.check_columns(files(path)), lambda: read(path, asked)):
         with pytest.raises(UserError, match=said) as error:
             action()
         assert str(path) in str(error.value)
@@ -242,8 +243,8 @@ def test_columns_are_looked_for_in_the_first_sound_file(tmp_path, kind):
     (tmp_path / "a.x").write_bytes(b"nonsense")
     write(tmp_path / "b.x", kind, pa.table({"body": ["a"]}))
     with pytest.raises(UserError, match=r"b\.x has no column 'text'"):
-        check_columns(files(tmp_path / "*"), reader(kind))
-    check_columns(files(tmp_path / "a.x"), reader(kind))
+        reader(kind).check_columns(files(tmp_path / "*"))
+    reader(kind).check_columns(files(tmp_path / "a.x"))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"nonsense" * 100, None, "cut"])
@@ -297,7 +298,7 @@ def test_random_damage_never_ends_the_process(tmp_path, kind, seed):
     path.write_bytes(content)
     how = reader(kind, "tags", "kind")
     try:
-        check_columns(files(path), how)
+        how.check_columns(files(path))
         first = read(path, how)
     except UserError as error:
         assert str(path) in str(error)
@@ -376,7 +377,7 @@ def test_a_dataset_saved_to_disk(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no state.json.*\*\.arrow"):
         files(tmp_path / "empty", type="arrow")
-    assert find_files([f"{tmp_path}/one/*.arrow"], [], "k", "arrow") == files(f"{tmp_path}/one/*.arrow", type="arrow")
+    assert find_files([f"{tmp_path}/one/*.arrow"], [], "k") == files(f"{tmp_path}/one/*.arrow", type="arrow")
 
 
 @pytest.mark.guard
@@ -389,10 +390,11 @@ def test_memory_is_that_of_a_batch(tmp_path, kind):
     del table
     code = """
 import sys
-from pipeline.data.sources.globs import find_files
-from pipeline.data.sources.reader import Reader, Unit, UnitReader, cut
-reader = Reader(sys.argv[2], "text", "id")
-(pieces,) = cut(find_files([sys.argv[1]], [], "k"), reader, 2**40)
+from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Unit
+reader, files = SOURCE_FORMATS[sys.argv[2]]("text", "id").find([sys.argv[1]], [], "k", dict)
+(pieces,) = reader.cut(files, 2**40)
 print(sum(len(d.text) for d in UnitReader(Unit(0, "s", pieces), reader)))
 print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

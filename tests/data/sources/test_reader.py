@@ -12,16 +12,19 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.data.sources.globs import find_files
-from pipeline.data.sources.reader import EMPTY, MAX_RECORD_BYTES, Reader, Unit, UnitReader, cut, line_of, unit_size
+from pipeline.data.sources.jsonl import JsonlReader
+from pipeline.data.sources.reader import UnitReader, unit_size
+from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES, Unit, line_of
+from pipeline.data.sources.text import TextReader
 from tests.data.reading import damage
 
-TEXT = Reader("text", "text", "id")
-JSONL = Reader("jsonl", "text", "id")
+TEXT = TextReader("text", "id")
+JSONL = JsonlReader("text", "id")
 
 
 def read(paths, reader, size=2**30, exclude=()):
     files = find_files([str(path) for path in paths], list(exclude), "data.sources.0")
-    units = [Unit(i, "s", pieces) for i, pieces in enumerate(cut(files, reader, size))]
+    units = [Unit(i, "s", pieces) for i, pieces in enumerate(reader.cut(files, size))]
     readers = [UnitReader(unit, reader) for unit in units]
     return [list(reader) for reader in readers], readers
 
@@ -170,7 +173,7 @@ class TestUnits:
         for number, size in enumerate([10, 20, 70, 500, 5, 5]):
             (tmp_path / f"{number}.txt").write_text("x" * size)
         files = find_files([f"{tmp_path}/*"], [], "k")
-        assert [[p.file.name[0] for p in unit] for unit in cut(files, TEXT, 100)] == [
+        assert [[p.file.name[0] for p in unit] for unit in TEXT.cut(files, 100)] == [
             ["0", "1", "2"],
             ["3"],
             ["4", "5"],
@@ -204,7 +207,7 @@ class TestUnits:
         files = find_files([str(path)], [], "k")
         lines(tmp_path, b'{"text": "a"}\n{"text": "b"}\n')
         with pytest.raises(UserError, match=r"a\.jsonl changed while it was being read"):
-            list(UnitReader(Unit(0, "s", next(cut(files, JSONL, 100))), JSONL))
+            list(UnitReader(Unit(0, "s", next(JSONL.cut(files, 100))), JSONL))
 
 
 class TestText:
@@ -316,7 +319,7 @@ class TestJsonl:
 
     def test_other_keys(self, tmp_path):
         path = lines(tmp_path, b'{"body": "b", "url": "u"}\n')
-        (document,) = documents([path], Reader("jsonl", "body", "url"))
+        (document,) = documents([path], JsonlReader("body", "url"))
         assert (document.text, document.id) == ("b", "u")
 
     def test_byte_order_mark_and_blank_lines(self, tmp_path):
@@ -349,7 +352,7 @@ def test_memory_is_that_of_a_record(tmp_path):
         for _ in range(60):
             file.write(orjson.dumps({"text": "x" * 10**6}, option=orjson.OPT_APPEND_NEWLINE))
     files = find_files([str(path)], [], "k")
-    unit = Unit(0, "s", next(cut(files, JSONL, 2**30)))
+    unit = Unit(0, "s", next(JSONL.cut(files, 2**30)))
     tracemalloc.start()
     count = sum(1 for _ in UnitReader(unit, JSONL))
     peak = tracemalloc.get_traced_memory()[1]

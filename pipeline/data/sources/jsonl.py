@@ -1,4 +1,4 @@
-"""Text files and JSON lines, plain and compressed."""
+"""`type: jsonl`: one JSON object a line, plain or compressed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, BinaryIO
 import orjson
 
 from pipeline.data.sources.compression import Decompressed, StreamError, compression_of, open_stream
-from pipeline.data.sources.records import EMPTY, NOT_UTF8, Cursor, Document, Piece, Reader
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.reader import Cursor, Reader
+from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece, escaped, metadata_json
 
-_BOM = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
 CUT_FILE = "truncated JSON lines file"
@@ -24,54 +25,22 @@ _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|([\[{])|([\]}])', re.DO
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_text(cursor: Cursor, piece: Piece) -> Iterator[Document]:
-    """One document a file. A byte order mark is no part of the text; line ends stay as they are."""
-    path, longest = piece.file.path, cursor.reader.max_record_bytes
-    try:
-        with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
-            # A plain file that is too long is not even begun to be held; of a compressed one nobody knows before.
-            limit = longest + 1 if compression_of(path) or piece.file.size <= longest else 0
-            raw = b"".join(_chunks(stream, limit))
-            cursor.digest.update(raw)
-            size = len(raw)
-            if too_long := size == limit:
-                raw = b""
-                while chunk := stream.read(_CHUNK_BYTES):
-                    cursor.digest.update(chunk)
-                    size += len(chunk)
-    except StreamError as error:
-        cursor.give_up(piece, error.reason, error.detail)  # a part of a text is none
-        return
-    cursor.input_bytes += size
-    cursor.bytes_read += piece.file.size
-    cursor.offset = size
-    cursor.ended = True
-    if too_long:
-        yield cursor.rejected(None, 0, cursor.reader.too_long, f"{size} bytes")
-        return
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # utf-8-sig counts from behind the mark.
-        byte = error.start + (len(_BOM) if raw.startswith(_BOM) else 0)
-        around = raw[max(0, byte - 20) : byte + 20]
-        yield cursor.rejected(None, byte, NOT_UTF8, f"byte 0x{raw[byte]:02x} at {byte}", around)
-        return
-    row = cursor.row
-    cursor.row += 1
-    reason = None if text else EMPTY
-    metadata = b"{}" if cursor.kept else None
-    yield Document(text, piece.file.name, cursor.unit.index, row, cursor.piece, None, 0, reason, "", metadata)
+class JsonlReader(Reader):
+    """One JSON object a line; blank lines hold no record."""
+
+    type = "jsonl"
+    numbering = "line"
+
+    def pieces(self, file: File, size: int) -> Iterator[Piece]:
+        """Byte ranges of a plain file; an empty one has no line."""
+        return super().pieces(file, size) if compression_of(file.path) else self.ranges(file, size)
+
+    def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
+        """A document a line."""
+        return _read_lines(cursor, piece)
 
 
-def _chunks(stream: BinaryIO, limit: int) -> Iterator[bytes]:
-    """At most `limit` bytes. `read(limit)` would allocate as much for every small file."""
-    while limit > 0 and (chunk := stream.read(min(limit, _CHUNK_BYTES))):
-        yield chunk
-        limit -= len(chunk)
-
-
-def read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
+def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """One JSON object a line; blank lines hold no record. Of a key that is there twice the last value counts.
 
     Of a compressed file that is cut or damaged, the records of its sound members are given.
@@ -153,8 +122,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
         if too_long:
             yield cursor.rejected(line - 1, byte, reader.too_long, f"{position - byte} bytes", raw)
             continue
-        if byte == 0 and raw.startswith(_BOM):
-            raw = raw[len(_BOM) :]
+        if byte == 0 and raw.startswith(BOM):
+            raw = raw[len(BOM) :]
         try:
             record = loads(raw)
         except orjson.JSONDecodeError as error:
@@ -212,7 +181,7 @@ def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) 
         if isinstance(text, str) and _LONE_SURROGATE.search(text):
             raise _Rejected("lone surrogate", f"in the value of {reader.text_key!r}")
         if isinstance(own, str):
-            record[reader.id_key] = _escaped(own)
+            record[reader.id_key] = escaped(own)
     return record
 
 
@@ -240,32 +209,6 @@ def _number(digits: str) -> int | float:
     """A whole number as orjson reads it: as a float if it does not fit into 64 bits."""
     value = float(digits)
     return int(digits) if abs(value) <= 2**64 and -(2**63) <= int(digits) < 2**64 else value
-
-
-def _escaped(text: str) -> str:
-    """Lone surrogates spelled out."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def metadata_json(values: dict[str, Any]) -> bytes:
-    """Kept values as a JSON object: dates in ISO form, numbers that are none as null, all else as text."""
-    try:
-        return orjson.dumps(values, default=_as_text, option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError:  # nested deeper than can be written, or with lone surrogates
-        return orjson.dumps({key: _writable(value) for key, value in values.items()}, option=orjson.OPT_SORT_KEYS)
-
-
-def _writable(value: Any) -> orjson.Fragment | None:
-    if isinstance(value, str):
-        value = _escaped(value)
-    try:
-        return orjson.Fragment(orjson.dumps(value, default=_as_text, option=orjson.OPT_SORT_KEYS))
-    except orjson.JSONEncodeError:
-        return None
-
-
-def _as_text(value: Any) -> str:
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def _text_reason(record: Any, text_key: str) -> tuple[str, str]:

@@ -1,0 +1,272 @@
+"""Rows of tables as documents.
+
+This module imports pyarrow, which takes a third of a second: import it where it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.common.errors import UserError
+from pipeline.data.sources.reader import Cursor, Reader
+from pipeline.data.sources.records import EMPTY, NOT_UTF8, ROW_BYTES, Document, Piece, metadata_json
+
+BATCH_BYTES = 2**22
+"""What is turned into documents at a time."""
+BATCH_ROWS = 1024
+"""At most so many rows of it: a dictionary of long values tells nothing of how much text its rows become."""
+HELD_BYTES = 2**24
+"""What is held at a time where values repeat, and what a page may ask for however small it is on disk."""
+_LENGTH = struct.Struct("<q")
+
+DAMAGED = (
+    *(pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowIndexError, pa.ArrowTypeError, pa.ArrowKeyError),
+    *(OSError, UnicodeDecodeError),
+)
+"""What pyarrow raises about a file that is not what it should be."""
+
+
+def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
+    """The columns to read.
+
+    Raises:
+        UserError: the text or a metadata column is missing, or the text column cannot hold text.
+    """
+    for key, columns in (("text_key", (reader.text_key,)), ("metadata", reader.metadata)):
+        for name in columns:
+            if name not in schema.names:
+                there = ", ".join(map(repr, schema.names)) or "none"
+                raise UserError(
+                    f"{path} has no column {name!r}; its columns are {there}: set {key} to one of them, or leave the "
+                    "file out with exclude"
+                )
+            if len(schema.get_all_field_indices(name)) > 1:
+                raise UserError(f"{path} has several columns named {name!r}; rename all but one")
+    kind = schema.field(reader.text_key).type
+    if not _holds_text(kind) and not pa.types.is_null(kind):
+        raise UserError(
+            f"{path}: column {reader.text_key!r} is of type {kind}, not text; set text_key to a column of strings, "
+            f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
+        )
+    for name in reader.metadata:
+        if _shares(schema.field(name).type):
+            raise UserError(
+                f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values may "
+                "share bytes, and nobody knows how long they are. Leave it out of metadata, or write it as another type"
+            )
+    own_id = [reader.id_key] if len(schema.get_all_field_indices(reader.id_key)) == 1 else []
+    return list(dict.fromkeys([reader.text_key, *own_id, *reader.metadata]))
+
+
+def rows(
+    cursor: Cursor, piece: Piece, batch: pa.RecordBatch, first: int, share: tuple[int, int], trusted: bool = True
+) -> Iterator[Document]:
+    """The rows of a batch as documents, without those that were read before.
+
+    Args:
+        cursor: what was read.
+        piece: where they lie.
+        batch: the columns.
+        first: row of the file that the batch begins with.
+        share: `bytes_read` before and after the batch.
+        trusted: whether offsets in the batch are sound; else they are checked.
+    """
+    reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
+    update, length, name = cursor.digest.update, _LENGTH.pack, piece.file.name
+    own_ids = reader.id_key in batch.schema.names
+    (low, high), count = share, len(batch)
+    held = max(batch.get_total_buffer_size(), count * max(map(_longest, batch.columns), default=0), 1)
+    step = max(1, min(BATCH_ROWS, BATCH_BYTES * count // held))
+    for begin in range(0, count, step):
+        skip = max(0, cursor.offset - first - begin)
+        if skip >= step:
+            continue
+        part = batch.slice(begin, step)
+        if not trusted:
+            _check_offsets(part)
+        if nested := sum(_expanded(part.column(key)) for key in kept if part.schema.field(key).type.num_fields):
+            cursor.check_expansion(piece, nested, "lists and structs of one batch of rows take", free=HELD_BYTES)
+        texts = text_bytes(part.column(reader.text_key))
+        ids = values(part.column(reader.id_key)) if own_ids else None
+        others = [(key, values(part.column(key))) for key in kept]
+        for place in range(skip, len(texts)):
+            raw, row = texts[place], first + begin + place
+            texts[place] = None  # one text at a time is held twice
+            update(length(-1 if raw is None else len(raw)))
+            size = 0
+            if raw is not None:
+                update(raw)
+                size = len(raw)
+            own = ""
+            if ids is not None:
+                found = ids[place]
+                own = found if type(found) is str else str(found) if type(found) is int else ""
+                encoded = own.encode("utf-8", "replace")
+                update(length(len(encoded)))
+                update(encoded)
+                size += len(encoded)
+            metadata = None
+            if kept:
+                metadata = metadata_json({key: column[place] for key, column in others})
+                update(length(len(metadata)))
+                update(metadata)
+                size += len(metadata)
+            cursor.expand(piece, size + ROW_BYTES)
+            cursor.offset = row + 1
+            cursor.input_bytes += size
+            cursor.bytes_read = low + (high - low) * (begin + place + 1) // count
+            if raw is None:
+                yield cursor.rejected(None, row, "text is null", "")
+                continue
+            if len(raw) > reader.max_record_bytes:
+                yield cursor.rejected(None, row, reader.too_long, f"{len(raw)} bytes", raw)
+                continue
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError as error:
+                around = raw[max(0, error.start - 20) : error.start + 20]
+                yield cursor.rejected(
+                    None, row, NOT_UTF8, f"byte 0x{raw[error.start]:02x} at {error.start} of the text", around
+                )
+                continue
+            place_in_unit = cursor.row
+            cursor.row = place_in_unit + 1
+            reason = None if text else EMPTY
+            yield Document(text, own or f"{name}#{row}", unit, place_in_unit, number, None, row, reason, "", metadata)
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    checks = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_binary_view")
+    return any(getattr(pa.types, check)(kind) for check in checks)
+
+
+def text_bytes(column: pa.Array) -> list[bytes | None]:
+    """The values of a column of strings, as they are: nobody has checked that they are UTF-8."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pa.types.is_dictionary(column.type):
+        return _of_dictionary(text_bytes, column)
+    result: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
+    return result
+
+
+def _of_dictionary(read: Callable[[pa.Array], list[Any]], column: pa.DictionaryArray) -> list[Any]:
+    """What `read` makes of the values that are used, each once: where they repeat they are the same object."""
+    used, places = np.unique(np.asarray(column.indices.fill_null(0)), return_inverse=True)
+    if not len(column.dictionary):
+        return [None] * len(column)
+    found = read(column.dictionary.take(pa.array(used)))
+    there = column.indices.is_valid().to_pylist()
+    return [found[place] if valid else None for place, valid in zip(places.tolist(), there, strict=True)]
+
+
+def _longest(column: pa.Array) -> int:
+    """Bytes of the longest value of a column of views, which may share their bytes; 0 for others."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary
+    if not len(column):
+        return 0
+    if not pa.types.is_string_view(column.type) and not pa.types.is_binary_view(column.type):
+        return 0
+    data = column.buffers()[1]
+    views = np.frombuffer(data, np.int32, data.size // 16 * 4).reshape(-1, 4)
+    return int(views[column.offset : column.offset + len(column), 0].max(initial=0))
+
+
+def _shares(kind: pa.DataType, *, inside: bool = False) -> bool:
+    """Whether values of a type may be longer together than the bytes that hold them, and cannot be measured."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if inside and (pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)):
+        return True
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind) or pa.types.is_run_end_encoded(kind):
+        return True
+    if pa.types.is_dictionary(kind):
+        return _shares(kind.value_type, inside=True)
+    return any(_shares(kind.field(number).type, inside=True) for number in range(kind.num_fields))
+
+
+def _expanded(column: pa.Array) -> int:
+    """Bytes that the values of a column have when each is written out, also those of dictionaries inside of others."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        if not _holds_text(kind):
+            return int(column.nbytes)
+        lengths = pc.binary_length(column.dictionary.cast(pa.large_binary()))
+        return int(pc.sum(lengths.take(column.indices.drop_null())).as_py() or 0)
+    if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        return sum(_expanded(column.field(number)) for number in range(kind.num_fields))
+    if pa.types.is_map(kind):
+        return _expanded(column.keys) + _expanded(column.items)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _expanded(column.flatten())
+    return max(int(column.nbytes), 16 * len(column))  # None takes place in a list, too
+
+
+def values(column: pa.Array) -> list[Any]:
+    """The values of a column of ids or metadata; what Python cannot hold, or is no UTF-8, as near as it gets."""
+    if pa.types.is_dictionary(column.type):
+        return _of_dictionary(values, column)
+    if _holds_text(column.type):
+        return [None if raw is None else raw.decode("utf-8", "backslashreplace") for raw in text_bytes(column)]
+    try:
+        result: list[Any] = column.to_pylist()
+        return result
+    except (ValueError, OverflowError, TypeError, ImportError):
+        pass
+    try:
+        return text_bytes_or_none(column)
+    except DAMAGED:
+        return [None] * len(column)
+
+
+def text_bytes_or_none(column: pa.Array) -> list[Any]:
+    """A column in Arrow's own words."""
+    return [None if raw is None else raw.decode() for raw in text_bytes(column.cast(pa.string()))]
+
+
+def _check_offsets(batch: pa.RecordBatch) -> None:
+    """Look whether the values of a batch lie in its buffers: following a wrong offset would end the process."""
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            # Strings are looked at value by value, and that they are no UTF-8 is the last thing to be found. In nested
+            # columns it hides what else is wrong.
+            simple = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
+            if "UTF8" not in str(error) or not any(check(column.type) for check in simple):
+                raise
+
+
+def damaged_file(cursor: Cursor, piece: Piece, reason: str, error: Exception) -> None:
+    """Take note of a file that cannot be opened, once however many pieces it was cut into."""
+    raise_if_machine(error)
+    cursor.bytes_read += piece.end - piece.start
+    cursor.ended = True
+    if piece.start == 0:
+        cursor.damaged(reason, one_line(error), piece.file.size)
+
+
+def raise_if_machine(error: Exception) -> None:
+    """Raise what says nothing about the content of a file: a disk that fails, a file that may not be read."""
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+
+
+def one_line(error: Exception) -> str:
+    """A message of pyarrow, without the addresses that follow."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
