@@ -13,10 +13,10 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.hashing import value_hash
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.train.checkpoint.committed import UNREADABLE, Checkpoint
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.run.attempts import metrics_path
 
 _MEASURE = ("data", "split", "sequence_length", "compute")
 """Of what a report was made with: losses are comparable where these are the same, and what `WINDOWS` has."""
@@ -50,7 +50,7 @@ class Evaluation:
 
 def evaluations_folder(run: Path) -> Path:
     """Where a run folder has its reports."""
-    return run / "eval"
+    return RunFiles(run).evaluations
 
 
 def report_path(config: Config, step: int) -> Path:
@@ -145,7 +145,7 @@ def _known(run: Path, steps: set[int]) -> tuple[dict[int, int], dict[int, str]]:
                 fingerprints[checkpoint.step] = checkpoint.fingerprint
                 tokens[checkpoint.step] = int(checkpoint.state()["tokens"])
     if left := steps - tokens.keys():
-        for row in storage.json_lines(metrics_path(run)):
+        for row in storage.json_lines(RunFiles(run).metrics):
             if row.get("step") in left and isinstance(row.get("tokens"), int):
                 tokens[row["step"]] = row["tokens"]
     return tokens, fingerprints

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 from pipeline.common import storage
+from pipeline.common.run_files import RunFiles
 from slurm.job.launch_log import Launch, launches
-from slurm.jobs import Stage, folder
+from slurm.jobs import Stage
 
 _LAST = 10
 """Launches that a report shows."""
@@ -15,7 +16,7 @@ _LAST = 10
 
 def report_file(run: Path) -> Path:
     """Where the last report is."""
-    return folder(run) / "report.txt"
+    return RunFiles(run).slurm / "report.txt"
 
 
 def write(run: Path, stage: Stage) -> str:

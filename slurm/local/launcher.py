@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-import orjson
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
@@ -35,6 +34,7 @@ from pipeline.common.errors import (
     Stopped,
     UserError,
 )
+from pipeline.common.run_files import LAUNCHER_LOG, RunFiles
 from pipeline.common.signals import stop_signals
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
@@ -77,8 +77,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     """
     check_layout(config, processes)
     check_devices(config.launch.device, processes)
-    logs = _log_folder(config.run.dir / "logs")
-    exit_file = config.run.dir / "exit.json"
+    logs = _log_folder(RunFiles(config.run.dir).logs)
     start = time.time()
     console = console or Console()
     try:
@@ -90,7 +89,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
         if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
             note_end(config.run.dir, end, start)
         raise
-    return int(orjson.loads(exit_file.read_bytes())["step"])
+    return int(RunFiles(config.run.dir).read_exit()["step"])
 
 
 def launch_evaluation(config: Config, step: int, console: Console | None = None) -> None:
@@ -111,7 +110,7 @@ def launch_evaluation(config: Config, step: int, console: Console | None = None)
     check_evaluation_layout(config, processes)
     check_devices(config.launch.device, processes, "eval.processes", "eval.parallel")
     try:
-        logs = _log_folder(config.run.dir / "logs", "eval")
+        logs = _log_folder(RunFiles(config.run.dir).logs, "eval")
     except OSError:
         logs = Path(tempfile.mkdtemp(prefix="pipeline-eval-"))
     _launch_stage("eval", config, processes, logs, console or Console(), "--step", str(step))
@@ -169,7 +168,7 @@ def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedSt
         signals.listen()  # torch has just put its own handlers, which would end all ranks
         ranks.start(pids)
 
-    with signals, _quiet(logs / "launcher.log"), _private_folder() as folder:
+    with signals, _quiet(logs / LAUNCHER_LOG), _private_folder() as folder:
         try:
             spec = WorkerSpec(
                 role=stage,

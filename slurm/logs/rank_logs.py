@@ -20,6 +20,11 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.log"
 
 
+def srun_log(folder: Path) -> Path:
+    """What srun itself says of the tasks of a launch."""
+    return folder / "srun.log"
+
+
 def error_file(folder: Path, rank: int) -> Path:
     """What a rank leaves when it fails, on this machine; see `pipeline.train.distributed.rank.record_error`."""
     return folder / f"rank-{rank:04d}.error.json"

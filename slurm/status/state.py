@@ -280,7 +280,7 @@ def _training(facts: Facts, attempt: Attempt, beats: Mapping[int, Beat], patienc
     since = attempt.begin
     if facts.cancelled is not None and facts.cancelled.time >= since:
         told.append(f"{facts.cancelled.by} has cancelled it at {when(facts.cancelled.time)}")
-    if (facts.run / "stop").exists():
+    if facts.files.stop.exists():
         told.append("it is asked to stop (stop file)")
     alive = {rank: beat for rank, beat in beats.items() if beat.phase != ENDED}
     told += [f"rank {rank} on {beat.host} hangs at {beat.place}" for rank, beat in alive.items() if beat.phase == HUNG]

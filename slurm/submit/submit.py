@@ -14,6 +14,7 @@ from rich.console import Console
 from pipeline.common.console import say
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
@@ -158,9 +159,9 @@ def write_submission(
     run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None
 ) -> Path:
     """What a job reads when it starts: the resolved run file and the submission, in the run folder."""
-    folder = permissions.make_private(config, run) or jobs.folder(run)
+    folder = permissions.make_private(config, run) or RunFiles(run).slurm
     with integrity.for_owner_alone():
-        run_file = _new_file(folder / "submissions", planned)
+        run_file = _new_file(folder / jobs.SUBMISSIONS, planned)
     run_file.write_text(dump(config), encoding="utf-8")
     trains = planned.stage == "train"
     submission = Submission(
@@ -280,7 +281,7 @@ def _take_back(sent: Sent) -> str:
 @contextmanager
 def one_at_a_time(run: Path) -> Iterator[None]:
     """Of two commands at the same moment one sends, and the other one finds what it has sent."""
-    folder = jobs.folder(run)
+    folder = RunFiles(run).slurm
     folder.mkdir(exist_ok=True)
     with exclusive(folder / "submit.lock", _SUBMIT_SECONDS):
         yield
@@ -305,7 +306,7 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -
         return
     if why_not := refusal(run):
         raise UserError(why_not)
-    stop = run / "stop"
+    stop = RunFiles(run).stop
     if stop.exists():
         stop.unlink(missing_ok=True)
         say(console, f"removed {stop}, which would have stopped the training at once")

@@ -13,6 +13,7 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import NumericalError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.train import FaultsConfig
 from pipeline.train.distributed.process_group import share
 from pipeline.train.run.folder import RunFolder
@@ -77,7 +78,7 @@ class Faults:
     @property
     def record(self) -> Path:
         """One JSON object a fault."""
-        return self._folder.path / "faults.jsonl"
+        return RunFiles(self._folder.path).faults
 
     @property
     def troubled(self) -> bool:

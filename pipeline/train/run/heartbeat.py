@@ -18,6 +18,7 @@ from types import TracebackType
 import orjson
 
 from pipeline.common import process_identity, storage
+from pipeline.common.run_files import RunFiles
 
 HUNG = "hang"
 """The phase of a rank whose watchdog is about to end it."""
@@ -55,7 +56,7 @@ class Beat:
 
 def folder(run: Path) -> Path:
     """Where the heartbeats of a run are."""
-    return run / "heartbeats"
+    return RunFiles(run).heartbeats
 
 
 def node_file(run: Path, node: int) -> Path:

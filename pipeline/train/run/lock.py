@@ -24,6 +24,7 @@ import orjson
 from pipeline.common import process_identity, storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.heartbeat import read_beat
 
 _SQUEUE_SECONDS = 20.0
@@ -61,7 +62,7 @@ class Lock:
         Raises:
             UserError: another process holds it, or may.
         """
-        path, mine = run / "lock", _identity()
+        path, mine = RunFiles(run).lock, _identity()
         with _guard(path):
             before = _bytes(path)
             if before is not None:
@@ -111,8 +112,8 @@ def holder(run: Path) -> Holder | None:
     Raises:
         UserError: the file is damaged.
     """
-    data = _bytes(run / "lock")
-    return None if data is None else _parse(run / "lock", data)
+    data = _bytes(RunFiles(run).lock)
+    return None if data is None else _parse(RunFiles(run).lock, data)
 
 
 def is_held(run: Path, job_state: Callable[[str], str | None] | None = None) -> bool:
@@ -145,7 +146,7 @@ def clear(run: Path, job: str) -> str | None:
         job: that asks, none of whose processes trains now: a lock of its own is of a step that has ended. What lives on
             of that, on a node that was lost, finds out at its next commit.
     """
-    path = run / "lock"
+    path = RunFiles(run).lock
     try:
         return _clear(run, path, job)
     except FileNotFoundError:
@@ -271,8 +272,8 @@ def _in_use(run: Path, held: Holder, why: str) -> str:
     if beat := read_beat(run):
         place = "" if beat.step is None else f", at step {beat.step}"
         text += f"; its last sign of life is of {when(beat.time)}{place} ({beat.phase})"
-    lock = run / "lock"
-    return f"{text}; wait for it, stop it with `touch {run / 'stop'}`, or, if you know that it is gone, remove {lock}"
+    stop, lock = RunFiles(run).stop, RunFiles(run).lock
+    return f"{text}; wait for it, stop it with `touch {stop}`, or, if you know that it is gone, remove {lock}"
 
 
 def _who(held: Holder) -> str:
@@ -285,7 +286,7 @@ def _who(held: Holder) -> str:
 
 def _bytes(lock: Path) -> bytes | None:
     try:
-        return lock.read_bytes()
+        return storage.read_bytes(lock)
     except FileNotFoundError:
         return None
 
@@ -303,7 +304,7 @@ def _parse(lock: Path, data: bytes) -> Holder:
 @contextmanager
 def _guard(lock: Path) -> Iterator[None]:
     """One process at a time, where the file system can do that."""
-    with exclusive(lock.with_name("lock.guard")):
+    with exclusive(lock.with_name(RunFiles.lock_guard)):
         yield
 
 

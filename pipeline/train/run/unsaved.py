@@ -16,6 +16,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import MachineError
 from pipeline.common.format import duration
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.folder import RunFolder
 
 _clock = time.monotonic
@@ -64,7 +65,7 @@ class Saves:
 
 def saves_file(run: Path) -> Path:
     """`saves.json` of a run folder."""
-    return run / "saves.json"
+    return RunFiles(run).saves
 
 
 def read_saves(run: Path) -> Saves | None:
