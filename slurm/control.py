@@ -15,10 +15,11 @@ from rich.console import Console
 
 from pipeline.common.console import say
 from pipeline.common.errors import EXIT_OK, UserError
+from pipeline.common.format import when
 from pipeline.common.run_files import RunFiles
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.heartbeat import read_beat
-from pipeline.train.run.lock import holder, is_held, when
+from pipeline.train.run.lock import holder, is_held
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
 from slurm.job.active_jobs import Active

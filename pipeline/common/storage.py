@@ -222,16 +222,9 @@ def is_stale(tmp: Path) -> bool:
     try:
         if name["space"] != process_identity.pid_space():
             return time.time() - tmp.stat().st_mtime > FOREIGN_S
-        pid = int(name["pid"])
-        found = process_identity.process(pid)
-        if found is not None and found[0] in "ZX":  # dead, and its parent has not asked how yet
-            return True
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass  # it lives, under another user; or the file is gone
-    return False
+        return not process_identity.runs(int(name["pid"]))
+    except OSError:  # the file is gone
+        return False
 
 
 def remove_if_stale(tmp: Path) -> None:

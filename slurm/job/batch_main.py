@@ -24,6 +24,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.console import Console, on_stop, say
 from pipeline.common.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from pipeline.common.format import when
 from pipeline.common.process_identity import node_name
 from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
@@ -42,7 +43,7 @@ from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.restart_policy import Situation, choose, crashes_in_a_row, decide, suspects
 from slurm.job.srun_step import Step, meeting_place
 from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted, stopped
-from slurm.logs.rank_logs import log_file
+from slurm.logs.rank_logs import STAMP, log_file
 from slurm.logs.tail import last_lines
 from slurm.submit import permissions
 from slurm.submit.submission import Submission, read_submission
@@ -230,7 +231,7 @@ class Link:
 
     def _make_logs(self, number: int) -> Path:
         """The folder for what the processes of a launch print."""
-        logs = RunFiles(self._run).logs / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{self._job}.{self._restarts}.{number}"
+        logs = RunFiles(self._run).logs / f"{time.strftime(STAMP)}-{self._job}.{self._restarts}.{number}"
         logs.mkdir(parents=True)
         return logs
 
@@ -577,7 +578,7 @@ class Link:
         self._step = process
 
     def _say(self, text: str) -> None:
-        say(self._console, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+        say(self._console, f"{when(time.time())} {text}")
 
 
 def _this_job(where: jobs.Where) -> tuple[str, int]:

@@ -46,7 +46,7 @@ from pipeline.train.parallel.torch_compat.core import OneNode, WatchedAgent
 from pipeline.train.planning.fit import check_memory
 from pipeline.train.run.folder import note_end
 from slurm.logs.failure_analysis import TAIL, Ended, causes, first_of
-from slurm.logs.rank_logs import error_file, log_file
+from slurm.logs.rank_logs import STAMP, error_file, log_file
 from slurm.logs.tail import last_lines
 from slurm.submit.disk_space import check_room
 
@@ -422,7 +422,7 @@ def _describe(failure: Ended, number: int, logs: Path) -> str:
 
 def _log_folder(parent: Path, stage: LaunchedStage = "train") -> Path:
     """A new folder with the local time as its name; `pipeline logs` knows it by that."""
-    name = time.strftime("%Y-%m-%d_%H-%M-%S") + ("" if stage == "train" else f"-{stage}")
+    name = time.strftime(STAMP) + ("" if stage == "train" else f"-{stage}")
     for attempt in range(1, 1000):
         folder = parent / (name if attempt == 1 else f"{name}.{attempt}")
         with suppress(FileExistsError):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from slurm.logs.tail import Tail, Tails, last_lines
 
+STAMP = "%Y-%m-%d_%H-%M-%S"
+"""Local time as the name of the folder of a launch begins with it."""
 ERRORS = "errors.jsonl"
 """What the ranks of a launch have left of their failures, a line each; of one node while the launch runs."""
 

@@ -6,7 +6,6 @@ Nothing is written, and nothing is too damaged to be looked at: what cannot be r
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ _ROWS = 20_000
 """Rows of the metrics that are looked at, from the last one on."""
 _RECENT = 200
 """Steps that rates are taken from."""
-_SLACK = 2.0
-"""Seconds: a process is told from a later one of the same number by its start, which the kernel rounds."""
 
 T = TypeVar("T")
 
@@ -170,7 +167,7 @@ class Facts:
         """A stage that runs, or may, without a job and without an attempt at training."""
         last = {each.stage: each for each in self.stages if each.end is None}
         for each in reversed(last.values()):
-            alive = lives(each.host, each.pid, each.start)
+            alive = process_identity.ran_at(each.host, each.pid, each.start)
             if alive or (alive is None and each.stage == "preprocess" and self._preprocesses()):
                 return each
         return None
@@ -208,24 +205,6 @@ def is_run(folder: Path) -> bool:
         return any(mark.exists() for mark in marks)
     except OSError:
         return False
-
-
-def lives(host: str, pid: int, since: float) -> bool | None:
-    """Whether the process that was there at a time still runs; None if that cannot be known from this machine.
-
-    Args:
-        host: its machine.
-        pid: its number there.
-        since: when it was there, in seconds since 1970.
-    """
-    if host != socket.gethostname():
-        return None
-    found = process_identity.process(pid)
-    if found is None or found[0] in "ZX":
-        return False
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    started = time.time() - uptime + found[1] / os.sysconf("SC_CLK_TCK")
-    return started <= since + _SLACK
 
 
 def _stages(files: RunFiles) -> list[StageRun]:

@@ -19,11 +19,10 @@ from pipeline.common.errors import (
     EXIT_STOPPED,
     EXIT_UNSAVED,
 )
-from pipeline.common.format import listed
+from pipeline.common.format import listed, when
 from pipeline.data.preprocess.status import duration
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
-from pipeline.train.run.lock import when
 from slurm import jobs
 from slurm.job.launch_log import Launch, Next, is_all
 from slurm.jobs import Cancelled, Job, Stage, Where

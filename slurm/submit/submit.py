@@ -24,6 +24,7 @@ from pipeline.train.run.lock import refusal
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
 from slurm.jobs import Job, Where
+from slurm.logs.rank_logs import STAMP
 from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
 from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
 from slurm.submit.site_profile import site_of
@@ -198,7 +199,7 @@ def _units(config: Config) -> int | None:
 def _new_file(folder: Path, planned: PlannedJob) -> Path:
     """A run file in it that no other job has: `2026-01-31_12-00-00-train.yaml`."""
     folder.mkdir(parents=True, exist_ok=True)
-    base = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{planned.stage}"
+    base = f"{time.strftime(STAMP)}-{planned.stage}"
     base += "" if planned.step is None else f"-{planned.step}"
     number = 1
     while True:

@@ -11,11 +11,10 @@ of the same name, still let only one win.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import orjson
 from pipeline.common import process_identity, storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.format import when
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.heartbeat import read_beat
 
@@ -170,11 +170,6 @@ def _clear(run: Path, path: Path, job: str) -> str | None:
     return None
 
 
-def when(seconds: float) -> str:
-    """A point in time, in seconds since 1970, for people."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
 def job() -> dict[str, Any]:
     """The job and step that this process is part of, how often the job was restarted, where; {} outside of SLURM."""
     number = os.environ.get("SLURM_JOB_ID", "")
@@ -195,23 +190,7 @@ def _number(variable: str) -> int:
 
 def _identity() -> Holder:
     """What tells this process apart from every other one, also from a later one with the same pid."""
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "boot": process_identity.boot(),
-        "namespace": process_identity.namespace(),
-        "pid": pid,
-        "started": _start_time(pid),
-        **job(),
-        "since": time.time(),
-    }
-
-
-def _start_time(pid: int) -> int | None:
-    """Start time of a running process in clock ticks after boot, so that a reused pid is told apart."""
-    found = process_identity.process(pid)
-    # A dead one stays in the table until its parent has asked how it ended, which some never do (PID 1 of containers).
-    return None if found is None or found[0] in "ZX" else found[1]
+    return {**process_identity.identity(), **job(), "since": time.time()}
 
 
 def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] | None = None) -> str | None:
@@ -249,7 +228,7 @@ def _lives_here(held: Holder, mine: Holder) -> bool | None:
         return None if "job" in held else False
     if space != mine["namespace"]:
         return None  # in another container, whose processes have other numbers
-    return bool(_start_time(held["pid"]) == held["started"])
+    return bool(process_identity.start_time(held["pid"]) == held["started"])
 
 
 def _job_state(number: str) -> str | None:
@@ -301,11 +280,9 @@ def _parse(lock: Path, data: bytes) -> Holder:
     return held
 
 
-@contextmanager
-def _guard(lock: Path) -> Iterator[None]:
+def _guard(lock: Path) -> AbstractContextManager[None]:
     """One process at a time, where the file system can do that."""
-    with exclusive(lock.with_name(RunFiles.lock_guard)):
-        yield
+    return exclusive(lock.with_name(RunFiles.lock_guard))
 
 
 def _replace(lock: Path, before: bytes | None, after: bytes) -> bool:
