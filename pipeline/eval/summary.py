@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
@@ -66,7 +66,7 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
     try:
         figures["continuation"] = continue_prompt(config, report.step, console)
     except UserError as error:  # a model that diverged has figures, if bad ones, but no text
-        say(console, f"warning: {error}")
+        warn(console, error)
         figures["continuation"] = None
     storage.put_json(path, figures)
     return figures

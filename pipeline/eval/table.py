@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.common import storage
-from pipeline.common.console import alarm, echo, say
+from pipeline.common.console import alarm, echo, say, warn
 from pipeline.config import Config
 from pipeline.eval.reports import Evaluation, Scores, best, evaluations_folder, read_evaluations, report_files
 
@@ -46,7 +46,7 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
     if any(each.replaced for each in found):
         say(console, "(replaced): the run went back and has another checkpoint of this step by now")
     for path in damaged:
-        say(console, f"warning: {path} is damaged; remove it, and evaluate that step again")
+        warn(console, f"{path} is damaged; remove it, and evaluate that step again")
 
 
 def write_table(run: Path) -> None:

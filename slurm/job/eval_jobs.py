@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from pipeline.common.console import say
+from pipeline.common.console import say, warn
 from pipeline.common.errors import EXIT_OK
 from pipeline.common.run_files import RunFiles
 from pipeline.eval.benchmarks import benchmarks_are_kept
@@ -158,7 +158,7 @@ class Evaluations:
         if cause not in self._warned:
             self._warned.add(cause)
             text = str(error) or type(error).__name__
-            say(self._console, f"warning: checkpoints are not evaluated as they should be: {text}; training goes on")
+            warn(self._console, f"checkpoints are not evaluated as they should be: {text}; training goes on")
 
 
 def _identity(checkpoint: Checkpoint) -> _Identity:

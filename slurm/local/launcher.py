@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from pipeline.common import storage
-from pipeline.common.console import Console, on_stop, say
+from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
@@ -82,7 +82,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     console = console or Console()
     try:
         for line in [*check_memory(config, processes), *check_room(config)]:
-            say(console, f"warning: {line}")
+            warn(console, line)
         _launch_stage("train", config, processes, logs, console)
     except BaseException as end:  # a second Ctrl-C, too
         # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.common.console import say
+from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
 from pipeline.common.run_files import RunFiles
@@ -89,7 +89,7 @@ def submit(
         code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
         sent = send_all(run, config, site, planned, where, code)
     for warning in found_here.warnings:
-        say(console, f"warning: {warning}")
+        warn(console, warning)
     _tell(run, sent, console)
     return sent
 
