@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from pipeline.common import storage
 from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import RunFiles
@@ -48,27 +46,22 @@ class Evaluation:
     """Whether the checkpoint of this step is another one by now: the run went back and came here again."""
 
 
-def evaluations_folder(run: Path) -> Path:
-    """Where a run folder has its reports."""
-    return RunFiles(run).evaluations
-
-
 def report_path(config: Config, step: int) -> Path:
     """Where the evaluation of a checkpoint is kept, or that of the average of its weights."""
     of = "-ema" if config.eval.weights == "ema" else ""
-    return evaluations_folder(config.run.dir) / f"step-{step:08d}{of}.json"
+    return RunFiles(config.run.dir).evaluations / f"step-{step:08d}{of}.json"
 
 
 def evaluated_checkpoint(report: Path) -> str | None:
     """Fingerprint of the checkpoint that a report is of; None without a sound report."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(orjson.loads(storage.read_bytes(report))["made_with"]["checkpoint"])
+        return str(storage.read_object(report)["made_with"]["checkpoint"])
     return None
 
 
 def report_files(run: Path) -> list[Path]:
     """All reports of a run folder, by step."""
-    return sorted(evaluations_folder(run).glob("step-*.json"))
+    return sorted(RunFiles(run).evaluations.glob("step-*.json"))
 
 
 def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
@@ -77,7 +70,7 @@ def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
     damaged = []
     for path in report_files(run):
         try:
-            sound.append((_checked(orjson.loads(storage.read_bytes(path))), path.stat().st_mtime))
+            sound.append((_checked(storage.read_object(path)), path.stat().st_mtime))
         except FileNotFoundError:
             continue
         except (ValueError, KeyError, TypeError):

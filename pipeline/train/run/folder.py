@@ -219,7 +219,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
 def last_attempt(run: Path) -> int:
     """Number of the newest attempt at a run, from 1; 0 before the first one."""
     counter = RunFiles(run).attempt
-    text = storage.read_bytes(counter).decode() if counter.exists() else "0"
+    text = storage.read_bytes(counter).decode(errors="replace") if counter.exists() else "0"
     if not text.strip().isdecimal():
         raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
     return int(text)
