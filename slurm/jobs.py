@@ -82,20 +82,12 @@ def jobs_folder(run: Path) -> Path:
 
 def note(run: Path, job: Job) -> None:
     """Write down that a job was sent."""
-    lines = storage.JsonLines(RunFiles(run).jobs)
-    try:
-        lines.write(asdict(job))
-    finally:
-        lines.close()
+    storage.add_json_line(RunFiles(run).jobs, asdict(job))
 
 
 def note_withdrawn(run: Path, job: Job) -> None:
     """Write down that a job was taken back at once, because one that belongs to it was refused."""
-    lines = storage.JsonLines(RunFiles(run).jobs)
-    try:
-        lines.write({"withdrawn": job.job, "time": time.time()})
-    finally:
-        lines.close()
+    storage.add_json_line(RunFiles(run).jobs, {"withdrawn": job.job, "time": time.time()})
 
 
 def sent(run: Path) -> list[Job]:

@@ -343,6 +343,12 @@ class JsonLines:
         self._file.close()
 
 
+def add_json_line(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a file of JSON lines, as `JsonLines` does."""
+    with contextlib.closing(JsonLines(path)) as lines:
+        lines.write(row)
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Add a line to a file to which other processes of this machine may add theirs at the same time.
 

@@ -211,9 +211,7 @@ class _Run:
             "pid": os.getpid(),
             "time": time.time(),
         }
-        journal = storage.JsonLines(event.job.source.folder / FAILURES_FILE)
-        journal.write(record)
-        journal.close()
+        storage.add_json_line(event.job.source.folder / FAILURES_FILE, record)
         say(self._console, f"{event}, {'it is given up' if event.is_last else 'it will be tried again'}")
         if event.is_last:
             if event.details:

@@ -207,11 +207,7 @@ class Faults:
             "samples": self._describe(row["step"] - 1),
         }
         try:
-            lines = storage.JsonLines(self.record)
-            try:
-                lines.write(fault)
-            finally:
-                lines.close()
+            storage.add_json_line(self.record, fault)
         except OSError as error:  # a full disk ends no run
             warn(self._console, f"{self.record} could not be written: {error.strerror or error}")
 

@@ -238,11 +238,7 @@ def refuse_crash_loop(
 
 def append(run: Path, entry: dict[str, Any]) -> None:
     """Add a line to the ledger."""
-    lines = storage.JsonLines(RunFiles(run).ledger)
-    try:
-        lines.write(entry)
-    finally:
-        lines.close()
+    storage.add_json_line(RunFiles(run).ledger, entry)
 
 
 def _end_line(number: int, code: int | None, reason: str, step: int, seconds: float) -> dict[str, Any]:

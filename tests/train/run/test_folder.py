@@ -43,9 +43,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("name", "content"), [("lock", "[]"), ("lock", ""), ("attempt", ""), ("attempt", "x")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("lock", "[]"), ("lock", ""), ("attempt", ""), ("attempt", "x"), ("attempt", "\xff")]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=f"{name} is damaged"), open_run(tmp_path):
         pass
 
