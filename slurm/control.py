@@ -13,12 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import EXIT_OK, UserError
+from pipeline.common.format import when
+from pipeline.common.run_files import RunFiles
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.heartbeat import read_beat
-from pipeline.train.run.lock import holder, is_held, when
+from pipeline.train.run.lock import holder, is_held
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
 from slurm.job.active_jobs import Active
@@ -121,8 +122,8 @@ def _note(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> None:
         jobs.note_cancelled(run, now=now, stages=stages)
     except PermissionError as error:
         raise UserError(
-            f"{error.filename or jobs.folder(run)} cannot be written by {jobs.user()}; only members of the run's group "
-            "may cancel it (slurm.group, with slurm.umask=0002), or its owner"
+            f"{error.filename or RunFiles(run).slurm} cannot be written by {jobs.user()}; only members of the run's "
+            "group may cancel it (slurm.group, with slurm.umask=0002), or its owner"
         ) from error
 
 
@@ -147,7 +148,7 @@ class _Cancelling:
         self._others: dict[str, Active] = {}
         """Jobs of other stages, as they were at first."""
         self._local = LocalSteps(run)
-        self._stop_file = run / "stop"
+        self._stop_file = RunFiles(run).stop
 
     def run(self, found: Found, wait: float) -> None:
         """Ask for it, wait for it, and say what came of it."""
@@ -269,16 +270,14 @@ class _Cancelling:
         """What there is now, and what stays."""
         done = False
         if not self._stages or "train" in self._stages:
-            with suppress(OSError, UserError, KeyError):
-                file = self._run / "exit.json"
-                if file.stat().st_mtime >= self._begin:
-                    state = storage.get_json(file, "reason")
-                    say(self._console, f"it has left: {state['reason']}")
-                    done = state.get("code") == EXIT_OK
+            state = RunFiles(self._run).exit_state(since=self._begin)
+            if "reason" in state:
+                say(self._console, f"it has left: {state['reason']}")
+                done = state.get("code") == EXIT_OK
             last = Checkpoints.of_run(self._run).latest()
             if last is not None:
                 say(self._console, f"the newest checkpoint is of step {last.step:,} ({when(last.time)})")
-            elif self._now or (self._run / "exit.json").exists():
+            elif self._now or RunFiles(self._run).exit.exists():
                 say(self._console, "there is no checkpoint")
         for job in self._others.keys() - {each.job.job for each in found.active}:
             what = active_jobs.what(self._run, self._others[job].job)

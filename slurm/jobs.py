@@ -14,13 +14,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from pipeline.common import storage
+from pipeline.common.run_files import RunFiles
 
 Stage = Literal["preprocess", "finish", "train", "eval"]
 """`finish` is the job that ends preprocessing after its array."""
 Where = Literal["slurm", "local"]
+SUBMISSIONS = "submissions"
+"""Folder of what jobs read when they start: in `RunFiles.slurm`, or where other users cannot write."""
+CODE = "code"
+"""Folder of code snapshots, in the same places."""
 
 
 @dataclass(frozen=True)
@@ -72,39 +75,26 @@ class Cancelled:
     """Which are meant; empty: all of the run."""
 
 
-def folder(run: Path) -> Path:
-    """What belongs to the scheduler, in a run folder."""
-    return run / "slurm"
-
-
 def jobs_folder(run: Path) -> Path:
     """Scripts and logs of jobs, in the form that submitit writes them."""
-    return folder(run) / "jobs"
+    return RunFiles(run).slurm / "jobs"
 
 
 def note(run: Path, job: Job) -> None:
     """Write down that a job was sent."""
-    lines = storage.JsonLines(folder(run) / "jobs.jsonl")
-    try:
-        lines.write(asdict(job))
-    finally:
-        lines.close()
+    storage.add_json_line(RunFiles(run).jobs, asdict(job))
 
 
 def note_withdrawn(run: Path, job: Job) -> None:
     """Write down that a job was taken back at once, because one that belongs to it was refused."""
-    lines = storage.JsonLines(folder(run) / "jobs.jsonl")
-    try:
-        lines.write({"withdrawn": job.job, "time": time.time()})
-    finally:
-        lines.close()
+    storage.add_json_line(RunFiles(run).jobs, {"withdrawn": job.job, "time": time.time()})
 
 
 def sent(run: Path) -> list[Job]:
     """All jobs of a run in the order in which they were sent, but those that were taken back at once."""
     known = {field.name for field in fields(Job)}
     found: list[Job] = []
-    for line in storage.read_json_lines(folder(run) / "jobs.jsonl"):
+    for line in storage.read_json_lines(RunFiles(run).jobs):
         if "withdrawn" in line:
             found = [job for job in found if job.job != line["withdrawn"]]
             continue
@@ -127,14 +117,10 @@ def user() -> str:
         return str(os.getuid())
 
 
-def _cancelled_file(run: Path) -> Path:
-    return folder(run) / "cancelled"
-
-
 def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
     """Whether and by whom the run was cancelled, or a stage of it."""
     with suppress(OSError, ValueError, TypeError):
-        values = orjson.loads(storage.read_bytes(_cancelled_file(run)))
+        values = storage.read_object(RunFiles(run).cancelled)
         found = Cancelled(**{**values, "stages": tuple(values.get("stages", ()))})
         return found if stage is None or not found.stages or stage in found.stages else None
     return None
@@ -142,10 +128,11 @@ def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
 
 def note_cancelled(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> None:
     """From now on no job of the run, or of these stages of it, starts again."""
-    folder(run).mkdir(parents=True, exist_ok=True)
-    storage.put_json(_cancelled_file(run), asdict(Cancelled(user(), time.time(), now, stages)))
+    file = RunFiles(run).cancelled
+    file.parent.mkdir(parents=True, exist_ok=True)
+    storage.put_json(file, asdict(Cancelled(user(), time.time(), now, stages)))
 
 
 def forget_cancelled(run: Path) -> None:
     """It was submitted again."""
-    _cancelled_file(run).unlink(missing_ok=True)
+    RunFiles(run).cancelled.unlink(missing_ok=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.config.load import RUN_FILE, load_run, no_run_folder
-from pipeline.train.run.attempts import ledger_path
-from slurm import jobs
+from pipeline.common.run_files import RunFiles
+from pipeline.config.load import load_run, no_run_folder
 
 
 def run_folder(run: Path) -> Path:
@@ -22,7 +21,8 @@ def run_folder(run: Path) -> Path:
     if not run.is_dir():
         return load_run(run).run.dir
     path = Path(os.path.abspath(run))
-    signs = (path / RUN_FILE, jobs.folder(path), ledger_path(path), path / "lock")
+    files = RunFiles(path)
+    signs = (files.config, files.slurm, files.ledger, files.lock)
     if not any(sign.exists() for sign in signs):
         raise no_run_folder(run)
     return path

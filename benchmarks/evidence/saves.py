@@ -13,10 +13,11 @@ from typing import Any
 from evidence.child import command, pipeline
 from evidence.corpus import make
 from evidence.item import Result
+from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import read_json_lines
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.monitor.goodput import goodput
-from pipeline.train.run.attempts import attempts, ledger_path, metrics_path
+from pipeline.train.run.attempts import attempts
 
 Rows = Sequence[Mapping[str, Any]]
 """Of metrics.jsonl."""
@@ -83,12 +84,14 @@ def measure(
     checkpoints = Checkpoints.of_run(run)
     committed, unfinished = checkpoints.latest(), checkpoints.unfinished()
     pipeline("train", corpus.file)
-    rows, tries = read_json_lines(metrics_path(run)), attempts(run)
+    rows, tries = read_json_lines(RunFiles(run).metrics), attempts(run)
     latest, used = checkpoints.latest(), goodput(run)
     assert committed and latest and used, "the run has saved"
     found = saves(rows)
     again = repeated(rows, tries[0].number, tries[1].number)
-    begun = {line["attempt"]: line["time"] for line in read_json_lines(ledger_path(run)) if line["event"] == "attempt"}
+    begun = {
+        line["attempt"]: line["time"] for line in read_json_lines(RunFiles(run).ledger) if line["event"] == "attempt"
+    }
     background = [save for save in found if save["step"] < steps]
     return {
         "corpus": corpus.about,
@@ -119,7 +122,7 @@ def measure(
 
 
 def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    while not any("loss" in row and row["step"] >= step for row in read_json_lines(metrics_path(run))):
+    while not any("loss" in row and row["step"] >= step for row in read_json_lines(RunFiles(run).metrics)):
         if process.poll() is not None:
             last = " ".join(log.read_text(errors="replace").split())[-300:]
             raise RuntimeError(f"the run ended before step {step} (exit code {process.returncode}): {last}")

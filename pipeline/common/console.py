@@ -123,6 +123,11 @@ def say(console: rich.console.Console, text: str) -> None:
             raise
 
 
+def warn(console: rich.console.Console, message: object) -> None:
+    """A line that something may be wrong; the command goes on."""
+    say(console, f"warning: {message}")
+
+
 def alarm(label: str, message: str) -> None:
     """What is wrong, to the error output, with a word before it that stands out."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)

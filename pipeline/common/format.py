@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 
 def duration(seconds: float) -> str:
@@ -20,6 +21,11 @@ def minutes(count: int) -> str:
     if hours < 48:
         return f"{hours} h {rest:02d} min" if rest else f"{hours} h"
     return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
+
+
+def when(seconds: float) -> str:
+    """A point in time, in seconds since 1970, by the clock of this machine: `2026-11-23 10:30:00`."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def listed(reason: str) -> str:

@@ -1,13 +1,23 @@
-"""Which kernel and which namespace of pids this process lives in: only there does its pid mean anything."""
+"""Which process is meant by a pid, and whether it still runs.
+
+A pid means something in its kernel and namespace alone, and is used again: the start time tells two processes apart.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import xxhash
+
+_DEAD = "ZXx"
+"""States of a process that has ended; its parent has not asked how yet, which some never do (PID 1 of containers)."""
+_SLACK = 2.0
+"""Seconds: the kernel rounds the start of a process."""
 
 
 @cache
@@ -46,3 +56,52 @@ def process(pid: int) -> tuple[str, int] | None:
         return values[0].decode(), int(values[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks after boot; None if none runs under this pid, or that cannot be read."""
+    found = process(pid)
+    return None if found is None or found[0] in _DEAD else found[1]
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process has this pid, also one of another user that may not be looked at."""
+    found = process(pid)
+    if found is not None:
+        return found[0] not in _DEAD
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
+
+
+def ran_at(host: str, pid: int, moment: float) -> bool | None:
+    """Tell whether the process that had this pid at a time still runs; None if that cannot be known from this machine.
+
+    Args:
+        host: its machine.
+        pid: its number there.
+        moment: in seconds since 1970.
+    """
+    if host != socket.gethostname():
+        return None
+    start = start_time(pid)
+    if start is None:
+        return False
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime + start / os.sysconf("SC_CLK_TCK") <= moment + _SLACK
+
+
+def identity() -> dict[str, Any]:
+    """Facts that tell this process apart from every other one, also from a later one with the same pid."""
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": boot(),
+        "namespace": namespace(),
+        "pid": pid,
+        "started": start_time(pid),
+    }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from typing import Any
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -17,11 +19,20 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def ignore(*numbers: int) -> None:
     """Let signals do nothing from now on.
 
-    Python prints a traceback of one that comes while it is told to ignore it; here it waits, and is dropped.
+    Python prints a traceback of one that comes while it is told to ignore it; here it waits, and is dropped. One that
+    another thread has taken at that moment cannot wait: its traceback is not printed.
     """
+    sys.unraisablehook = _all_but_late_signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _all_but_late_signals(unraisable: Any) -> None:
+    """An `unraisablehook` that is silent about signals that came while they began to be ignored."""
+    error = unraisable.exc_value
+    if not (isinstance(error, OSError) and str(error).endswith("ignored due to race condition")):
+        sys.__unraisablehook__(unraisable)

@@ -27,6 +27,8 @@ TEMPORARY_SUFFIX = ".tmp"
 FOREIGN_S = 7 * 86_400.0
 """A temporary file of another machine or container that nobody has written for so long is nobody's."""
 _SHOWN_NAME = 200
+_BLOCK = 2**20
+"""Bytes that are read at once from the end of a file."""
 _SHARED = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """To open a file that stays in its place; a pipe with its name is no reason to wait."""
 _TEMPORARY = re.compile(r"\..+\.(?P<space>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
@@ -172,6 +174,19 @@ def get_json(path: Path, *keys: str) -> Any:
     return value
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, without a word of the file in the errors.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else.
+    """
+    value = orjson.loads(read_bytes(path))
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
     """What is written inside is one thing to the user, whatever file of it fails.
@@ -207,16 +222,9 @@ def is_stale(tmp: Path) -> bool:
     try:
         if name["space"] != process_identity.pid_space():
             return time.time() - tmp.stat().st_mtime > FOREIGN_S
-        pid = int(name["pid"])
-        found = process_identity.process(pid)
-        if found is not None and found[0] in "ZX":  # dead, and its parent has not asked how yet
-            return True
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass  # it lives, under another user; or the file is gone
-    return False
+        return not process_identity.runs(int(name["pid"]))
+    except OSError:  # the file is gone
+        return False
 
 
 def remove_if_stale(tmp: Path) -> None:
@@ -335,6 +343,12 @@ class JsonLines:
         self._file.close()
 
 
+def add_json_line(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a file of JSON lines, as `JsonLines` does."""
+    with contextlib.closing(JsonLines(path)) as lines:
+        lines.write(row)
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Add a line to a file to which other processes of this machine may add theirs at the same time.
 
@@ -400,3 +414,26 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
                 yield row
             elif line.strip() and line.endswith(b"\n"):
                 unread()
+
+
+def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines from the last one on, reading no more of it than is asked for."""
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        place, rest = file.seek(0, os.SEEK_END), b""
+        while place > 0:
+            size = min(_BLOCK, place)
+            place -= size
+            file.seek(place)
+            first, *lines = (file.read(size) + rest).split(b"\n")
+            if place == 0:
+                lines, first = [first, *lines], b""
+            rest = first
+            for line in reversed(lines):
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    row = orjson.loads(line)
+                    if isinstance(row, dict):
+                        yield row

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 import pipeline
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
 from pipeline.config.document import PLACEHOLDER, Document, Place, Problem, parse, render
 from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
 from pipeline.config.problems import place_of, show, translate
@@ -25,11 +26,11 @@ from pipeline.config.schema import KeyPath, dotted
 from pipeline.config.slurm import is_profile_file
 
 COMMAND_LINE = "command line"
-RUN_FILE = "config.yaml"
-"""In a run folder: what the run was started with last."""
+RUN_FILE = RunFiles.config
+"""Also in an export and beside the logs of a launch."""
 _DIGITS: Sequence[KeyPath] = [("slurm", "umask")]
 """Keys whose values are digits, and not a number: a zero before them matters."""
-_BESIDE_RUN_FILE = ("ledger.jsonl", "metrics.jsonl", "export.json", "launcher.log")
+_BESIDE_RUN_FILE = (RunFiles.ledger, RunFiles.metrics, EXPORT_ORIGIN, LAUNCHER_LOG)
 """What a run, an export and a launch leave beside the file that they have written."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from pipeline.common.run_files import RunFiles
 from pipeline.config.base import Section
 from pipeline.config.blend import BlendConfig, StageConfig
 from pipeline.config.data import DataConfig
@@ -139,7 +140,7 @@ class Config(Section):
     @property
     def data_dir(self) -> Path:
         """Folder of the datasets."""
-        return self.data.dir or self.run.dir / "data"
+        return self.data.dir or RunFiles(self.run.dir).data
 
     @property
     def max_positions(self) -> int:

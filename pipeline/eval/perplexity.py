@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import Console, progress, say
+from pipeline.common.console import Console, progress, say, warn
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.token_bytes import text_bytes
@@ -112,7 +112,7 @@ def evaluate(
         beat()
         run_benchmarks(engine, console, keep=keep, beat=beat)
     if not keep:
-        say(console, f"warning: {config.run.dir} cannot be written to; the result is not kept")
+        warn(console, f"{config.run.dir} cannot be written to; the result is not kept")
     return report
 
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from pipeline.common import storage
 from pipeline.common.hashing import value_hash
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.train.checkpoint.committed import UNREADABLE, Checkpoint
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.run.attempts import metrics_path
 
 _MEASURE = ("data", "split", "sequence_length", "compute")
 """Of what a report was made with: losses are comparable where these are the same, and what `WINDOWS` has."""
@@ -48,27 +46,22 @@ class Evaluation:
     """Whether the checkpoint of this step is another one by now: the run went back and came here again."""
 
 
-def evaluations_folder(run: Path) -> Path:
-    """Where a run folder has its reports."""
-    return run / "eval"
-
-
 def report_path(config: Config, step: int) -> Path:
     """Where the evaluation of a checkpoint is kept, or that of the average of its weights."""
     of = "-ema" if config.eval.weights == "ema" else ""
-    return evaluations_folder(config.run.dir) / f"step-{step:08d}{of}.json"
+    return RunFiles(config.run.dir).evaluations / f"step-{step:08d}{of}.json"
 
 
 def evaluated_checkpoint(report: Path) -> str | None:
     """Fingerprint of the checkpoint that a report is of; None without a sound report."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(orjson.loads(storage.read_bytes(report))["made_with"]["checkpoint"])
+        return str(storage.read_object(report)["made_with"]["checkpoint"])
     return None
 
 
 def report_files(run: Path) -> list[Path]:
     """All reports of a run folder, by step."""
-    return sorted(evaluations_folder(run).glob("step-*.json"))
+    return sorted(RunFiles(run).evaluations.glob("step-*.json"))
 
 
 def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
@@ -77,7 +70,7 @@ def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
     damaged = []
     for path in report_files(run):
         try:
-            sound.append((_checked(orjson.loads(storage.read_bytes(path))), path.stat().st_mtime))
+            sound.append((_checked(storage.read_object(path)), path.stat().st_mtime))
         except FileNotFoundError:
             continue
         except (ValueError, KeyError, TypeError):
@@ -145,7 +138,7 @@ def _known(run: Path, steps: set[int]) -> tuple[dict[int, int], dict[int, str]]:
                 fingerprints[checkpoint.step] = checkpoint.fingerprint
                 tokens[checkpoint.step] = int(checkpoint.state()["tokens"])
     if left := steps - tokens.keys():
-        for row in storage.json_lines(metrics_path(run)):
+        for row in storage.json_lines(RunFiles(run).metrics):
             if row.get("step") in left and isinstance(row.get("tokens"), int):
                 tokens[row["step"]] = row["tokens"]
     return tokens, fingerprints

@@ -13,8 +13,9 @@ from typing import Any
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
@@ -22,7 +23,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.eval.perplexity import EvalReport
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.eval.text import continue_prompt
-from pipeline.train.run.folder import metrics_path, read_metrics
+from pipeline.train.run.folder import read_metrics
 
 
 def summarize(config: Config, report: EvalReport, seconds: dict[str, float], console: Console) -> dict[str, Any]:
@@ -34,11 +35,11 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
         seconds: wall time by stage, over all attempts.
         console: where the generated continuation is printed.
     """
-    path = config.run.dir / "summary.json"
+    path = RunFiles(config.run.dir).summary
     train, heldout = (list(open_datasets(config, split).values()) for split in (TRAIN, config.eval.split))
     rows = [row for row in read_metrics(config.run.dir) if "loss" in row and row["step"] <= report.step]
     if not rows:
-        raise UserError(f"{metrics_path(config.run.dir)} has no step up to {report.step}; was it moved or emptied?")
+        raise UserError(f"{RunFiles(config.run.dir).metrics} has no step up to {report.step}; was it moved or emptied?")
     everything = train + heldout
     figures: dict[str, Any] = {
         "documents": sum(dataset.documents for dataset in everything),
@@ -65,7 +66,7 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
     try:
         figures["continuation"] = continue_prompt(config, report.step, console)
     except UserError as error:  # a model that diverged has figures, if bad ones, but no text
-        say(console, f"warning: {error}")
+        warn(console, error)
         figures["continuation"] = None
     storage.put_json(path, figures)
     return figures
@@ -102,9 +103,9 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
         if stage in summary["seconds"]:
             table.add_row(f"{stage} time", f"{summary['seconds'][stage]:.1f} s")
     console.print(table)
-    say(console, f"run folder: {config.run.dir} (these figures: summary.json)")
+    say(console, f"run folder: {config.run.dir} (these figures: {RunFiles.summary})")
     program = _program()
-    file = shlex.quote(str(config.run.dir / "config.yaml"))
+    file = shlex.quote(str(RunFiles(config.run.dir).config))
     data = shlex.quote(str(dataset_folder(config, config.data.sources[0], "train")))
     say(console, "try next:")
     for command in (

@@ -17,9 +17,10 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.common import storage
-from pipeline.common.console import alarm, echo, say
+from pipeline.common.console import alarm, echo, say, warn
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.eval.reports import Evaluation, Scores, best, evaluations_folder, read_evaluations, report_files
+from pipeline.eval.reports import Evaluation, Scores, best, read_evaluations, report_files
 
 TABLE_FILE = "table.csv"
 _SCORES = {"loss": ",.4f", "perplexity": ",.2f", "bits_per_byte": ",.4f"}
@@ -46,7 +47,7 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
     if any(each.replaced for each in found):
         say(console, "(replaced): the run went back and has another checkpoint of this step by now")
     for path in damaged:
-        say(console, f"warning: {path} is damaged; remove it, and evaluate that step again")
+        warn(console, f"{path} is damaged; remove it, and evaluate that step again")
 
 
 def write_table(run: Path) -> None:
@@ -56,7 +57,7 @@ def write_table(run: Path) -> None:
     one's writing: so it looks again until what it wrote is what there is. Where it cannot be written it says so, and no
     report is the worse for it.
     """
-    file = evaluations_folder(run) / TABLE_FILE
+    file = RunFiles(run).evaluations / TABLE_FILE
     seen: list[tuple[str, int, int]] | None = None
     try:
         while seen != (there := _fingerprints(run)):

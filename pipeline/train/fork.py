@@ -20,10 +20,11 @@ from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.config.load import RUN_FILE, dump, load_run, no_run_folder
+from pipeline.config.load import dump, load_run, no_run_folder
 from pipeline.data.preprocess.run_file_check import check_run_file
-from pipeline.data.provenance.run import JOURNAL_FILE, saved_journal
+from pipeline.data.provenance.run import saved_journal
 from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, damage_named, record_of
 from pipeline.train.checkpoint.dcp_storage import refuse_misfit
 from pipeline.train.checkpoint.manager import Checkpoints
@@ -32,7 +33,7 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.monitor.phase_log import describe_run
 from pipeline.train.open_run import open_validation
 from pipeline.train.resume import changes
-from pipeline.train.run.folder import make_writable, metrics_path
+from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import Lock
 from pipeline.train.run_plan import RunPlan, plan_run
 
@@ -51,7 +52,7 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         UserError: there is no such checkpoint, or it is damaged; the new run has begun already; or it differs in what
             the checkpoint depends on.
     """
-    if run.is_dir() and not (run / RUN_FILE).is_file() and not Checkpoints.of_run(run).folder.is_dir():
+    if run.is_dir() and not RunFiles(run).config.is_file() and not Checkpoints.of_run(run).folder.is_dir():
         raise no_run_folder(run)
     parent = run.absolute() if run.is_dir() else load_run(run).run.dir
     child = config.run.dir
@@ -86,13 +87,14 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         "origin": state.get("origin") or None,
     }
     make_writable(child)
+    files = RunFiles(child)
     with storage.writing(f"run.dir {child} of the new run"):
         lock = Lock.take(child)
         try:
             _check_new(parent, child)  # another one may have come first
             state |= {"journal": past.forked(step).to_json(), "attempt": 0, "origin": origin}
-            storage.put_json(child / JOURNAL_FILE, plan.journal.to_json())
-            storage.put(child / RUN_FILE, dump(config).encode())
+            storage.put_json(files.journal, plan.journal.to_json())
+            storage.put(files.config, dump(config).encode())
             linked, copied = _copy(checkpoint, state, Checkpoints.of_run(child), lock)
         finally:
             lock.release()
@@ -102,8 +104,9 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
 
 _ANOTHER = "set run.dir to a new folder"
 _BEFORE_THE_FIRST_STEP = (
-    *("checkpoints", "data", "ledger.jsonl", "lock", "lock.guard", RUN_FILE, JOURNAL_FILE),
-    *("attempt", "exit.json", "heartbeats", "logs", "tensorboard", "stop", "save"),
+    *(RunFiles.checkpoints, RunFiles.data, RunFiles.ledger, RunFiles.lock, RunFiles.lock_guard, RunFiles.config),
+    *(RunFiles.journal, RunFiles.attempt, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs, RunFiles.tensorboard),
+    *(RunFiles.stop, RunFiles.save),
 )
 """What `pipeline preprocess`, a fork that was killed and a start that was refused leave in a run folder."""
 _OF_THE_USER = (".yaml", ".yml", ".sh", ".md", ".txt", ".log", ".out", ".err")
@@ -119,8 +122,8 @@ def _check_new(parent: Path, child: Path) -> None:
         raise UserError(
             f"run.dir of the new run, {child}, lies around the run folder of its parent, {parent}; {_ANOTHER}"
         )
-    begun = [path for path in (child / "checkpoints", metrics_path(child)) if path.exists()]
-    if Checkpoints.of_run(child).all() or metrics_path(child).exists():
+    begun = [path for path in (RunFiles(child).checkpoints, RunFiles(child).metrics) if path.exists()]
+    if Checkpoints.of_run(child).all() or RunFiles(child).metrics.exists():
         undo = f"; or, since nothing was trained in it after a fork: remove {begun[0]} to fork again"
         raise UserError(
             f"a run has begun in {child} ({begun[0].name} is there); {_ANOTHER}{undo if _only_forked(child) else ''}"
@@ -129,7 +132,7 @@ def _check_new(parent: Path, child: Path) -> None:
 
 def _only_forked(child: Path) -> bool:
     """Whether there is nothing but the checkpoint that a fork has put there."""
-    if metrics_path(child).exists():
+    if RunFiles(child).metrics.exists():
         return False
     try:
         origins = [checkpoint.state().get("origin") for checkpoint in Checkpoints.of_run(child).all()]

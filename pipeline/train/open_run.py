@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from pipeline import __version__
-from pipeline.common.console import say
+from pipeline.common.console import say, warn
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.versions import code_hash, versions
@@ -51,7 +51,7 @@ def open_run_everywhere(
     stack.enter_context(watchdog.heartbeats(folder, ranks, config.launch.heartbeat_seconds))
 
     def report(line: str) -> None:
-        say(console, f"warning: {line}")
+        warn(console, line)
 
     damage: list[str] = []
     checkpoint = resume_point(checkpoints, config.resume, damage.append)

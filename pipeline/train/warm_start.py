@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.train import InitFromConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -118,7 +119,7 @@ def _kind(wanted: InitFromConfig) -> str:
             f"train.init_from.path: there is no folder {path}; name a run folder, a checkpoint in it, or a folder with "
             "exported weights"
         )
-    if (path / "checkpoints").is_dir():
+    if RunFiles(path).checkpoints.is_dir():
         return "run"
     number = path.name.removeprefix("step-")
     is_checkpoint = (path / COMMIT).exists() and path.name.startswith("step-") and number.isdigit()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common.errors import MachineError
+from slurm.logs.tail import last_lines
 
 _POLL = 0.05
 """Seconds between two looks at what is waited for."""
@@ -100,10 +101,8 @@ def wait(ready: Callable[[], bool], what: str, pid: int, seconds: float, logs: S
 def tail(logs: Iterable[Path]) -> str:
     """The last lines of the first of the files that has any, as the end of a message."""
     for log in logs:
-        with suppress(FileNotFoundError):
-            lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
-            if lines:
-                return f" The end of {log}:\n" + "\n".join(lines)
+        if lines := last_lines(log, _TAIL):
+            return f" The end of {log}:\n" + "\n".join(lines)
     return ""
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common import storage
-from pipeline.common.console import alarm, echo, say
+from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
 from pipeline.config.load import load, load_written
 from slurm.doctor.node import Place, disks, host_name, memory, node_name, shared_memory, software
@@ -279,7 +279,7 @@ def _show(console: Console, reports: dict[str, Report | None], found: Verdict) -
             table.add_row(*([node] if several else []), check.name, mark, check.value)
     console.print(table)
     for warning in found.warnings:
-        say(console, f"warning: {warning}")
+        warn(console, warning)
     if not found.unhealthy:
         say(console, "fit for training" if not several else f"{len(reports)} nodes, all fit for training")
 

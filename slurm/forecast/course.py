@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.config.train import CheckpointConfig
@@ -29,7 +30,7 @@ from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.planning.devices import Device, calibrated, device_of_gres
-from pipeline.train.run.attempts import attempts, metrics_path, rows_backwards
+from pipeline.train.run.attempts import attempts
 from slurm.submit.job_plan import PlannedJob
 
 ASSUMED_MFU = 0.35
@@ -234,7 +235,7 @@ def _mfu(config: Config, device: Device, processes: int) -> tuple[float, str, st
 
 def _measured(run: Path, processes: int) -> tuple[float, str] | None:
     """Tokens a second in the last attempt that made steps; taken as proportional to the number of processes."""
-    rows = list(islice(rows_backwards(metrics_path(run)), _ROWS))
+    rows = list(islice(RunFiles(run).newest_rows(), _ROWS))
     newest = next((row.get("attempt") for row in rows if "step_seconds" in row), None)
     rate = measured_rate(row for row in rows if row.get("attempt") == newest)
     if rate is None:

@@ -13,11 +13,11 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.format import when
 from pipeline.config import Config
 from pipeline.config.document import parse
 from pipeline.config.load import dump
 from pipeline.config.problems import show
-from pipeline.train.run.lock import when
 from slurm import jobs, scheduler
 from slurm.job.launch_log import is_all, launches
 from slurm.jobs import Job, Stage

@@ -24,7 +24,9 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.console import Console, on_stop, say
 from pipeline.common.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from pipeline.common.format import when
 from pipeline.common.process_identity import node_name
+from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.folder import last_attempt
@@ -39,8 +41,10 @@ from slurm.job.array_end import array_end
 from slurm.job.eval_jobs import Evaluations
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.restart_policy import Situation, choose, crashes_in_a_row, decide, suspects
-from slurm.job.srun_step import Step, meeting_place, tail
+from slurm.job.srun_step import Step, meeting_place
 from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted, stopped
+from slurm.logs.rank_logs import STAMP, log_file
+from slurm.logs.tail import last_lines
 from slurm.submit import permissions
 from slurm.submit.submission import Submission, read_submission
 
@@ -227,7 +231,7 @@ class Link:
 
     def _make_logs(self, number: int) -> Path:
         """The folder for what the processes of a launch print."""
-        logs = self._run / "logs" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{self._job}.{self._restarts}.{number}"
+        logs = RunFiles(self._run).logs / f"{time.strftime(STAMP)}-{self._job}.{self._restarts}.{number}"
         logs.mkdir(parents=True)
         return logs
 
@@ -252,7 +256,7 @@ class Link:
         if state is not None and state.agreed:
             return state
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
-        said = tail(step.said, _SAID)
+        said = "\n".join(last_lines(step.said, _SAID))
         failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, said)
         # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
         if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
@@ -266,7 +270,8 @@ class Link:
             return Ending(EXIT_STOPPED, "it was stopped; what was committed is kept")
         if status == EXIT_OK and not lost:
             return Ending(EXIT_OK, "done")
-        last = tail(step.said if step.nodes else step.logs / "rank-0000.log", 3).replace("\n", "; ")
+        ends = "\n".join(last_lines(step.said if step.nodes else log_file(step.logs, 0), 3))
+        last = "; ".join(ends.splitlines()[-3:])  # a progress bar is a line without line feeds
         text = f"{'srun' if step.nodes else 'the process'} left with {status}: {last or 'it said nothing'}"
         if full := storage.cannot_write(self._run):
             text += f"; the run folder cannot be written ({full}), so that more could not be noted: make room"
@@ -278,7 +283,7 @@ class Link:
 
         Opening it asks the server of a network file system, where `stat` may be answered from memory.
         """
-        with suppress(OSError, UserError), storage.open_regular(self._run / "exit.json") as file:
+        with suppress(OSError, UserError), storage.open_regular(RunFiles(self._run).exit) as file:
             stat = os.fstat(file.fileno())
             return stat.st_ino, stat.st_mtime_ns, file.read()
         return None
@@ -471,7 +476,7 @@ class Link:
         step.run(lambda: None, lambda _: None)
         if signal.SIGTERM in self._told:
             return []  # it was not the nodes that kept them from answering
-        said = tail(step.said, _SAID)
+        said = "\n".join(last_lines(step.said, _SAID))
         if (failure := first_failure(folder, nodes, 1, said)) and failure.lost_nodes:
             # srun has ended the others. The scheduler knows of the lost one itself.
             return [f"warning: the check of the nodes was interrupted: {failure.words}"]
@@ -573,7 +578,7 @@ class Link:
         self._step = process
 
     def _say(self, text: str) -> None:
-        say(self._console, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+        say(self._console, f"{when(time.time())} {text}")
 
 
 def _this_job(where: jobs.Where) -> tuple[str, int]:

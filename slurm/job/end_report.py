@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from pipeline.common import storage
+from pipeline.common.format import when
+from pipeline.common.run_files import RunFiles
 from slurm.job.launch_log import Launch, launches
-from slurm.jobs import Stage, folder
+from slurm.jobs import Stage
 
 _LAST = 10
 """Launches that a report shows."""
@@ -15,7 +16,7 @@ _LAST = 10
 
 def report_file(run: Path) -> Path:
     """Where the last report is."""
-    return folder(run) / "report.txt"
+    return RunFiles(run).slurm / "report.txt"
 
 
 def write(run: Path, stage: Stage) -> str:
@@ -36,9 +37,7 @@ def write(run: Path, stage: Stage) -> str:
 
 
 def _line(launch: Launch) -> str:
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.time))
     where = ",".join(launch.nodes) or launch.host
-    text = (
-        f"{began} job {launch.job}.{launch.restarts} launch {launch.number} on {where}, from step {launch.checkpoint}: "
-    )
+    which = f"{when(launch.time)} job {launch.job}.{launch.restarts} launch {launch.number}"
+    text = f"{which} on {where}, from step {launch.checkpoint}: "
     return text + (f"{launch.end.reason}" if launch.end else "no word of its end (killed, or its node was lost)")

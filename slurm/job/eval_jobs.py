@@ -7,12 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
-import orjson
 from rich.console import Console
 
-from pipeline.common import storage
-from pipeline.common.console import say
+from pipeline.common.console import say, warn
 from pipeline.common.errors import EXIT_OK
+from pipeline.common.run_files import RunFiles
 from pipeline.eval.benchmarks import benchmarks_are_kept
 from pipeline.eval.reports import evaluated_checkpoint, report_path
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
@@ -90,8 +89,8 @@ class Evaluations:
 
     def _last_step(self) -> int | None:
         """Steps of the run if it is trained to its end."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            state = orjson.loads(storage.read_bytes(self._run / "exit.json"))
+        state = RunFiles(self._run).exit_state()
+        with suppress(ValueError, KeyError, TypeError):
             if state["code"] == EXIT_OK:
                 return int(state["step"])
         return None
@@ -159,7 +158,7 @@ class Evaluations:
         if cause not in self._warned:
             self._warned.add(cause)
             text = str(error) or type(error).__name__
-            say(self._console, f"warning: checkpoints are not evaluated as they should be: {text}; training goes on")
+            warn(self._console, f"checkpoints are not evaluated as they should be: {text}; training goes on")
 
 
 def _identity(checkpoint: Checkpoint) -> _Identity:

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.common import storage
 from pipeline.common.errors import EXIT_OK, EXIT_STOPPED
-from pipeline.train.run.attempts import append, ledger_path
+from pipeline.common.run_files import RunFiles
+from pipeline.train.run.attempts import append
 from slurm.jobs import Stage
 
 _BEGIN, _END = "launch", "launch end"
@@ -106,7 +106,7 @@ def end(run: Path, launch: Launch, how: LaunchEnd) -> None:
 def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
     """All launches of a run, or those of a stage, in the order in which they began."""
     found: dict[tuple[str, int, int], Launch] = {}
-    for line in storage.read_json_lines(ledger_path(run)):
+    for line in RunFiles(run).ledger_lines():
         try:
             if line.get("event") == _BEGIN:
                 values = {each.name: line[each.name] for each in fields(Launch) if each.name != "end"}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm.job.srun_task import LOGS
+from slurm.logs.rank_logs import log_file, srun_log
 from slurm.submit.submission import Submission
 
 _POLL = 0.2
@@ -46,7 +47,7 @@ class Step:
     @property
     def said(self) -> Path:
         """What srun itself says of its tasks."""
-        return self.logs / "srun.log"
+        return srun_log(self.logs)
 
     def command(self, *, outside: bool = False) -> list[str]:
         """The whole command line; `outside` of a container, with the interpreter of this process."""
@@ -104,7 +105,7 @@ class Step:
             started: is given the process.
         """
         environment = {**os.environ, **self.environment, LOGS: str(self.logs), "PYTHONUNBUFFERED": "1"}
-        output = self.said if self.nodes else self.logs / "rank-0000.log"
+        output = self.said if self.nodes else log_file(self.logs, 0)
         with output.open("ab") as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.
             process = subprocess.Popen(
@@ -140,10 +141,3 @@ def meeting_place(submission: Submission, nodes: Sequence[str]) -> dict[str, str
     if interface := submission.site.network_interface:
         place |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return place
-
-
-def tail(file: Path, lines: int = 20) -> str:
-    """The last lines of a file that may not be there."""
-    with suppress(OSError):
-        return "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
-    return ""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from slurm import jobs
 from slurm.job.launch_log import launches
 from slurm.jobs import Job
@@ -57,7 +58,7 @@ class LocalSteps:
 
     def _submissions(self) -> Iterator[Path]:
         """Folders with run files of jobs: that of the run, and where other users cannot write."""
-        yield jobs.folder(self._run) / "submissions"
+        yield RunFiles(self._run).slurm / jobs.SUBMISSIONS
         for job in jobs.sent(self._run):
             with suppress(UserError):
                 yield read_submission(self._run / job.submission).run_file.parent

@@ -19,12 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-import orjson
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from pipeline.common import storage
-from pipeline.common.console import Console, on_stop, say
+from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
@@ -35,6 +34,7 @@ from pipeline.common.errors import (
     Stopped,
     UserError,
 )
+from pipeline.common.run_files import LAUNCHER_LOG, RunFiles
 from pipeline.common.signals import stop_signals
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
@@ -46,7 +46,7 @@ from pipeline.train.parallel.torch_compat.core import OneNode, WatchedAgent
 from pipeline.train.planning.fit import check_memory
 from pipeline.train.run.folder import note_end
 from slurm.logs.failure_analysis import TAIL, Ended, causes, first_of
-from slurm.logs.rank_logs import error_file, log_file
+from slurm.logs.rank_logs import STAMP, error_file, log_file
 from slurm.logs.tail import last_lines
 from slurm.submit.disk_space import check_room
 
@@ -77,20 +77,19 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     """
     check_layout(config, processes)
     check_devices(config.launch.device, processes)
-    logs = _log_folder(config.run.dir / "logs")
-    exit_file = config.run.dir / "exit.json"
+    logs = _log_folder(RunFiles(config.run.dir).logs)
     start = time.time()
     console = console or Console()
     try:
         for line in [*check_memory(config, processes), *check_room(config)]:
-            say(console, f"warning: {line}")
+            warn(console, line)
         _launch_stage("train", config, processes, logs, console)
     except BaseException as end:  # a second Ctrl-C, too
         # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.
         if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
             note_end(config.run.dir, end, start)
         raise
-    return int(orjson.loads(exit_file.read_bytes())["step"])
+    return int(RunFiles(config.run.dir).read_exit()["step"])
 
 
 def launch_evaluation(config: Config, step: int, console: Console | None = None) -> None:
@@ -111,7 +110,7 @@ def launch_evaluation(config: Config, step: int, console: Console | None = None)
     check_evaluation_layout(config, processes)
     check_devices(config.launch.device, processes, "eval.processes", "eval.parallel")
     try:
-        logs = _log_folder(config.run.dir / "logs", "eval")
+        logs = _log_folder(RunFiles(config.run.dir).logs, "eval")
     except OSError:
         logs = Path(tempfile.mkdtemp(prefix="pipeline-eval-"))
     _launch_stage("eval", config, processes, logs, console or Console(), "--step", str(step))
@@ -169,7 +168,7 @@ def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedSt
         signals.listen()  # torch has just put its own handlers, which would end all ranks
         ranks.start(pids)
 
-    with signals, _quiet(logs / "launcher.log"), _private_folder() as folder:
+    with signals, _quiet(logs / LAUNCHER_LOG), _private_folder() as folder:
         try:
             spec = WorkerSpec(
                 role=stage,
@@ -423,7 +422,7 @@ def _describe(failure: Ended, number: int, logs: Path) -> str:
 
 def _log_folder(parent: Path, stage: LaunchedStage = "train") -> Path:
     """A new folder with the local time as its name; `pipeline logs` knows it by that."""
-    name = time.strftime("%Y-%m-%d_%H-%M-%S") + ("" if stage == "train" else f"-{stage}")
+    name = time.strftime(STAMP) + ("" if stage == "train" else f"-{stage}")
     for attempt in range(1, 1000):
         folder = parent / (name if attempt == 1 else f"{name}.{attempt}")
         with suppress(FileExistsError):

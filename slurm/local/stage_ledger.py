@@ -15,9 +15,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import storage
 from pipeline.common.errors import EXIT_OK, exit_code
-from pipeline.train.run.attempts import append, ledger_path
+from pipeline.common.run_files import RunFiles
+from pipeline.train.run.attempts import append
 
 
 class Ledger:
@@ -53,4 +53,4 @@ class Ledger:
 
     def entries(self) -> list[dict[str, Any]]:
         """All lines but those that a crash cut short."""
-        return [entry for entry in storage.read_json_lines(ledger_path(self._run)) if "event" in entry]
+        return [entry for entry in RunFiles(self._run).ledger_lines() if "event" in entry]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from pipeline.common.console import Console, on_stop, say
+from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import MachineError, Stopped, UserError
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.config import Config
@@ -121,7 +121,7 @@ def _check_machine(config: Config, console: Console | None, *, room: bool = True
     from slurm.submit.disk_space import check_room
 
     for line in [*check_memory(config), *(check_room(config) if room else ())]:
-        say(console or Console(), f"warning: {line}")
+        warn(console or Console(), line)
 
 
 def check_layout(config: Config) -> None:
@@ -138,7 +138,7 @@ def check_layout(config: Config) -> None:
         say(console, "the memory of this machine is not compared: the run is for other machines")
         return
     for line in check_memory(config, processes):
-        say(console, f"warning: {line}")
+        warn(console, line)
 
 
 def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport | None:

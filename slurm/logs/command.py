@@ -13,7 +13,7 @@ from slurm.job import active_jobs
 from slurm.logs.failure_analysis import Failure, first_failure
 from slurm.logs.follow import follow_logs, write_out
 from slurm.logs.parts import Part, parts
-from slurm.logs.rank_logs import RankLog
+from slurm.logs.rank_logs import RankLog, srun_log
 from slurm.logs.tail import Tail, Tails, last_lines
 from slurm.run_argument import run_folder
 
@@ -166,7 +166,7 @@ def _failure(part: Part) -> Failure | None:
     nodes, per_node = (launch.nodes, launch.processes_per_node) if launch else ((), 1)
     found = None
     if folder is not None:
-        srun = "\n".join(last_lines(folder / "srun.log", _SRUN_LINES))
+        srun = "\n".join(last_lines(srun_log(folder), _SRUN_LINES))
         found = first_failure(folder, nodes, per_node, srun)
     if found is not None:
         return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.common.console import say, visible_log
-from pipeline.train.run.attempts import ledger_path
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.lock import is_held
 from slurm import jobs
 from slurm.job import active_jobs
@@ -177,7 +177,7 @@ class _Launches:
     def all(self) -> list[Launch]:
         """In the order in which they began."""
         try:
-            state = ledger_path(self._run).stat()
+            state = RunFiles(self._run).ledger.stat()
         except OSError:
             return self._found
         if (seen := (state.st_size, state.st_mtime_ns)) != self._seen:

@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.common.format import when
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import Attempt, attempts
-from pipeline.train.run.lock import when
 from slurm.job.launch_log import Launch, launches
 from slurm.jobs import Stage
-from slurm.logs.rank_logs import RankLog, rank_log
+from slurm.logs.rank_logs import STAMP, RankLog, rank_log
 
 _BY_HAND = re.compile(r"^(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(-eval)?(?:\.\d+)?$")
 """A folder that `pipeline train` or `pipeline eval` makes for its ranks from 1 on."""
@@ -126,7 +127,7 @@ class _ByHand:
 
 def _by_hand(run: Path) -> Iterator[_ByHand]:
     with suppress(OSError):
-        for path in sorted((run / "logs").iterdir()):
+        for path in sorted(RunFiles(run).logs.iterdir()):
             if name := _BY_HAND.match(path.name):
-                begin = time.mktime(time.strptime(name[1], "%Y-%m-%d_%H-%M-%S"))
+                begin = time.mktime(time.strptime(name[1], STAMP))
                 yield _ByHand("eval" if name[2] else "train", begin, path)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from slurm.logs.tail import Tail, Tails, last_lines
 
+STAMP = "%Y-%m-%d_%H-%M-%S"
+"""Local time as the name of the folder of a launch begins with it."""
 ERRORS = "errors.jsonl"
 """What the ranks of a launch have left of their failures, a line each; of one node while the launch runs."""
 
@@ -18,6 +20,11 @@ ERRORS = "errors.jsonl"
 def log_file(folder: Path, rank: int) -> Path:
     """The log of a rank that has one of its own."""
     return folder / f"rank-{rank:04d}.log"
+
+
+def srun_log(folder: Path) -> Path:
+    """What srun itself says of the tasks of a launch."""
+    return folder / "srun.log"
 
 
 def error_file(folder: Path, rank: int) -> Path:

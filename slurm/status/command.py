@@ -15,6 +15,7 @@ from rich.live import Live
 
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.format import when
 from pipeline.config import Config
 from pipeline.config.load import load_run
 from slurm import scheduler
@@ -61,7 +62,7 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
                     say(console, json.dumps(value, indent=None if watch else 2, ensure_ascii=False))
                 else:
                     if watch:
-                        say(console, time.strftime("%Y-%m-%d %H:%M:%S"))
+                        say(console, when(time.time()))
                     show(found, console)
                 if not watch:
                     return

@@ -6,7 +6,6 @@ Nothing is written, and nothing is too damaged to be looked at: what cannot be r
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,19 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
-
 from pipeline.common import process_identity, storage
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.config.load import RUN_FILE, load_written
+from pipeline.config.load import load_written
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.preprocess.run_tokenizer import tokenizer_folder
 from pipeline.data.preprocess.status import read_workers
-from pipeline.data.provenance.run import JOURNAL_FILE, read_journal
+from pipeline.data.provenance.run import read_journal
 from pipeline.eval.reports import report_files
-from pipeline.train.run.attempts import ledger_path, metrics_path, rows_backwards
 from pipeline.train.run.lock import holder
 from slurm import jobs
 from slurm.job.launch_log import Launch, launches
@@ -37,8 +34,6 @@ _ROWS = 20_000
 """Rows of the metrics that are looked at, from the last one on."""
 _RECENT = 200
 """Steps that rates are taken from."""
-_SLACK = 2.0
-"""Seconds: a process is told from a later one of the same number by its start, which the kernel rounds."""
 
 T = TypeVar("T")
 
@@ -82,14 +77,15 @@ class Facts:
         self.now = time.time()
         self.problems: list[str] = []
         """What could not be read."""
-        self.sent: list[Job] = self.read("slurm/jobs.jsonl", lambda: jobs.sent(run), [])
-        self.launches: list[Launch] = self.read("ledger.jsonl", lambda: launches(run), [])
-        self.stages: list[StageRun] = self.read("ledger.jsonl", lambda: _stages(run), [])
-        self.exit_state: dict[str, Any] = self.read("exit.json", lambda: _object(run / "exit.json"), {})
+        self.files = RunFiles(run)
+        self.sent: list[Job] = self.read(RunFiles.jobs, lambda: jobs.sent(run), [])
+        self.launches: list[Launch] = self.read(RunFiles.ledger, lambda: launches(run), [])
+        self.stages: list[StageRun] = self.read(RunFiles.ledger, lambda: _stages(self.files), [])
+        self.exit_state: dict[str, Any] = self.read(RunFiles.exit, self.files.read_exit, {})
         self.lost: set[tuple[str, int, int]] = set()
         """Launches without an end that are over, by what the scheduler says."""
         self.cancelled = jobs.cancelled(run)
-        self.holder = self.read("lock", lambda: holder(run), None)
+        self.holder = self.read(RunFiles.lock, lambda: holder(run), None)
         self.config = self._config(config)
 
     def read(self, what: str, get: Callable[[], T], default: T) -> T:
@@ -146,33 +142,32 @@ class Facts:
             return None
         config, duration = self.config, self.config.train.duration
         counted = duration.count if duration.unit == "steps" else None
-        if not (self.run / JOURNAL_FILE).exists():
+        if not self.files.journal.exists():
             return counted
         return self.read(
-            JOURNAL_FILE, lambda: run_length(config, Sampler.of_windows(read_journal(self.run))).steps, counted
+            RunFiles.journal, lambda: run_length(config, Sampler.of_windows(read_journal(self.run))).steps, counted
         )
 
     def rows(self, step: int | None) -> Rows:
         """The end of the metrics; of steps after `step`, which were lost, nothing."""
-        return self.read("metrics.jsonl", lambda: _rows(self.run, step), Rows([], None, None, None))
+        return self.read(RunFiles.metrics, lambda: _rows(self.files, step), Rows([], None, None, None))
 
     def evaluations(self) -> list[tuple[float, dict[str, Any]]]:
         """Results of evaluations and when they were written, in seconds since 1970; the newest last."""
-        files: list[Path] = self.read("eval", lambda: report_files(self.run), [])
-        found = [self.read(f"eval/{file.name}", partial(_result, file), None) for file in files]
+        files: list[Path] = self.read(RunFiles.evaluations, lambda: report_files(self.run), [])
+        found = [self.read(f"{RunFiles.evaluations}/{file.name}", partial(_result, file), None) for file in files]
         return sorted((each for each in found if each is not None), key=lambda each: each[0])
 
     def last_goodput(self) -> dict[str, float] | None:
         """The goodput that the last attempt which ended in peace has noted."""
-        file = ledger_path(self.run)
-        lines: list[dict[str, Any]] = self.read(file.name, lambda: storage.read_json_lines(file), [])
+        lines: list[dict[str, Any]] = self.read(RunFiles.ledger, self.files.ledger_lines, [])
         return next((line["goodput"] for line in reversed(lines) if isinstance(line.get("goodput"), dict)), None)
 
     def by_hand(self) -> StageRun | None:
         """A stage that runs, or may, without a job and without an attempt at training."""
         last = {each.stage: each for each in self.stages if each.end is None}
         for each in reversed(last.values()):
-            alive = lives(each.host, each.pid, each.start)
+            alive = process_identity.ran_at(each.host, each.pid, each.start)
             if alive or (alive is None and each.stage == "preprocess" and self._preprocesses()):
                 return each
         return None
@@ -192,7 +187,7 @@ class Facts:
     def _config(self, given: Config | None) -> Config | None:
         """What training was started with, else what the newest job was sent with, else what was given."""
         newest = self.submission(self.sent[-1] if self.sent else None)
-        for file in (self.run / RUN_FILE, newest.run_file if newest else None):
+        for file in (self.files.config, newest.run_file if newest else None):
             if file is not None and file.is_file():
                 try:
                     return load_written(file, (), {"run.dir": os.path.abspath(self.run)})
@@ -204,34 +199,17 @@ class Facts:
 
 def is_run(folder: Path) -> bool:
     """Whether something of a run is in a folder."""
-    marks = (ledger_path(folder), metrics_path(folder), jobs.folder(folder) / "jobs.jsonl")
+    files = RunFiles(folder)
+    marks = (files.ledger, files.metrics, files.jobs)
     try:
         return any(mark.exists() for mark in marks)
     except OSError:
         return False
 
 
-def lives(host: str, pid: int, since: float) -> bool | None:
-    """Whether the process that was there at a time still runs; None if that cannot be known from this machine.
-
-    Args:
-        host: its machine.
-        pid: its number there.
-        since: when it was there, in seconds since 1970.
-    """
-    if host != socket.gethostname():
-        return None
-    found = process_identity.process(pid)
-    if found is None or found[0] in "ZX":
-        return False
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    started = time.time() - uptime + found[1] / os.sysconf("SC_CLK_TCK")
-    return started <= since + _SLACK
-
-
-def _stages(run: Path) -> list[StageRun]:
+def _stages(files: RunFiles) -> list[StageRun]:
     found: dict[tuple[str, int, float], StageRun] = {}
-    for line in storage.read_json_lines(ledger_path(run)):
+    for line in files.ledger_lines():
         if line.get("event") not in ("start", "end") or not line.keys() >= {"stage", "host", "pid", "start"}:
             continue
         key = line["host"], line["pid"], line["start"]
@@ -240,10 +218,10 @@ def _stages(run: Path) -> list[StageRun]:
     return list(found.values())
 
 
-def _rows(run: Path, step: int | None) -> Rows:
+def _rows(files: RunFiles, step: int | None) -> Rows:
     steps: list[dict[str, Any]] = []
     trained = validated = newest = None
-    for number, row in enumerate(rows_backwards(metrics_path(run))):
+    for number, row in enumerate(files.newest_rows()):
         enough = trained is not None and validated is not None and len(steps) >= _RECENT
         if number >= _ROWS or enough:
             break
@@ -261,15 +239,5 @@ def _rows(run: Path, step: int | None) -> Rows:
     return Rows(steps, trained, validated, newest)
 
 
-def _object(file: Path) -> dict[str, Any]:
-    try:
-        value = orjson.loads(storage.read_bytes(file))
-    except FileNotFoundError:
-        return {}
-    if not isinstance(value, dict):
-        raise ValueError("it is no object")
-    return value
-
-
 def _result(file: Path) -> tuple[float, dict[str, Any]]:
-    return file.stat().st_mtime, {"step": (value := _object(file))["step"], **value["blended"]}
+    return file.stat().st_mtime, {"step": (value := storage.read_object(file))["step"], **value["blended"]}

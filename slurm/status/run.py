@@ -11,11 +11,12 @@ from typing import Any
 
 from pipeline.common.errors import EXIT_OK
 from pipeline.common.format import listed
+from pipeline.common.run_files import RunFiles
 from pipeline.config.run import LaunchConfig
 from pipeline.train.checkpoint.committed import COMMIT
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.monitor.goodput import goodput
-from pipeline.train.run.attempts import Attempt, attempts, metrics_path
+from pipeline.train.run.attempts import Attempt, attempts
 from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.run.lock import is_held
 from pipeline.train.run.unsaved import read_saves
@@ -137,10 +138,10 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
     run = facts.run
     launch = LaunchConfig() if facts.config is None else facts.config.launch
     waiting = queue(facts, answer)
-    everything: dict[int, Beat] = facts.read("heartbeats", lambda: read_beats(run), {})
+    everything: dict[int, Beat] = facts.read(RunFiles.heartbeats, lambda: read_beats(run), {})
     facts.lost = lost_launches(facts, answer, waiting, fresh=_is_fresh(facts, everything, launch))
     tries: list[Attempt] = facts.read(
-        "ledger.jsonl", lambda: attempts(run, lambda _: _holds(facts, answer, everything, launch)), []
+        RunFiles.ledger, lambda: attempts(run, lambda _: _holds(facts, answer, everything, launch)), []
     )
     last = tries[-1] if tries else None
     running = last is not None and last.end is None
@@ -154,7 +155,7 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
     median = statistics.median(seconds) if (seconds := _each(rows, "step_seconds")) else None
     patience = max(3 * launch.heartbeat_seconds, 2 * (median or 0.0))
     verdict = judge(facts, answer, waiting, tries, beats, patience=patience, total=total)
-    saved = facts.read("checkpoints", lambda: Checkpoints.of_run(run).latest(), None)
+    saved = facts.read(RunFiles.checkpoints, lambda: Checkpoints.of_run(run).latest(), None)
     left = None
     if total is not None and pace is not None and verdict.state != "done":
         left = max(0, total - (step or 0)) * pace
@@ -179,14 +180,14 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
         seconds_left=left,
         starts_left=_starts(facts, left, waiting, launch),
         checkpoint=saved.step if saved else None,
-        checkpoint_seconds=facts.read("checkpoints", lambda: _age(facts, saved), None),
+        checkpoint_seconds=facts.read(RunFiles.checkpoints, lambda: _age(facts, saved), None),
         failed_saves=_failed_saves(facts, last),
         ranks=last.layout.get("world_size") if last else None,
         beating=len(alive),
         newest_beat=_pulse(facts, alive[-1]) if running and alive else None,
         oldest_beat=_pulse(facts, alive[0]) if running and alive else None,
         restarts=max((each.restarts for each in trained), default=0),
-        attempts=facts.read("ledger.jsonl", lambda: _rows_of(tries, trained, facts), []),
+        attempts=facts.read(RunFiles.ledger, lambda: _rows_of(tries, trained, facts), []),
         goodput=spent_now,
         goodput_to_last_end=partial,
         nodes=_nodes(last if running else None, alive, waiting, facts),
@@ -273,12 +274,12 @@ def _pulse(facts: Facts, beat: Beat) -> Pulse:
 
 def _goodput(facts: Facts, tries: Sequence[Attempt]) -> tuple[dict[str, float] | None, bool]:
     """The goodput, and whether it is of an earlier moment."""
-    path = metrics_path(facts.run)
+    path = facts.files.metrics
     if not path.exists():
         return None, False
     if path.stat().st_size > _LARGE:
         return facts.last_goodput(), True
-    found = facts.read("metrics.jsonl", lambda: goodput(facts.run, tries), None)
+    found = facts.read(RunFiles.metrics, lambda: goodput(facts.run, tries), None)
     return (found.to_json() if found else None), False
 
 

@@ -19,11 +19,10 @@ from pipeline.common.errors import (
     EXIT_STOPPED,
     EXIT_UNSAVED,
 )
-from pipeline.common.format import listed
+from pipeline.common.format import listed, when
 from pipeline.data.preprocess.status import duration
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
-from pipeline.train.run.lock import when
 from slurm import jobs
 from slurm.job.launch_log import Launch, Next, is_all
 from slurm.jobs import Cancelled, Job, Stage, Where
@@ -280,7 +279,7 @@ def _training(facts: Facts, attempt: Attempt, beats: Mapping[int, Beat], patienc
     since = attempt.begin
     if facts.cancelled is not None and facts.cancelled.time >= since:
         told.append(f"{facts.cancelled.by} has cancelled it at {when(facts.cancelled.time)}")
-    if (facts.run / "stop").exists():
+    if facts.files.stop.exists():
         told.append("it is asked to stop (stop file)")
     alive = {rank: beat for rank, beat in beats.items() if beat.phase != ENDED}
     told += [f"rank {rank} on {beat.host} hangs at {beat.place}" for rank, beat in alive.items() if beat.phase == HUNG]

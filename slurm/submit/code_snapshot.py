@@ -25,6 +25,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.redaction import is_secret_variable, masked
+from pipeline.common.run_files import RunFiles
 from pipeline.config.load import packaged_configs
 from slurm import jobs
 from slurm.submit import integrity
@@ -54,7 +55,7 @@ def take(run: Path, modules: Sequence[str] = (), into: Path | None = None) -> Pa
         UserError: there is a copy with other files than it should have.
     """
     contents = _contents()
-    final = _place(jobs.folder(run), contents)
+    final = _place(RunFiles(run).slurm, contents)
     _write(contents, final)
     _note_environment(run, final.name, modules)
     if into is not None:
@@ -66,7 +67,7 @@ def take(run: Path, modules: Sequence[str] = (), into: Path | None = None) -> Pa
 def place(run: Path, into: Path | None = None) -> tuple[Path, str]:
     """Where `take` would put the copy now, and the digest of its list."""
     contents = _contents()
-    return _place(into or jobs.folder(run), contents), integrity.sha256(integrity.listing(contents))
+    return _place(into or RunFiles(run).slurm, contents), integrity.sha256(integrity.listing(contents))
 
 
 def digest(code: Path) -> str:
@@ -127,7 +128,7 @@ def _place(folder: Path, contents: Mapping[str, bytes]) -> Path:
     for name, data in sorted(contents.items()):
         digest.update(f"{name}\0{len(data)}\0".encode())
         digest.update(data)
-    return folder / "code" / digest.hexdigest()[:16]
+    return folder / jobs.CODE / digest.hexdigest()[:16]
 
 
 def _contents() -> dict[str, bytes]:
@@ -162,7 +163,7 @@ def _note_environment(run: Path, code: str, modules: Sequence[str]) -> None:
         "git": {"revision": revision, "changed": bool(changes)} if revision else None,
     }
     name = f"environment-{value_hash([values, changes])[:16]}"
-    file = jobs.folder(run) / f"{name}.json"
+    file = RunFiles(run).slurm / f"{name}.json"
     if file.exists():
         return
     if changes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 
-from pipeline.common.console import say
+from pipeline.common.console import say, warn
 from pipeline.common.format import counted, duration, minutes, size
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
@@ -52,7 +52,7 @@ def show(
         say(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
     say(console, "")
     for line in warnings:
-        say(console, f"warning: {line}")
+        warn(console, line)
     say(console, "nothing was sent and nothing was written (--dry-run)")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.train.run.folder import make_writable
 from slurm import jobs
@@ -27,7 +28,7 @@ def honour(config: Config) -> None:
     if group is None:
         return
     make_writable(config.run.dir)
-    for folder in (config.run.dir, jobs.folder(config.run.dir)):
+    for folder in (config.run.dir, RunFiles(config.run.dir).slurm):
         folder.mkdir(exist_ok=True)
         _give(folder, group)
 
@@ -72,7 +73,7 @@ def make_private(config: Config, run: Path) -> Path | None:
     own = [folder, *(each for each in folder.parents if not each.exists())]
     try:
         with integrity.for_owner_alone():
-            for each in (*reversed(own), folder / "code", folder / "submissions"):
+            for each in (*reversed(own), folder / jobs.CODE, folder / jobs.SUBMISSIONS):
                 each.mkdir(exist_ok=True)
                 integrity.others_cannot_write(each)
     except OSError as error:

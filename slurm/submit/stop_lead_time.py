@@ -6,8 +6,8 @@ import math
 import statistics
 from itertools import islice
 
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.train.run.attempts import metrics_path, rows_backwards
 
 _ROWS = 2_000
 """Of the metrics, the newest, by which the time for a save is judged."""
@@ -30,7 +30,7 @@ def signal_seconds(config: Config, minutes: int) -> int:
     if given is not None:
         return min(max(1, math.ceil(given)), minutes * 60 // 2)
     steps, saves = [], [0.0]
-    for row in islice(rows_backwards(metrics_path(config.run.dir)), _ROWS):
+    for row in islice(RunFiles(config.run.dir).newest_rows(), _ROWS):
         steps += [float(row["step_seconds"])] if "step_seconds" in row else []
         saves += [float(row["save_seconds"])] if "save_seconds" in row else []
     # Not the longest step: the first one of an attempt may have compiled for minutes.

@@ -15,6 +15,7 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load_written
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
@@ -95,7 +96,7 @@ class Submission:
 
 def record(run: Path, file: Path) -> Path:
     """Where a file of a submission is in the run folder, whether jobs read it there or not."""
-    return jobs.folder(run) / "submissions" / file.name
+    return RunFiles(run).slurm / jobs.SUBMISSIONS / file.name
 
 
 def read_submission(file: Path, digest: str | None = None) -> Submission:

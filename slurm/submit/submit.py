@@ -11,9 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.common.console import say
+from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
@@ -23,6 +24,7 @@ from pipeline.train.run.lock import refusal
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
 from slurm.jobs import Job, Where
+from slurm.logs.rank_logs import STAMP
 from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
 from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
 from slurm.submit.site_profile import site_of
@@ -87,7 +89,7 @@ def submit(
         code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
         sent = send_all(run, config, site, planned, where, code)
     for warning in found_here.warnings:
-        say(console, f"warning: {warning}")
+        warn(console, warning)
     _tell(run, sent, console)
     return sent
 
@@ -158,9 +160,9 @@ def write_submission(
     run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None
 ) -> Path:
     """What a job reads when it starts: the resolved run file and the submission, in the run folder."""
-    folder = permissions.make_private(config, run) or jobs.folder(run)
+    folder = permissions.make_private(config, run) or RunFiles(run).slurm
     with integrity.for_owner_alone():
-        run_file = _new_file(folder / "submissions", planned)
+        run_file = _new_file(folder / jobs.SUBMISSIONS, planned)
     run_file.write_text(dump(config), encoding="utf-8")
     trains = planned.stage == "train"
     submission = Submission(
@@ -197,7 +199,7 @@ def _units(config: Config) -> int | None:
 def _new_file(folder: Path, planned: PlannedJob) -> Path:
     """A run file in it that no other job has: `2026-01-31_12-00-00-train.yaml`."""
     folder.mkdir(parents=True, exist_ok=True)
-    base = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{planned.stage}"
+    base = f"{time.strftime(STAMP)}-{planned.stage}"
     base += "" if planned.step is None else f"-{planned.step}"
     number = 1
     while True:
@@ -280,7 +282,7 @@ def _take_back(sent: Sent) -> str:
 @contextmanager
 def one_at_a_time(run: Path) -> Iterator[None]:
     """Of two commands at the same moment one sends, and the other one finds what it has sent."""
-    folder = jobs.folder(run)
+    folder = RunFiles(run).slurm
     folder.mkdir(exist_ok=True)
     with exclusive(folder / "submit.lock", _SUBMIT_SECONDS):
         yield
@@ -305,7 +307,7 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -
         return
     if why_not := refusal(run):
         raise UserError(why_not)
-    stop = run / "stop"
+    stop = RunFiles(run).stop
     if stop.exists():
         stop.unlink(missing_ok=True)
         say(console, f"removed {stop}, which would have stopped the training at once")

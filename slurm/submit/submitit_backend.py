@@ -25,6 +25,7 @@ from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.base import single_line
 from pipeline.config.slurm import SiteConfig
@@ -164,7 +165,7 @@ def script(
     if where == "local":
         lines = [f"export {name}={shlex.quote(value)}" for name, value in _exports(site, code[0], planned).items()]
         # Its run file is written when it is sent; the name has the time of that.
-        run_file = jobs.folder(run) / "submissions" / f"TIME-{planned.stage}.yaml"
+        run_file = RunFiles(run).slurm / jobs.SUBMISSIONS / f"TIME-{planned.stage}.yaml"
         first, *rest = planned.command
         return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", first, str(run_file), *rest])])
     paper = _OnPaper(jobs.jobs_folder(run))

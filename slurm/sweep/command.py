@@ -14,7 +14,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from pipeline.common.console import Console, alarm, say
+from pipeline.common.console import Console, alarm, say, warn
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.common.format import counted, minutes
 from slurm.jobs import Where
@@ -152,7 +152,7 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
 
     wanted = groups(folder, left, "slurm")
     for warning in dict.fromkeys(warning for group in wanted for warning in group.check("slurm", dry_run=True)):
-        say(console, f"warning: {warning}")
+        warn(console, warning)
     for group in wanted:
         planned, count = group.planned, len(group.members)
         what = f"an array of {count:,} jobs, each" if count > 1 else f"a job for {group.members[0].name}"
@@ -232,7 +232,7 @@ def _send(found: Sweep, checked: Sequence[Checked], where: Where, console: Conso
             return
         wanted = groups(found.folder, left, where)
         for warning in dict.fromkeys(warning for group in wanted for warning in group.check(where)):
-            say(console, f"warning: {warning}")
+            warn(console, warning)
         _note(found, checked)
         sent = send(found.folder, wanted, where)
     members = [member for group in wanted for member in group.members]

@@ -16,9 +16,10 @@ import orjson
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.document import parse
-from pipeline.config.load import COMMAND_LINE, RUN_FILE, load, load_run
+from pipeline.config.load import COMMAND_LINE, load, load_run
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from slurm.sweep.folder import SWEEPS
@@ -288,7 +289,7 @@ def _refuse_missing_data(run: Path, fixed: Sequence[str], config: Config) -> Non
 
 def _changed_since(member: Member) -> Iterator[str]:
     """Keys that are other than when the run was begun: its figures would not compare with the others'."""
-    if not (member.folder / RUN_FILE).is_file():
+    if not RunFiles(member.folder).config.is_file():
         return
     with suppress(UserError):  # of another version, which training tells if it matters
         before = _leaves(load_run(member.folder).model_dump(mode="json"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.train.run.folder import make_writable
@@ -137,7 +138,7 @@ def _prepare(folder: Path, group: Group, member: Member, where: Where, code: Pat
     make_writable(run)
     permissions.honour(config)
     jobs.forget_cancelled(run)
-    (run / "stop").unlink(missing_ok=True)
+    RunFiles(run).stop.unlink(missing_ok=True)
     _share_jobs_folder(folder, run)
     evaluation = write_submission(run, config, site, job_plan.eval_job(config, site, None, where=where), where, code)
     file = write_submission(run, config, site, group.planned, where, code)

@@ -21,7 +21,8 @@ from rich.table import Table
 from pipeline.common import storage
 from pipeline.common.console import alarm, echo, say
 from pipeline.common.errors import EXIT_OK, UserError
-from pipeline.train.run.attempts import metrics_path, rows_backwards
+from pipeline.common.run_files import RunFiles
+from pipeline.eval.reports import report_files
 from slurm.status.command import status
 from slurm.status.run import RunStatus
 from slurm.status.state import State
@@ -94,7 +95,7 @@ def sorted_by(found: Sequence[Result]) -> str:
 
 def is_done(run: Path, steps: int) -> bool:
     """Whether a run is trained to its end and that step evaluated."""
-    end = _exit(run)
+    end = RunFiles(run).exit_state()
     return end.get("code") == EXIT_OK and (end.get("step") or 0) >= steps <= (_evaluated(run)[0] or -1)
 
 
@@ -129,7 +130,7 @@ def show_table(folder: Path, console: Console, *, as_json: bool) -> None:
 
 def _result(now: RunStatus, name: str, values: dict[str, str], steps: int) -> Result:
     last: list[dict[str, Any]] = []
-    for row in islice(rows_backwards(metrics_path(now.run)), _LOOK_BACK):
+    for row in islice(RunFiles(now.run).newest_rows(), _LOOK_BACK):
         # Of a step that was trained twice the last one counts, which comes first here.
         if "tokens" in row and (not last or row["step"] < last[-1]["step"]):
             last.append(row)
@@ -162,19 +163,11 @@ def _state(now: RunStatus, steps: int) -> str:
     return "not started" if now.state == "nothing known" else now.state
 
 
-def _exit(run: Path) -> dict[str, Any]:
-    """What the training has noted of its end; {} while it runs, and after kill -9."""
-    with suppress(OSError, ValueError):
-        value = orjson.loads(storage.read_bytes(run / "exit.json"))
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
 def _evaluated(run: Path) -> tuple[int | None, dict[str, Any]]:
     """The newest evaluated step and its figures over all sources."""
-    for file in sorted((run / "eval").glob("step-*.json"), reverse=True):
+    for file in reversed(report_files(run)):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            value = orjson.loads(storage.read_bytes(file))
+            value = storage.read_object(file)
             return int(value["step"]), dict(value["blended"])
     return None, {}
 

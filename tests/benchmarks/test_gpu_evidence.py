@@ -10,14 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -125,22 +125,15 @@ def test_an_item_ends_with_the_command_that_is_killed(copy: Path) -> None:
     command = [sys.executable, str(copy / "benchmarks/gpu_evidence.py"), "--rehearse", "--only", "toy/hanging"]
     runner = subprocess.Popen(command, env={**os.environ, "TOYS": str(copy / "pid")})
     try:
-        wait_until(lambda: (copy / "pid").exists() and (copy / "pid").read_text().count("\n") == 2)
+        until(lambda: (copy / "pid").exists() and (copy / "pid").read_text().count("\n") == 2)
         child, item = (copy / "pid").read_text().split()
         runner.kill()
         runner.wait()
-        wait_until(lambda: not runs(item))
+        until(lambda: not runs(item))
     finally:
         runner.kill()
         runner.wait()
     os.kill(int(child), signal.SIGKILL)
-
-
-def wait_until(so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.guard

@@ -1,6 +1,7 @@
 """Signals that come at the wrong moment."""
 
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -27,3 +28,22 @@ def test_a_signal_that_comes_while_it_begins_to_be_ignored_is_dropped(monkeypatc
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         put(signal.SIGTERM, before)
+
+
+def test_a_signal_that_another_thread_has_taken_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    ignore()
+
+    class Leaves:
+        def __init__(self, message: str) -> None:
+            self.message = message
+
+        def __del__(self) -> None:
+            raise OSError(self.message)  # nobody can catch it, as nobody can catch CPython's
+
+    for message in ("Signal 15 ignored due to race condition", "disk quota exceeded"):
+        Leaves(message)
+    printed = capsys.readouterr().err
+    assert "quota" in printed and "race condition" not in printed

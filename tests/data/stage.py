@@ -17,6 +17,7 @@ import yaml
 
 from pipeline.config import Config
 from tests.tiny import command
+from tests.waiting import until
 
 
 def write_run_file(config: Config, path: Path) -> Path:
@@ -69,13 +70,9 @@ def receipts(config: Config) -> int:
     return sum(1 for _ in config.data_dir.glob("*/receipts/**/*.json"))
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], timeout: float = 60) -> None:
-    """Wait until something is so, while a process runs."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait until something is so, while a process runs; for moments that are soon over."""
+    until(condition, process, pause=0.002)
 
 
 def left_behind(config: Config) -> list[Path]:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -28,17 +27,11 @@ from slurm.job.launch_log import LaunchEnd, begin, end, launches
 from slurm.jobs import Job, Stage
 from slurm.scheduler import SchedulerError
 from slurm.status.live import Found
+from tests.waiting import until
 
 WAIT = 90.0
 STOPS = "while [ ! -e stop ]; do sleep .1; done; echo saved > saved"
 """A job that does as training does."""
-
-
-def until(what: Callable[[], Any]) -> None:
-    limit = time.monotonic() + WAIT
-    while not what():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.05)
 
 
 def cancelled(run: Path, *, now: bool = False, chain: bool = False, wait: float = WAIT) -> str:

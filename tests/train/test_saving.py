@@ -23,6 +23,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.monitor import faults
 from pipeline.train.run.folder import read_metrics
 from tests.train.runs import exact, start, train, weights_hash
+from tests.waiting import until
 
 Write = Callable[..., Any]
 
@@ -40,13 +41,6 @@ def straight(root: Path) -> Path:
 
 def steps_saved(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.005)
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ from pipeline.common import storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
 from pipeline.common.format import percent
+from pipeline.common.run_files import CHECKPOINT_STATE
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset, Slice
@@ -51,8 +52,6 @@ HASHED_STEPS = 1000
 DOCUMENT_TOKENS = 1000
 """Of a document of a source that is assumed."""
 SHOWN_CHARACTERS = 300
-STATE_FILE = "state.json"
-"""Of a checkpoint; it has the journal by which the steps before it were trained."""
 _PATIENCE_S = 1.0
 _NAMED = 5
 """Sources without a dataset in a message."""
@@ -291,7 +290,7 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     if not checkpoints:
         return plan_journal(config, sized), None
     done = max(checkpoints)
-    saved = saved_journal(config.run.dir, storage.get_json(checkpoints[done] / STATE_FILE)["journal"], done)
+    saved = saved_journal(config.run.dir, storage.get_json(checkpoints[done] / CHECKPOINT_STATE)["journal"], done)
     journal = plan_journal(config, sized, saved)
     check_end(Sampler.of_windows(journal), done)
     return journal.going_on(saved, done), done

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.format import percent
 from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
@@ -75,7 +75,7 @@ def show(plan: Plan, console: Console) -> None:
     for line in plan.skips:
         say(console, f"skip: {line}")
     for line in plan.warnings:
-        say(console, f"warning: {line}")
+        warn(console, line)
     if plan.order_hash is not None:
         say(console, f"order hash of steps 1 to {plan.hashed_steps:,}: {plan.order_hash}")
     say(console, f"journal: {plan.journal}")

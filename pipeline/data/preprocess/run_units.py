@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.common import storage
-from pipeline.common.console import say
+from pipeline.common.console import say, warn
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
@@ -195,7 +195,7 @@ class _Run:
             self._line.unit_done(event.result.tokens)
             self._outcome.damaged |= bool(event.result.damaged)
             for damaged in event.result.damaged:
-                say(self._console, f"warning: {event.job.unit.source}: {damaged}")
+                warn(self._console, f"{event.job.unit.source}: {damaged}")
             self._watch_rejected(event.job, event.result)
         elif isinstance(event, Silent):
             say(self._console, str(event))
@@ -211,9 +211,7 @@ class _Run:
             "pid": os.getpid(),
             "time": time.time(),
         }
-        journal = storage.JsonLines(event.job.source.folder / FAILURES_FILE)
-        journal.write(record)
-        journal.close()
+        storage.add_json_line(event.job.source.folder / FAILURES_FILE, record)
         say(self._console, f"{event}, {'it is given up' if event.is_last else 'it will be tried again'}")
         if event.is_last:
             if event.details:
@@ -234,9 +232,9 @@ class _Run:
         if records >= _WARN_AFTER_RECORDS and bad > self._limit * records and source not in self._warned:
             self._warned.add(source)
             reasons = ", ".join(f"{count} {reason}" for reason, count in done.rejected.items() if reason != EMPTY)
-            say(
+            warn(
                 self._console,
-                f"warning: {bad} of the first {records} records of {source} are bad, more than "
+                f"{bad} of the first {records} records of {source} are bad, more than "
                 f"data.preprocess.max_error_rate {self._limit} allows in the end (in {job}: {reasons or 'none'})",
             )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.common import storage
 from pipeline.common.cache_dir import cache_folder
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
 from pipeline.config.data import SourceConfig
@@ -113,7 +113,7 @@ def _preprocess(
     if not sources:
         say(console, NOTHING_TO_DO)
     if not units and (warning := dataset_warning(config, sources, tokenizer.dtype.itemsize)):
-        say(console, f"warning: {warning}")
+        warn(console, warning)
     plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
     for plan in plans:
         _freeze(plan, config.data_dir / plan.found.source.name, console)

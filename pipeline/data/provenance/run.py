@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from pipeline.common import storage
 from pipeline.common.console import echo
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, numbered
+from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
@@ -31,10 +32,9 @@ from pipeline.data.provenance.source_location import AdoptedOrigins, Origin, Ori
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
-JOURNAL_FILE = "journal.json"
+JOURNAL_FILE = RunFiles.journal
 _SHOWN_CHARACTERS = 60
 _ID_CHARACTERS = 200
-_TAIL_BYTES = 2**20
 
 Range = tuple[int, int]
 """Tokens [first, end) of a document."""
@@ -308,7 +308,7 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
     config = load_run(run, overrides)
     folder = config.run.dir
     datasets = open_datasets(config, TRAIN)
-    path = folder / JOURNAL_FILE
+    path = RunFiles(folder).journal
 
     def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> AskedRun:
         windows = windows_of(journal, datasets)
@@ -316,7 +316,7 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
 
     done = _steps_done(folder)
     if not path.exists():
-        about = [f"planned from the run file: {folder} has no {JOURNAL_FILE} yet"]
+        about = [f"planned from the run file: {folder} has no {RunFiles.journal} yet"]
         return opened(plan_journal(config, datasets), done, [], about)
     saved = read_journal(folder)
     _check_datasets(saved, datasets, path)
@@ -364,7 +364,7 @@ def read_journal(run: Path) -> Journal:
         FileNotFoundError: it has not.
         UserError: the file is damaged.
     """
-    path = run / JOURNAL_FILE
+    path = RunFiles(run).journal
     value = storage.get_json(path)
     try:
         return Journal.from_json(value)
@@ -417,7 +417,7 @@ def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
 def checkpoint_steps(folder: Path) -> dict[int, Path]:
     """The committed checkpoints of a run by the steps they were saved after, ascending."""
     found = {}
-    for path in sorted((folder / "checkpoints").glob("step-*")):
+    for path in sorted(RunFiles(folder).checkpoints.glob("step-*")):
         number = path.name.removeprefix("step-")
         if number.isdecimal():
             found[int(number)] = path
@@ -427,17 +427,9 @@ def checkpoint_steps(folder: Path) -> dict[int, Path]:
 def _steps_done(folder: Path) -> int:
     """Steps of the newest checkpoint, or in the metrics, which have every step."""
     done = max(checkpoint_steps(folder), default=0)
-    try:
-        with storage.open_regular(folder / "metrics.jsonl") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            tail = file.read().splitlines()
-    except FileNotFoundError:
-        return done
-    for line in reversed(tail):
-        try:
-            return max(done, int(orjson.loads(line)["step"]))
-        except (ValueError, KeyError, TypeError):  # a crash cut it short, or it is about something else
-            continue
+    for row in RunFiles(folder).newest_rows():
+        with suppress(ValueError, KeyError, TypeError):  # it is about something else
+            return max(done, int(row["step"]))
     return done
 
 
@@ -452,6 +444,6 @@ def _newest_state(folder: Path) -> dict[str, Any]:
     """What the newest checkpoint says of the run; empty without one."""
     steps = checkpoint_steps(folder)
     try:
-        return dict(storage.get_json(steps[max(steps)] / "state.json", "layout")) if steps else {}
+        return dict(storage.get_json(steps[max(steps)] / CHECKPOINT_STATE, "layout")) if steps else {}
     except FileNotFoundError:  # training has just removed it
         return {}

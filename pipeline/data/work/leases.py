@@ -90,17 +90,10 @@ class Record:
             return None
         if not self._is_here():
             return None
-        found = process_identity.process(self.pid)
-        if found is not None and self.started is not None:
-            state, started = found
-            return started == self.started and state not in "ZXx"  # a zombie only waits for its parent
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            pass  # it is there and another user's, whose start time may be hidden
-        return None
+        if process_identity.process(self.pid) is not None and self.started is not None:
+            return process_identity.start_time(self.pid) == self.started
+        # It may be there and another user's, whose start time may be hidden.
+        return None if process_identity.runs(self.pid) else False
 
     def is_stopped(self) -> bool:
         """Whether it is a process of this machine that is stopped: it is there and does nothing until SIGCONT."""
@@ -328,14 +321,8 @@ def _lease_files(folder: Path) -> Iterator[Path]:
 
 
 def _new_record() -> Record:
-    pid = os.getpid()
-    found = process_identity.process(pid)
     return Record(
-        host=socket.gethostname(),
-        pid=pid,
-        started=None if found is None else found[1],
-        boot=process_identity.boot(),
-        namespace=process_identity.namespace(),
+        **process_identity.identity(),
         nonce=secrets.token_hex(8),
         began=_BEGAN,
         since=time.time(),

@@ -12,8 +12,9 @@ import numpy as np
 import orjson
 
 from pipeline.common.redaction import is_secret_key, masked
+from pipeline.common.run_files import RunFiles
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.provenance.run import JOURNAL_FILE, read_journal
+from pipeline.data.provenance.run import read_journal
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Table
 from pipeline.eval.report.words import NONE, count, figure, moment, seconds, share, si
@@ -145,7 +146,7 @@ def _layout(facts: RunFacts) -> dict[str, str]:
             found["parameters"] = f"{num_parameters(spec):,}"
         found["model"] = f"{model.layers} layers, width {model.dim}, {model.heads} heads"
         with suppress(OSError, ValueError):
-            journal = read_journal(facts.folder) if (facts.folder / JOURNAL_FILE).exists() else None
+            journal = read_journal(facts.folder) if RunFiles(facts.folder).journal.exists() else None
             if journal is not None and facts.steps:
                 found["steps"] = describe_run(config, journal, 0, facts.steps)
         found["ends"] = facts.length_reason

@@ -15,28 +15,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.config.load import RUN_FILE, load_run, no_run_folder, written_values
+from pipeline.config.load import load_run, no_run_folder, written_values
 from pipeline.data.order.consumption import Account, accounts
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.provenance.run import JOURNAL_FILE, read_journal
+from pipeline.data.provenance.run import read_journal
 from pipeline.eval.report.scores import Score, read_made_with, read_scores
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
 from pipeline.eval.reports import Evaluation, read_evaluations
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.monitor.goodput import Goodput, goodput, is_step, number
-from pipeline.train.run.attempts import Attempt, attempts, ledger_path, metrics_path
+from pipeline.train.run.attempts import Attempt, attempts
 from pipeline.train.run.heartbeat import Beat, read_beats
 
-EXIT_FILE = "exit.json"
-_TRACES = (RUN_FILE, "metrics.jsonl", "ledger.jsonl", EXIT_FILE, "checkpoints")
+_TRACES = (RunFiles.config, RunFiles.metrics, RunFiles.ledger, RunFiles.exit, RunFiles.checkpoints)
 """Each of these is in a run folder and nowhere else."""
 _RECENT = 100
 """Steps whose median is the speed of now."""
@@ -116,15 +115,14 @@ def gather(run: Path) -> RunFacts:
         UserError: it is neither, or nothing of the run is there.
     """
     folder = _folder(run)
-    problems: list[str] = []
+    files, problems = RunFiles(folder), list[str]()
 
-    def read(what: str, function: Callable[[], T], otherwise: T, *, optional: bool = False) -> T:
+    def read(what: str, function: Callable[[], T], otherwise: T) -> T:
         """Something that may be missing or damaged, which is no reason to say nothing of the rest."""
         try:
             return function()
         except FileNotFoundError as error:
-            if not optional:
-                problems.append(f"{what} is missing ({Path(error.filename).name if error.filename else error})")
+            problems.append(f"{what} is missing ({Path(error.filename).name if error.filename else error})")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
             problems.append(f"{what} cannot be read: {str(error) or type(error).__name__}")
         return otherwise
@@ -132,16 +130,16 @@ def gather(run: Path) -> RunFacts:
     tries = _attempts(folder, read, problems)
     columns, spent = _metrics(folder, tries, read, problems)
     for path, why in (
-        (metrics_path(folder), "no step was made yet"),
-        (ledger_path(folder), "no attempt has begun yet"),
-        (folder / JOURNAL_FILE, "no attempt has written down its data yet"),
+        (files.metrics, "no step was made yet"),
+        (files.ledger, "no attempt has begun yet"),
+        (files.journal, "no attempt has written down its data yet"),
     ):
         if not path.exists():
             problems.append(f"{path.name} is missing: {why}, or it was moved away")
-    values: dict[str, Any] | None = read(RUN_FILE, lambda: written_values(folder / RUN_FILE), None)
+    values: dict[str, Any] | None = read(RunFiles.config, lambda: written_values(files.config), None)
     config: Config | None = None
     if values is not None:
-        config = read(RUN_FILE, lambda: load_run(folder), None)
+        config = read(RunFiles.config, lambda: load_run(folder), None)
     checkpoint: dict[str, Any] = read("the newest checkpoint", lambda: _checkpoint(folder), {})
     steps, tokens, why = _length(folder, config, read)
     no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
@@ -150,8 +148,8 @@ def gather(run: Path) -> RunFacts:
     scores, damaged_scores = read("eval", lambda: read_scores(folder), no_scores)
     damaged += damaged_scores
     problems += [f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again" for path in damaged]
-    exit_state: dict[str, Any] = read(EXIT_FILE, lambda: _object(folder / EXIT_FILE), {}, optional=True)
-    beats: dict[int, Beat] = read("heartbeats", lambda: read_beats(folder), {})
+    exit_state: dict[str, Any] = read(RunFiles.exit, files.read_exit, {})
+    beats: dict[int, Beat] = read(RunFiles.heartbeats, lambda: read_beats(folder), {})
     problems += _contradictions(columns, tries, exit_state)
     times = np.asarray(columns.time)
     times = times[np.isfinite(times)]
@@ -233,7 +231,7 @@ class _Unread:
 
 def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> list[Attempt]:
     """The attempts that the ledger has, without those whose figures make no sense."""
-    path = ledger_path(folder)
+    path = RunFiles(folder).ledger
     unread = _Unread()
     lines = storage.json_lines(path, unread)
     begun: list[Any] = read(path.name, lambda: [x.get("attempt") for x in lines if x.get("event") == "attempt"], [])
@@ -263,17 +261,17 @@ def _is_sound(attempt: Attempt) -> bool:
 
 def _contradictions(columns: Columns, tries: Sequence[Attempt], exit_state: dict[str, Any]) -> Iterator[str]:
     """What metrics lack that other files speak of."""
-    name, last = metrics_path(Path()).name, tries[-1] if tries else None
+    name, last = RunFiles.metrics, tries[-1] if tries else None
     strange = sorted(set(columns.attempt) - {each.number for each in tries})
     if strange:
         which = ", ".join(map(str, strange[:5])) + ", …" * (len(strange) > 5)
-        yield f"{name} has steps of attempt {which}, of which {ledger_path(Path()).name} says nothing"
+        yield f"{name} has steps of attempt {which}, of which {RunFiles.ledger} says nothing"
     told: dict[str, Any] = {}
     # Of one that was killed the step is a guess by the heartbeat, which is ahead of the metrics.
     if last is not None and last.end is not None and last.code is not None:
-        told[ledger_path(Path()).name] = last.step
+        told[RunFiles.ledger] = last.step
     if last is None or (last.end is not None and exit_state.get("attempt") == last.number):
-        told.setdefault(EXIT_FILE, exit_state.get("step"))
+        told.setdefault(RunFiles.exit, exit_state.get("step"))
     done = columns.step[-1] if len(columns) else 0
     file, step = max(told.items(), key=lambda item: item[1] if is_step(item[1]) else -1, default=("", 0))
     if is_step(step) and step > done:
@@ -284,7 +282,7 @@ def _metrics(
     folder: Path, tries: list[Attempt], read: Callable[..., Any], problems: list[str]
 ) -> tuple[Columns, Goodput | None]:
     """Columns and goodput, in one pass over what may be a file of gigabytes."""
-    path = metrics_path(folder)
+    path = RunFiles(folder).metrics
     unread = _Unread()
 
     def both() -> tuple[Columns, Goodput | None]:
@@ -315,13 +313,6 @@ def _metrics(
     return columns, spent
 
 
-def _object(path: Path) -> dict[str, Any]:
-    value = orjson.loads(storage.read_bytes(path))
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    return value
-
-
 def _checkpoint(folder: Path) -> dict[str, Any]:
     """The state of the newest checkpoint; the run may remove any while it is looked for."""
     for checkpoint in reversed(Checkpoints.of_run(folder).all()):
@@ -335,14 +326,14 @@ def _length(folder: Path, config: Config | None, read: Callable[..., Any]) -> tu
     if config is None:
         return None, None, ""
     duration = config.train.duration
-    if (folder / JOURNAL_FILE).exists():
+    if RunFiles(folder).journal.exists():
 
         def by_plan() -> tuple[int, int, str]:
             journal = read_journal(folder)
             length = run_length(config, Sampler.of_windows(journal))
             return length.steps, journal.tokens(length.steps), length.reason
 
-        found: tuple[int, int, str] | None = read(JOURNAL_FILE, by_plan, None)
+        found: tuple[int, int, str] | None = read(RunFiles.journal, by_plan, None)
         if found is not None:
             return found
     words = f"train.duration: {duration.count:,} {duration.unit}"
@@ -356,7 +347,7 @@ def _consumption(found: RunFacts) -> list[Consumption]:
         drawn = {k: v for k, v in found.columns.newest["tokens_by_source"].items() if math.isfinite(number(v))}
     by_now: dict[str, Account] = {}
     in_all: dict[str, Account] = {}
-    if (found.folder / JOURNAL_FILE).exists():
+    if RunFiles(found.folder).journal.exists():
         journal: Journal = read_journal(found.folder)
         sampler = Sampler.of_windows(journal)
         by_now = accounts(sampler, found.step)

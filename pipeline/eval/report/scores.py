@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pipeline.common import storage
-from pipeline.eval.reports import evaluations_folder, report_files
+from pipeline.common.run_files import RunFiles
+from pipeline.eval.reports import report_files
 
 _COUNTS = ("nats", "passages", "documents", "words", "bytes", "targets", "tokens", "samples", "sample_len")
 """Figures that say how much was read, not how well."""
@@ -41,9 +40,9 @@ def read_scores(run: Path) -> tuple[list[Score], list[Path]]:
     found: list[Score] = []
     damaged = []
     for kind in ("tasks", "harness"):
-        for path in sorted(evaluations_folder(run).glob(f"{kind}-step-*.json")):
+        for path in sorted(RunFiles(run).evaluations.glob(f"{kind}-step-*.json")):
             try:
-                value = orjson.loads(storage.read_bytes(path))
+                value = storage.read_object(path)
                 step = int(value["step"])
                 found += _of_tasks(step, value) if kind == "tasks" else _of_harness(step, value)
             except FileNotFoundError:
@@ -60,7 +59,7 @@ def read_made_with(run: Path) -> dict[tuple[int, str], dict[str, Any]]:
     found = {}
     for path in report_files(run):
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            value = orjson.loads(storage.read_bytes(path))
+            value = storage.read_object(path)
             made_with = value["made_with"]
             found[value["step"], made_with["weights"]] = dict(made_with)
     return found

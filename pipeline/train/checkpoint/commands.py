@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
+from pipeline.common.format import when
 from pipeline.config.train import CheckpointConfig
 from pipeline.train.checkpoint.committed import UNREADABLE, damage_named
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
@@ -346,7 +346,7 @@ def prune(
 
 
 def _when(seconds: float | None) -> str:
-    return "?" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return "?" if seconds is None else when(seconds)
 
 
 def _size(size: int) -> str:

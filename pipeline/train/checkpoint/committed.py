@@ -16,9 +16,10 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import file_hash
+from pipeline.common.run_files import CHECKPOINT_STATE
 
 COMMIT = "COMMIT"
-STATE = "state.json"
+STATE = CHECKPOINT_STATE
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What reading the state or the list of files of a damaged checkpoint may raise."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from pipeline.common import storage
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.config.load import RUN_FILE, dump_values
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import differences
@@ -27,7 +28,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups, read, stored
 from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
 
-ORIGIN_FILE = "export.json"
+ORIGIN_FILE = EXPORT_ORIGIN
 
 Weights = Literal["model", "ema"]
 

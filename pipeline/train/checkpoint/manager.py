@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.train import CheckpointConfig
 from pipeline.train.checkpoint.committed import (
     COMMIT,
@@ -64,7 +65,7 @@ class Checkpoints:
     @classmethod
     def of_run(cls, run: Path) -> Checkpoints:
         """Those of a run folder."""
-        return cls(run / "checkpoints")
+        return cls(RunFiles(run).checkpoints)
 
     def all(self) -> list[Checkpoint]:
         """Committed checkpoints by step, without looking inside."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, Files, changed
@@ -54,7 +55,7 @@ def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource
     """
     if (path / ORIGIN_FILE).is_file():
         return _Exported(path, weights)
-    if (path / "checkpoints").is_dir():
+    if RunFiles(path).checkpoints.is_dir():
         return _InCheckpoint(Checkpoints.of_run(path).at(step), weights)
     number = path.name.removeprefix("step-")
     if (path / COMMIT).is_file() and number.isdigit():

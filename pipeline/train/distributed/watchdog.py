@@ -24,6 +24,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.console import echo
 from pipeline.common.errors import EXIT_HANG, HangError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed.rank import NODE_ERRORS, Processes, log_folder, record_error
 from pipeline.train.parallel.torch_compat.core import TORCH_FOLDER, last_collectives, waits_for_ranks
@@ -181,7 +182,7 @@ class Watchdog:
         beside = log_folder()
         if beside is not None or self._heartbeat is None:
             return beside
-        return self._heartbeat.run / "logs" / f"hang-{self._heartbeat.attempt():04d}"
+        return RunFiles(self._heartbeat.run).logs / f"hang-{self._heartbeat.attempt():04d}"
 
     def _others(self, frame: FrameType | None, step: int | None) -> str:
         """What the heartbeats say of the ranks that keep the others, as a clause of the message."""

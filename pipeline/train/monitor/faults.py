@@ -11,8 +11,9 @@ from typing import Any, Literal
 from rich.console import Console
 
 from pipeline.common import storage
-from pipeline.common.console import say
+from pipeline.common.console import warn
 from pipeline.common.errors import NumericalError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.train import FaultsConfig
 from pipeline.train.distributed.process_group import share
 from pipeline.train.run.folder import RunFolder
@@ -77,7 +78,7 @@ class Faults:
     @property
     def record(self) -> Path:
         """One JSON object a fault."""
-        return self._folder.path / "faults.jsonl"
+        return RunFiles(self._folder.path).faults
 
     @property
     def troubled(self) -> bool:
@@ -137,7 +138,7 @@ class Faults:
             lowest = ", with the loss scale at its lowest" if row.get("loss_scale") == 1.0 else ""
             self._end(row, kind, f"{self._in_a_row} steps in a row up to step {step} {were}{lowest}", "them")
         self._write(row, kind, "skip")
-        say(self._console, f"warning: {what}; the weights were not updated (the step's samples are in {self.record})")
+        warn(self._console, f"{what}; the weights were not updated (the step's samples are in {self.record})")
 
     def at_end(self, step: int) -> None:
         """All steps are trained, and the last one is not saved yet; every rank calls this.
@@ -206,13 +207,9 @@ class Faults:
             "samples": self._describe(row["step"] - 1),
         }
         try:
-            lines = storage.JsonLines(self.record)
-            try:
-                lines.write(fault)
-            finally:
-                lines.close()
+            storage.add_json_line(self.record, fault)
         except OSError as error:  # a full disk ends no run
-            say(self._console, f"warning: {self.record} could not be written: {error.strerror or error}")
+            warn(self._console, f"{self.record} could not be written: {error.strerror or error}")
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""

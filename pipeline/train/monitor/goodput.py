@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pipeline.common import storage
-from pipeline.train.run.attempts import Attempt, attempts, metrics_path
+from pipeline.common.run_files import RunFiles
+from pipeline.train.run.attempts import Attempt, attempts
 
 _MEASURED = ("step_seconds", "save_blocked", "validation_seconds")
 MOST_STEPS = 10**12
@@ -84,7 +85,7 @@ def goodput(
     if not tries:
         return None
     now, used = time.time(), _Use(tries)
-    for row in storage.json_lines(metrics_path(run)) if rows is None else rows:
+    for row in storage.json_lines(RunFiles(run).metrics) if rows is None else rows:
         used.add(row)
     used.finish()
     starting = other = inside = down = 0.0

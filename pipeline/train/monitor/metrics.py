@@ -19,10 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError, install_extra
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.train import MetricsConfig
 from pipeline.train.planning.devices import device_of_driver
-from pipeline.train.run.attempts import metrics_path
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:
@@ -155,7 +155,7 @@ class Wandb:
             raise UserError(
                 f"train.metrics.wandb is set, but wandb is not installed: {install_extra('wandb')}"
             ) from error
-        id_file = run_folder / "wandb-id"
+        id_file = RunFiles(run_folder).wandb_id
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(8))
         self._run = wandb.init(
@@ -247,9 +247,9 @@ def open_sinks(config: Config, run: Path, console: Console, first: int, total: i
         total: steps of the run.
     """
     metrics = config.train.metrics
-    sinks: list[Sink] = [storage.JsonLines(metrics_path(run))]
+    sinks: list[Sink] = [storage.JsonLines(RunFiles(run).metrics)]
     if metrics.tensorboard:
-        sinks.append(TensorBoard(run / "tensorboard", first))
+        sinks.append(TensorBoard(RunFiles(run).tensorboard, first))
     if metrics.wandb is not None:
         sinks.append(Wandb(metrics, run, config.model_dump(mode="json")))
     return [*sinks, Terminal(console, first, total, metrics.log_every_steps)]

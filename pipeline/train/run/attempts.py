@@ -10,13 +10,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import (
@@ -29,12 +26,11 @@ from pipeline.common.errors import (
     EXIT_UNSAVED,
     UserError,
 )
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.heartbeat import HUNG, read_beat
 from pipeline.train.run.lock import is_held, job
 
 _BEGIN, _END = "attempt", "attempt end"
-_BLOCK = 2**20
-"""Bytes that are read at once from the end of a file."""
 _SAYS_NOTHING = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
 """Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
 _WITHOUT_A_WORD = "ended without a word, as after kill -9 or the loss of a node"
@@ -91,16 +87,6 @@ class Attempt:
     def died(self) -> bool:
         """Whether it ended by no will of a person or scheduler that the run could answer to."""
         return self.outcome in ("killed", "hung", "diverged", "unsaved", "failed")
-
-
-def ledger_path(run: Path) -> Path:
-    """`ledger.jsonl` of a run folder."""
-    return run / "ledger.jsonl"
-
-
-def metrics_path(run: Path) -> Path:
-    """`metrics.jsonl` of a run folder."""
-    return run / "metrics.jsonl"
 
 
 def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]:
@@ -252,11 +238,7 @@ def refuse_crash_loop(
 
 def append(run: Path, entry: dict[str, Any]) -> None:
     """Add a line to the ledger."""
-    lines = storage.JsonLines(ledger_path(run))
-    try:
-        lines.write(entry)
-    finally:
-        lines.close()
+    storage.add_json_line(RunFiles(run).ledger, entry)
 
 
 def _end_line(number: int, code: int | None, reason: str, step: int, seconds: float) -> dict[str, Any]:
@@ -274,7 +256,7 @@ def _end_line(number: int, code: int | None, reason: str, step: int, seconds: fl
 def _entries(run: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]], list[dict[str, Any]]]:
     """Lines by attempt of its begin and its end, the last of each, and those of the stage; no damaged ones."""
     begins, ends, stages = {}, {}, []
-    for line in storage.read_json_lines(ledger_path(run)):
+    for line in RunFiles(run).ledger_lines():
         event = line.get("event")
         if event == _BEGIN and line.keys() >= {"attempt", "time", "host", "pid", "layout", "first_step", "config"}:
             begins[line["attempt"]] = line
@@ -298,7 +280,7 @@ def _stage_start(stages: list[dict[str, Any]], begin: float, after: float | None
 def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
     """The end of an attempt that has left none, as the files of the run tell it."""
     number, last, step = begin["attempt"], float(begin["time"]), int(begin["first_step"])
-    for row in rows_backwards(metrics_path(run)):
+    for row in RunFiles(run).newest_rows():
         if row.get("attempt", number) > number:
             continue
         if row.get("attempt", 0) < number:
@@ -315,31 +297,7 @@ def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
             step = max(step, beat.step - 1)
         if beat.phase == HUNG:  # its watchdog has ended it, and nobody was there to note that
             code, reason = EXIT_HANG, "it hung"
-    with suppress(OSError, orjson.JSONDecodeError, TypeError, KeyError):
-        exit_state = orjson.loads(storage.read_bytes(run / "exit.json"))
-        if exit_state["attempt"] == number:
-            code, reason = exit_state["code"], exit_state["reason"]
+    exit_state = RunFiles(run).exit_state()
+    if exit_state.get("attempt") == number and exit_state.keys() >= {"code", "reason"}:
+        code, reason = exit_state["code"], exit_state["reason"]
     return _end_line(number, code, reason, step, last - begin["time"]) | {"time": last}
-
-
-def rows_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines from the last one on, reading no more of it than is asked for."""
-    try:
-        file = storage.open_regular(path)
-    except FileNotFoundError:
-        return
-    with file:
-        place, rest = file.seek(0, os.SEEK_END), b""
-        while place > 0:
-            size = min(_BLOCK, place)
-            place -= size
-            file.seek(place)
-            first, *lines = (file.read(size) + rest).split(b"\n")
-            if place == 0:
-                lines, first = [first, *lines], b""
-            rest = first
-            for line in reversed(lines):
-                with suppress(orjson.JSONDecodeError):
-                    row = orjson.loads(line)
-                    if isinstance(row, dict):
-                        yield row

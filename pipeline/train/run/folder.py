@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pipeline.common import storage
 from pipeline.common.console import alarm
 from pipeline.common.errors import (
@@ -28,24 +26,13 @@ from pipeline.common.errors import (
     UserError,
     exit_code,
 )
+from pipeline.common.run_files import RunFiles
 from pipeline.train.monitor.goodput import goodput
-from pipeline.train.run.attempts import Running, correct, last_begun, ledger_path, metrics_path, rows_backwards, settle
+from pipeline.train.run.attempts import Running, correct, last_begun, settle
 from pipeline.train.run.heartbeat import read_beat
 from pipeline.train.run.lock import Lock
 
-__all__ = [
-    "RunFolder",
-    "last_attempt",
-    "make_writable",
-    "metrics_path",
-    "no_trace_if_refused",
-    "open_run",
-    "read_metrics",
-]
-
-
-_OF_A_START = {"ledger.jsonl", "exit.json", "heartbeats", "logs"}
-_GUARD = "lock.guard"
+_OF_A_START = {RunFiles.ledger, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs}
 
 
 @dataclass
@@ -68,7 +55,7 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         """One JSON object a step and attempt."""
-        return metrics_path(self.path)
+        return RunFiles(self.path).metrics
 
     def begin(self, first_step: int, *, layout: dict[str, int], config: str) -> None:
         """Note in the ledger that this attempt begins; rank 0 calls this.
@@ -112,7 +99,9 @@ class RunFolder:
             self._put_exit(storage.json_bytes(exit_state))
         except OSError as error:
             why = error.strerror or str(error)
-            alarm("error:", f"{self.path / 'exit.json'} cannot be written ({why}). It would say, code {code}: {reason}")
+            alarm(
+                "error:", f"{RunFiles(self.path).exit} cannot be written ({why}). It would say, code {code}: {reason}"
+            )
         if self.running is None:
             return
         more: dict[str, Any] = {}
@@ -123,7 +112,7 @@ class RunFolder:
         self.running.end(code, reason, self.step, **more)
 
     def _put_exit(self, data: bytes) -> None:
-        file = self.path / "exit.json"
+        file = RunFiles(self.path).exit
         try:
             storage.put(file, data)
         except OSError:
@@ -140,7 +129,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     Of a step that was trained more than once the last attempt counts. A line that a crash cut short is passed over.
     """
     steps: dict[int, dict[str, Any]] = {}
-    for row in storage.read_json_lines(metrics_path(run)):
+    for row in storage.read_json_lines(RunFiles(run).metrics):
         step = row.get("step")
         if isinstance(step, int):
             before = steps.get(step, {})
@@ -152,13 +141,13 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def refuse_lost_checkpoints(run: Path) -> None:
     """A `UserError` where a run has saved and no checkpoint is there: its folder was cleaned, or a disk is missing."""
-    path = metrics_path(run)
-    saved = next((row["step"] for row in rows_backwards(path) if "save_seconds" in row), None)
+    files = RunFiles(run)
+    saved = next((row["step"] for row in files.newest_rows() if "save_seconds" in row), None)
     if saved is not None:
         raise UserError(
-            f"this run has saved step {saved} ({path.name}), but there is no checkpoint in {run / 'checkpoints'}, and "
-            "starting again from random weights would not be what you asked for; is a disk or link missing? Restore "
-            "them, or set run.dir to a new folder to train from the start"
+            f"this run has saved step {saved} ({files.metrics.name}), but there is no checkpoint in "
+            f"{files.checkpoints}, and starting again from random weights would not be what you asked for; is a disk "
+            "or link missing? Restore them, or set run.dir to a new folder to train from the start"
         )
 
 
@@ -192,11 +181,9 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         for tmp in path.glob(f".*{storage.TEMPORARY_SUFFIX}"):
             storage.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
         settle(path)
-        folder = RunFolder(
-            path, _next_attempt(path), lock=lock, reserved=storage.Reserved(path / ".exit.json.reserved")
-        )
+        folder = RunFolder(path, _next_attempt(path), lock=lock, reserved=storage.Reserved(RunFiles(path).exit_room))
         lock.note(folder.attempt)
-        (path / "exit.json").unlink(missing_ok=True)
+        RunFiles(path).exit.unlink(missing_ok=True)
         code, reason, agreed = EXIT_OK, "done", True
         try:
             yield folder
@@ -219,24 +206,20 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
         end: what ended it.
         start: when the command was started, in seconds since 1970.
     """
-    exit_file = run / "exit.json"
-    state: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        if exit_file.stat().st_mtime >= start:
-            state = orjson.loads(storage.read_bytes(exit_file))
+    state = RunFiles(run).exit_state(since=start)
     beat = read_beat(run)
     step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None
     with suppress(OSError):  # a full disk, say
         code, reason = exit_code(end), str(end) or type(end).__name__
         how = {"code": code, "reason": reason, "agreed": isinstance(end, Stopped) and end.agreed}
-        storage.put_json(exit_file, {"attempt": last_attempt(run), "step": step, **state, **how})
+        storage.put_json(RunFiles(run).exit, {"attempt": last_attempt(run), "step": step, **state, **how})
         correct(run, start, code, reason)
 
 
 def last_attempt(run: Path) -> int:
     """Number of the newest attempt at a run, from 1; 0 before the first one."""
-    counter = run / "attempt"
-    text = storage.read_bytes(counter).decode() if counter.exists() else "0"
+    counter = RunFiles(run).attempt
+    text = storage.read_bytes(counter).decode(errors="replace") if counter.exists() else "0"
     if not text.strip().isdecimal():
         raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
     return int(text)
@@ -248,7 +231,7 @@ def _next_attempt(run: Path) -> int:
 
 
 def _count(run: Path, attempt: int) -> None:
-    storage.put(run / "attempt", f"{attempt}\n".encode())
+    storage.put(RunFiles(run).attempt, f"{attempt}\n".encode())
 
 
 @contextmanager
@@ -274,8 +257,8 @@ def _remove_start(run: Path) -> None:
     """Remove the files of this process's start from a run folder in which nobody has begun anything."""
     lock = Lock.take(run)
     try:
-        there = {path.name for path in run.iterdir()} - {"lock", _GUARD}
-        mine = all(line.get("pid") == os.getpid() for line in storage.read_json_lines(ledger_path(run)))
+        there = {path.name for path in run.iterdir()} - {RunFiles.lock, RunFiles.lock_guard}
+        mine = all(line.get("pid") == os.getpid() for line in RunFiles(run).ledger_lines())
         if not mine or last_begun(run) or not there <= _OF_A_START:
             return
         for name in there:
@@ -283,4 +266,4 @@ def _remove_start(run: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     finally:
         lock.release()
-    (run / _GUARD).unlink(missing_ok=True)
+    RunFiles(run).lock_guard.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from types import TracebackType
 import orjson
 
 from pipeline.common import process_identity, storage
+from pipeline.common.run_files import RunFiles
 
 HUNG = "hang"
 """The phase of a rank whose watchdog is about to end it."""
@@ -53,19 +54,14 @@ class Beat:
     """In the phase "hang": whether it is in a collective there, in which ranks wait for one another."""
 
 
-def folder(run: Path) -> Path:
-    """Where the heartbeats of a run are."""
-    return run / "heartbeats"
-
-
 def node_file(run: Path, node: int) -> Path:
     """The heartbeats of the ranks of a node, by its number among the nodes of the run."""
-    return folder(run) / f"node-{node:04d}.jsonl"
+    return RunFiles(run).heartbeats / f"node-{node:04d}.jsonl"
 
 
 def beat_file(run: Path, rank: int) -> Path:
     """The heartbeat of a rank of an older version, which had a file each."""
-    return folder(run) / f"rank-{rank:04d}.json"
+    return RunFiles(run).heartbeats / f"rank-{rank:04d}.json"
 
 
 def read_beat(run: Path, rank: int = 0) -> Beat | None:
@@ -86,7 +82,8 @@ def host_of(run: Path, rank: int) -> str | None:
 
 
 def _files(run: Path) -> list[Path]:
-    return sorted([*folder(run).glob("node-*.jsonl"), *folder(run).glob("rank-*.json")])
+    folder = RunFiles(run).heartbeats
+    return sorted([*folder.glob("node-*.jsonl"), *folder.glob("rank-*.json")])
 
 
 def _newest(files: Iterable[Path]) -> dict[int, Beat]:

@@ -11,11 +11,10 @@ of the same name, still let only one win.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ import orjson
 from pipeline.common import process_identity, storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.format import when
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.heartbeat import read_beat
 
 _SQUEUE_SECONDS = 20.0
@@ -61,7 +62,7 @@ class Lock:
         Raises:
             UserError: another process holds it, or may.
         """
-        path, mine = run / "lock", _identity()
+        path, mine = RunFiles(run).lock, _identity()
         with _guard(path):
             before = _bytes(path)
             if before is not None:
@@ -111,8 +112,8 @@ def holder(run: Path) -> Holder | None:
     Raises:
         UserError: the file is damaged.
     """
-    data = _bytes(run / "lock")
-    return None if data is None else _parse(run / "lock", data)
+    data = _bytes(RunFiles(run).lock)
+    return None if data is None else _parse(RunFiles(run).lock, data)
 
 
 def is_held(run: Path, job_state: Callable[[str], str | None] | None = None) -> bool:
@@ -145,7 +146,7 @@ def clear(run: Path, job: str) -> str | None:
         job: that asks, none of whose processes trains now: a lock of its own is of a step that has ended. What lives on
             of that, on a node that was lost, finds out at its next commit.
     """
-    path = run / "lock"
+    path = RunFiles(run).lock
     try:
         return _clear(run, path, job)
     except FileNotFoundError:
@@ -169,11 +170,6 @@ def _clear(run: Path, path: Path, job: str) -> str | None:
     return None
 
 
-def when(seconds: float) -> str:
-    """A point in time, in seconds since 1970, for people."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
 def job() -> dict[str, Any]:
     """The job and step that this process is part of, how often the job was restarted, where; {} outside of SLURM."""
     number = os.environ.get("SLURM_JOB_ID", "")
@@ -194,23 +190,7 @@ def _number(variable: str) -> int:
 
 def _identity() -> Holder:
     """What tells this process apart from every other one, also from a later one with the same pid."""
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "boot": process_identity.boot(),
-        "namespace": process_identity.namespace(),
-        "pid": pid,
-        "started": _start_time(pid),
-        **job(),
-        "since": time.time(),
-    }
-
-
-def _start_time(pid: int) -> int | None:
-    """Start time of a running process in clock ticks after boot, so that a reused pid is told apart."""
-    found = process_identity.process(pid)
-    # A dead one stays in the table until its parent has asked how it ended, which some never do (PID 1 of containers).
-    return None if found is None or found[0] in "ZX" else found[1]
+    return {**process_identity.identity(), **job(), "since": time.time()}
 
 
 def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] | None = None) -> str | None:
@@ -248,7 +228,7 @@ def _lives_here(held: Holder, mine: Holder) -> bool | None:
         return None if "job" in held else False
     if space != mine["namespace"]:
         return None  # in another container, whose processes have other numbers
-    return bool(_start_time(held["pid"]) == held["started"])
+    return bool(process_identity.start_time(held["pid"]) == held["started"])
 
 
 def _job_state(number: str) -> str | None:
@@ -271,8 +251,8 @@ def _in_use(run: Path, held: Holder, why: str) -> str:
     if beat := read_beat(run):
         place = "" if beat.step is None else f", at step {beat.step}"
         text += f"; its last sign of life is of {when(beat.time)}{place} ({beat.phase})"
-    lock = run / "lock"
-    return f"{text}; wait for it, stop it with `touch {run / 'stop'}`, or, if you know that it is gone, remove {lock}"
+    stop, lock = RunFiles(run).stop, RunFiles(run).lock
+    return f"{text}; wait for it, stop it with `touch {stop}`, or, if you know that it is gone, remove {lock}"
 
 
 def _who(held: Holder) -> str:
@@ -285,7 +265,7 @@ def _who(held: Holder) -> str:
 
 def _bytes(lock: Path) -> bytes | None:
     try:
-        return lock.read_bytes()
+        return storage.read_bytes(lock)
     except FileNotFoundError:
         return None
 
@@ -300,11 +280,9 @@ def _parse(lock: Path, data: bytes) -> Holder:
     return held
 
 
-@contextmanager
-def _guard(lock: Path) -> Iterator[None]:
+def _guard(lock: Path) -> AbstractContextManager[None]:
     """One process at a time, where the file system can do that."""
-    with exclusive(lock.with_name("lock.guard")):
-        yield
+    return exclusive(lock.with_name(RunFiles.lock_guard))
 
 
 def _replace(lock: Path, before: bytes | None, after: bytes) -> bool:

@@ -13,10 +13,11 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import saves_lost
-from pipeline.train.run.attempts import first_steps, ledger_path, metrics_path, rows_backwards
+from pipeline.train.run.attempts import first_steps
 
 
 def rollback_lines(checkpoints: Checkpoints, found: Checkpoint, config: Config, damage: list[str]) -> list[str]:
@@ -37,10 +38,10 @@ def rollback_lines(checkpoints: Checkpoints, found: Checkpoint, config: Config, 
     run, folder = config.run.dir, checkpoints.folder
     reached, missing = checkpoints.saved_last()
     reasons = [*damage, *missing]
-    saved = saves_on_line(first_steps(run), rows_backwards(metrics_path(run)), found.step) if reasons else set()
+    saved = saves_on_line(first_steps(run), RunFiles(run).newest_rows(), found.step) if reasons else set()
     if missing and (recorded := max(saved, default=0)) > reached:
         reached = recorded
-        reasons.append(f"{metrics_path(run)} and {ledger_path(run).name} say that step {reached} was saved")
+        reasons.append(f"{RunFiles(run).metrics} and {RunFiles.ledger} say that step {reached} was saved")
     lost = reached - found.step
     if lost <= 0:
         return damage
@@ -61,9 +62,7 @@ def rollback_lines(checkpoints: Checkpoints, found: Checkpoint, config: Config, 
     )
 
 
-def saves_on_line(
-    attempts: Mapping[int, int], rows_backwards: Iterable[Mapping[str, Any]], down_to: int = 0
-) -> set[int]:
+def saves_on_line(attempts: Mapping[int, int], newest_rows: Iterable[Mapping[str, Any]], down_to: int = 0) -> set[int]:
     """Steps of the saves that a run has come from, as its records have them.
 
     An attempt that began at an earlier step has given up what those before it saved after that step: the run had been
@@ -71,7 +70,7 @@ def saves_on_line(
 
     Args:
         attempts: by number, the step that each began at.
-        rows_backwards: of `metrics.jsonl`, the last one first.
+        newest_rows: of `metrics.jsonl`, the last one first.
         down_to: no further back than to this step.
     """
 
@@ -79,7 +78,7 @@ def saves_on_line(
         return min((step for number, step in attempts.items() if number > attempt), default=math.inf)
 
     found = {step for number, step in attempts.items() if down_to <= step <= limit(number) and step > 0}
-    for row in rows_backwards:
+    for row in newest_rows:
         step = row.get("step")
         if "save_seconds" in row and isinstance(step, int) and step <= limit(row.get("attempt", 0)):
             found.add(step)

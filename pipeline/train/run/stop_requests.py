@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from pipeline.common.console import on_stop
+from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
 
 _ALLOCATION_END = "SLURM_JOB_END_TIME"
@@ -61,8 +62,8 @@ class Requests:
         before_end: float | None = 0.0,
         save_minutes: float | None = None,
     ) -> None:
-        self._stop_file = run / "stop" if run else None
-        self._save_file = run / "save" if run else None
+        self._stop_file = RunFiles(run).stop if run else None
+        self._save_file = RunFiles(run).save if run else None
         self._to_the_end = to_the_end
         self._max_minutes = max_minutes
         self._save_minutes = save_minutes

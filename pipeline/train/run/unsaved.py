@@ -11,11 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import orjson
-
 from pipeline.common import storage
 from pipeline.common.errors import MachineError
 from pipeline.common.format import duration
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.folder import RunFolder
 
 _clock = time.monotonic
@@ -62,15 +61,10 @@ class Saves:
         )
 
 
-def saves_file(run: Path) -> Path:
-    """`saves.json` of a run folder."""
-    return run / "saves.json"
-
-
 def read_saves(run: Path) -> Saves | None:
     """The saves of the last attempt; None if nothing is known of them, or the file is being written or damaged."""
     try:
-        values = orjson.loads(storage.read_bytes(saves_file(run)))
+        values = storage.read_object(RunFiles(run).saves)
         found = Saves(**{name: values[name] for name in Saves.__dataclass_fields__})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -114,7 +108,7 @@ class Unsaved:
 
     def __init__(self, folder: RunFolder, limit_minutes: float, *, write: bool) -> None:
         self._folder = folder
-        self._file = storage.Reserved(saves_file(folder.path)) if write else None
+        self._file = storage.Reserved(RunFiles(folder.path).saves) if write else None
         self._limit = limit_minutes
         self.committed(folder.step)
 

@@ -7,7 +7,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from typing import Any
@@ -22,6 +22,7 @@ from pipeline.eval.server import asking, connection, serve, worker
 from pipeline.eval.server.bodies import Completion, Generate
 from pipeline.eval.server.watch import load_served
 from tests.eval.server.running import Running, running
+from tests.waiting import until
 
 MUCH = {"prompt": "the sea " * 400, "logprobs": 20, "echo": True, "temperature": 0}
 """Its answer is megabytes."""
@@ -63,13 +64,6 @@ def _post(server: Running, body: Any) -> socket.socket:
     return client
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def _connections(server: Running) -> int:
     return len(server.server.server_state.connections)
 
@@ -81,7 +75,7 @@ def test_a_client_that_does_not_read_is_dropped(
 ) -> None:
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
     with _post(single, {**MUCH, **how}):
-        _until(lambda: "POST /v1/completions" in single.log.getvalue() and _connections(single) == 0)
+        until(lambda: "POST /v1/completions" in single.log.getvalue() and _connections(single) == 0)
     single.until(running=0, waiting=0)
     assert single.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200
 
@@ -106,7 +100,7 @@ def test_open_requests_are_bounded(single: Running) -> None:
     with ExitStack() as stack:
         for _ in range(66):
             stack.enter_context(_connect(single)).sendall(_head(100))
-        _until(lambda: _connections(single) == 66)
+        until(lambda: _connections(single) == 66)
         for _ in range(100):  # until the last one's headers have been read
             refused = single.post("/v1/completions", {"prompt": "the", "max_tokens": 1})
             if refused.status_code == 429:
@@ -115,7 +109,7 @@ def test_open_requests_are_bounded(single: Running) -> None:
         assert refused.headers["Retry-After"] == "1"
         assert "66 requests are open" in refused.text
         assert single.health()["status"] == "ok"
-    _until(lambda: single.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).status_code == 200)
+    until(lambda: single.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).status_code == 200)
 
 
 def test_headers_that_do_not_end_end_the_connection(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +153,7 @@ def test_half_open_connections_give_way(single: Running, monkeypatch: pytest.Mon
         for client in half_open[31:]:
             client.sendall(head[20:])
         assert [client.recv(1000)[:12] for client in half_open[31:]] == [b"HTTP/1.1 200"] * 19
-    _until(lambda: _connections(single) == 0)
+    until(lambda: _connections(single) == 0)
     assert not single.server.config.http_protocol_class.waiting
 
 
@@ -194,13 +188,13 @@ def test_connections_with_a_request_stay(single: Running, monkeypatch: pytest.Mo
         clients = [stack.enter_context(_connect(single)) for _ in range(3)]
         for client in clients:
             client.sendall(_head(len(body)))
-        _until(lambda: _connections(single) == 3 and not protocol.waiting)
+        until(lambda: _connections(single) == 3 and not protocol.waiting)
         answer = stack.enter_context(_connect(single)).recv(1000)
         assert answer.startswith(b"HTTP/1.1 429")
         assert b"Retry-After" in answer
         clients[0].sendall(body)
         assert clients[0].recv(1000).startswith(b"HTTP/1.1 200")
-    _until(lambda: _connections(single) == 0)
+    until(lambda: _connections(single) == 0)
     assert single.health()["status"] == "ok"
 
 
@@ -242,7 +236,7 @@ def test_clients_that_do_not_read_are_no_failure_at_the_end(
         slow.sendall(_head(100))
         server.until(running=1)
         server.server.should_exit = True
-        _until(lambda: "ended" in server.log.getvalue() or not server.server.server_state.connections)
+        until(lambda: "ended" in server.log.getvalue() or not server.server.server_state.connections)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert "Traceback" not in server.log.getvalue()
 

@@ -3,14 +3,14 @@
 import os
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.common.errors import UserError
 from slurm.devcluster import DevCluster, missing_programs
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slurm,
@@ -35,13 +35,6 @@ def _call(cluster: DevCluster, *command: str) -> str:
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.2)
-
-
 def test_jobs_run_on_all_nodes_and_are_accounted(own_cluster: DevCluster) -> None:
     assert own_cluster.usable()
     assert own_cluster.nodes == [f"c{PORT}n1", f"c{PORT}n2"]
@@ -51,7 +44,7 @@ def test_jobs_run_on_all_nodes_and_are_accounted(own_cluster: DevCluster) -> Non
     def accounted() -> bool:
         return "both|dev|COMPLETED" in _call(own_cluster, "sacct", "-X", "-n", "-P", "-o", "JobName,Account,State")
 
-    _until(accounted)
+    until(accounted)
     with pytest.raises(subprocess.CalledProcessError):
         _call(own_cluster, "sbatch", "--account=other", "--wrap=true")
     with pytest.raises(UserError, match=f"port {PORT} and 2 nodes, not 17100 and 2"):
@@ -66,7 +59,7 @@ def test_a_killed_node_loses_all_its_processes_and_its_job_starts_again(own_clus
     )
     job = _call(own_cluster, "sbatch", "--parsable", "--requeue", "--output=/dev/null", f"-w{first}", script).strip()
     other = _call(own_cluster, "sbatch", "--parsable", "--output=/dev/null", f"-w{second}", "--wrap=sleep 1000").strip()
-    _until(lambda: len(own_cluster.processes_of_jobs()) >= 6)
+    until(lambda: len(own_cluster.processes_of_jobs()) >= 6)
     before = set(own_cluster.processes_of_jobs())
 
     own_cluster.kill_node(first)
@@ -75,13 +68,13 @@ def test_a_killed_node_loses_all_its_processes_and_its_job_starts_again(own_clus
     assert {_environ(pid)["SLURM_JOB_ID"] for pid in left} == {other}, "another node's job goes on"
 
     own_cluster.start_node(first)
-    _until(lambda: log.read_text().split() == ["run", "run", "1"])
+    until(lambda: log.read_text().split() == ["run", "run", "1"])
     assert _call(own_cluster, "squeue", "-h", "-j", job, "-o", "%T %N").split() == ["RUNNING", first]
 
 
 def test_down_ends_jobs_and_daemons_and_up_goes_on_from_there(own_cluster: DevCluster) -> None:
     _call(own_cluster, "sbatch", "--output=/dev/null", "--wrap=trap : TERM; sleep 1000 & wait; sleep 1000")
-    _until(lambda: bool(own_cluster.processes_of_jobs()))
+    until(lambda: bool(own_cluster.processes_of_jobs()))
     own_cluster.down()
     assert not own_cluster.is_up
     assert not own_cluster.processes_of_jobs()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 
 from slurm import scheduler
 from slurm.devcluster import DevCluster
 from slurm.job.allocation import Allocation
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -20,13 +18,13 @@ def test_a_node_that_was_lost_and_comes_back_is_not_the_jobs_any_more(cluster: D
     job = scheduler.ask([*words.split(), "--wrap", "sleep 200"]).strip()
     lost = ""
     try:
-        _until(lambda: scheduler.details(job).get("JobState") == "RUNNING")
+        until(lambda: scheduler.details(job).get("JobState") == "RUNNING")
         host = scheduler.details(job)["BatchHost"]
         allocation = Allocation(job, cluster.nodes, print)
         assert allocation.down() == []
         lost = next(node for node in cluster.nodes if node != host)
         cluster.kill_node(lost)
-        _until(lambda: lost not in scheduler.hostnames(scheduler.details(job)["NodeList"]))
+        until(lambda: lost not in scheduler.hostnames(scheduler.details(job)["NodeList"]))
         cluster.start_node(lost)
         assert not scheduler.node_states([lost])[lost].startswith("down")
         assert allocation.down() == [lost]
@@ -53,10 +51,3 @@ def test_a_job_is_kept_only_from_so_many_nodes_that_it_can_start(cluster: DevClu
         assert allocation.keep_from(job, [], 0) and allocation.excluded(job) == set()
     finally:
         scheduler.cancel([job])
-
-
-def _until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.run_files import RunFiles
 from slurm import jobs, scheduler
 from slurm.job import launch_log
 from slurm.job.array_end import array_end
@@ -16,7 +17,7 @@ from slurm.scheduler import SchedulerError
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    jobs.folder(tmp_path).mkdir()
+    RunFiles(tmp_path).slurm.mkdir()
     jobs.note(tmp_path, jobs.new_job("preprocess", "70", "slurm", "name", "none.json", tasks=4))
     jobs.note(tmp_path, jobs.new_job("finish", "71", "slurm", "name", "none.json", after=("70",)))
     return tmp_path

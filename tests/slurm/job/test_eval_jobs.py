@@ -16,6 +16,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.errors import EXIT_REFUSED
+from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from pipeline.eval.reports import report_path
 from pipeline.train.checkpoint.manager import Checkpoints
@@ -61,7 +62,7 @@ class Site:
         }
         self.config = load(tiny.write_run(root, settings | changes))
         self.run = self.config.run.dir
-        jobs.folder(self.run).mkdir(parents=True)
+        RunFiles(self.run).slurm.mkdir(parents=True)
         self.log = io.StringIO()
 
     def queue(self, **states: str) -> None:

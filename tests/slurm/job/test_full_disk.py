@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from slurm import jobs
 from slurm.job.launch_log import launches
 from tests import tiny
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
 
@@ -37,14 +37,6 @@ def fill(disk: Path) -> None:
             out.write(bytes(512))
 
 
-def until(condition: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        meanwhile()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     "where", [pytest.param("local", marks=pytest.mark.guard), pytest.param("slurm", marks=pytest.mark.slurm)]
 )
@@ -64,7 +56,7 @@ def test_a_job_that_cannot_save_says_so_and_ends_though_nothing_can_be_written(
     sent = tiny.pipeline("train", file, f"--{where}")
     assert sent.returncode == 0, sent.stdout + sent.stderr
     until(lambda: list(run.glob("checkpoints/step-????????")))
-    until(lambda: launches(run)[-1].end, lambda: fill(disk))
+    until(lambda: fill(disk) or launches(run)[-1].end)
 
     (launch,) = launches(run)
     assert launch.end is not None and (launch.end.code, launch.end.next) == (79, "end"), launch.end

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +17,7 @@ from slurm.status.command import status
 from tests import tiny
 from tests.data.runs import datasets, make_config, write_jsonl
 from tests.data.stage import left_behind, receipts, write_run_file
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -69,14 +67,6 @@ def send(config: Config, tmp_path: Path) -> tuple[Config, Job, Job]:
     array, finish = jobs.sent(config.run.dir)
     assert (array.stage, array.tasks, finish.stage, finish.after) == ("preprocess", TASKS, "finish", (array.job,))
     return config, array, finish
-
-
-def until(condition: Callable[[], Any], seconds: float = 400) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-    return found
 
 
 def is_over(job: Job) -> bool:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pipeline.train.distributed.rank import record_error
 from pipeline.train.run.heartbeat import read_beats
 from slurm.local.launcher import _judge, _quiet, _Ranks, check_devices
 from tests.tiny import write_run
+from tests.waiting import until
 
 pytestmark = pytest.mark.parallel
 
@@ -73,13 +73,6 @@ class Launched:
     def ledger(self) -> list[tuple[str, int | None]]:
         lines = [json.loads(line) for line in (self.run / "ledger.jsonl").read_text().splitlines()]
         return [(line["event"], line.get("exit")) for line in lines]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 def gone(pid: int) -> bool:

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import append
 from slurm import jobs
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end
@@ -33,7 +34,7 @@ WAIT = 60.0
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder on a machine whose scheduler has forgotten all jobs."""
     folder = tmp_path / "run"
-    jobs.folder(folder).mkdir(parents=True)
+    RunFiles(folder).slurm.mkdir(parents=True)
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n")

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load, load_written
 from pipeline.train.run.attempts import Running
 from pipeline.train.run.heartbeat import Beat, node_file
@@ -62,7 +63,7 @@ def say(run: Path, answer: Answer | None = None) -> RunStatus:
 
 
 def send(run: Path, stage: jobs.Stage = "train", job: str = "77", **more: Any) -> None:
-    jobs.folder(run).mkdir(parents=True, exist_ok=True)
+    RunFiles(run).slurm.mkdir(parents=True, exist_ok=True)
     jobs.note(run, jobs.new_job(stage, job, "slurm", "name", "slurm/submissions/x.json", **more))
 
 

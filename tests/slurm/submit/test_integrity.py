@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from pipeline.common.errors import EXIT_REFUSED, UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
@@ -192,10 +193,10 @@ def test_with_a_group_jobs_execute_what_lies_where_only_the_owner_may_write(tmp_
     submission.refuse_changed()
     assert not [each for each in [tmp_path / "mine", *private.rglob("*")] if each.stat().st_mode & 0o022]
     # The group can read all of it in the run folder, where it may also put what it asks for.
-    kept = jobs.folder(run) / "submissions"
+    kept = RunFiles(run).slurm / "submissions"
     assert {each.name for each in kept.iterdir()} == {file.name, file.with_suffix(".yaml").name}
-    assert (jobs.folder(run) / "code" / code.name / "pipeline" / "cli" / "main.py").exists()
-    assert run.stat().st_mode & 0o020 and jobs.folder(run).stat().st_mode & 0o020
+    assert (RunFiles(run).slurm / "code" / code.name / "pipeline" / "cli" / "main.py").exists()
+    assert run.stat().st_mode & 0o020 and RunFiles(run).slurm.stat().st_mode & 0o020
 
 
 @pytest.mark.parametrize(

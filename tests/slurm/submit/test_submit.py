@@ -7,8 +7,7 @@ import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from slurm.submit.stop_lead_time import signal_seconds
 from slurm.submit.submission import read_submission
 from slurm.submit.submit import send_all, submit
 from tests import tiny
+from tests.waiting import until
 
 PATIENCE = 120.0
 """Seconds until a test gives up waiting."""
@@ -287,13 +287,6 @@ def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path)
     until(lambda: not submitit_backend.is_alive(run, job))
     assert job.log(run).read_text().endswith(" done\n")
     assert "done" in tiny.pipeline("preprocess", file, "--status").stdout
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 HELD = {"options": {"hold": ""}}

@@ -7,8 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from slurm.job.launch_log import launches
 from slurm.sweep.command import RunsFailed, sweep
 from slurm.sweep.members import make_sweep, short_names, split_values, value_name
 from tests.tiny import command, write_run
+from tests.waiting import until
 
 LR = "train.optimizer.lr=1e-3,1e-2"
 
@@ -226,13 +225,6 @@ def test_the_table_needs_no_torch(run_file: Path, fresh: list[str], tmp_path: Pa
     assert json.loads(done.stdout)["members"][0]["state"] == "not started"
 
 
-def wait_for(what: Callable[[], object], seconds: float = 180) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.5)
-
-
 def states(run: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {each["name"]: each["state"] for each in table(run, words, capfd)["members"]}
 
@@ -249,7 +241,7 @@ def test_in_the_background_one_after_the_other(
     assert set(begun.values()) <= {"pending", "running"}
     do(run_file, words, local=True)
     assert capfd.readouterr().out.count("is left alone") == 2, "it is under way"
-    wait_for(lambda: states(run_file, words, capfd) == {"lr=0.01": "done", "lr=1e30": "diverged"})
+    until(lambda: states(run_file, words, capfd) == {"lr=0.01": "done", "lr=1e30": "diverged"})
     assert [each.stage for each in launches(folder / "lr=1e30")] == ["train"]
     assert [each.stage for each in launches(folder / "lr=0.01")] == ["train", "eval"]
     assert len({job.job for name in begun for job in jobs.sent(folder / name)}) == 1
@@ -264,7 +256,7 @@ def test_a_run_that_is_done_is_left_alone_by_what_asks_for_its_end(
     do(run_file, words, local=True)
     done, next_one = (tmp_path / "run/sweeps/duration" / f"duration={steps}_steps" for steps in (4, 100_000))
     try:
-        wait_for(lambda: states(run_file, words, capfd) == {done.name: "done", next_one.name: "running"})
+        until(lambda: states(run_file, words, capfd) == {done.name: "done", next_one.name: "running"})
         cancel(done, Console(), now=False, chain=False, wait=5)
         assert "nothing of" in capfd.readouterr().out
         assert not (done / "stop").exists() and jobs.cancelled(done) is None
@@ -296,22 +288,22 @@ def test_an_array_of_jobs_each_of_which_goes_on_by_itself(
     assert [len(jobs.sent(folder / name)) for name in names] == [1, 1, 1]
 
     # The end of the time of the second one is ahead; somebody ends the third one.
-    wait_for((folder / names[1] / "metrics.jsonl").exists)
+    until((folder / names[1] / "metrics.jsonl").exists)
     subprocess.run(["scancel", "--signal=USR2", numbers[1]], check=True)
-    wait_for((folder / names[2] / "metrics.jsonl").exists)
+    until((folder / names[2] / "metrics.jsonl").exists)
     subprocess.run(["scancel", numbers[2]], check=True)
-    wait_for(lambda: states(run_file, words, capfd) == dict.fromkeys(names[:2], "done") | {names[2]: "cancelled"})
+    until(lambda: states(run_file, words, capfd) == dict.fromkeys(names[:2], "done") | {names[2]: "cancelled"})
     first, second, third = (launches(folder / name) for name in names)
     assert [(each.stage, each.restarts) for each in first] == [("train", 0), ("eval", 0)]
     assert [(each.stage, each.restarts) for each in second] == [("train", 0), ("train", 1), ("eval", 1)]
     assert {each.job for each in second} == {numbers[1]}, "the same task of the array, again"
     ends = ["requeue", "done", "done"]
-    wait_for(lambda: [each.end.next for each in launches(folder / names[1]) if each.end] == ends)
+    until(lambda: [each.end.next for each in launches(folder / names[1]) if each.end] == ends)
     assert len(third) == 1
     # The same command sends what is left, and only that.
     do(run_file, words, slurm=True)
     assert [len(jobs.sent(folder / name)) for name in names] == [1, 1, 2]
-    wait_for(lambda: set(states(run_file, words, capfd).values()) == {"done"})
+    until(lambda: set(states(run_file, words, capfd).values()) == {"done"})
     found = {each["name"]: each for each in table(run_file, words, capfd)["members"]}
     assert all(each["step"] == 1000 and each["eval_loss"] < 6 for each in found.values())
 

@@ -12,13 +12,14 @@ import pytest
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.storage import json_lines_backwards
 from pipeline.config.load import load_written
 from pipeline.data.datasets.manifest import verify
 from pipeline.data.work.receipts import files_are_there
 from pipeline.train.checkpoint.weight_source import open_weights, tensors_of
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.run.attempts import rows_backwards
 from pipeline.train.run.heartbeat import read_beat, read_beats
+from pipeline.train.run.lock import holder, is_held
 from slurm.sweep.folder import noted
 from tests.train.runs import start
 
@@ -96,13 +97,16 @@ def test_a_sweep_names_folders_in_its_own(tmp_path: Path) -> None:
 def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "heartbeats").mkdir()
     beats = ("heartbeats/rank-0000.json", "heartbeats/node-0000.jsonl")
-    for name in ("config.yaml", "metrics.jsonl", "exit.json", *beats):
+    for name in ("config.yaml", "metrics.jsonl", "exit.json", "lock", *beats):
         os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match="not a regular file"):
         load_written(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="not a regular file"):
-        next(rows_backwards(tmp_path / "metrics.jsonl"))
+        next(json_lines_backwards(tmp_path / "metrics.jsonl"))
     assert read_beat(tmp_path) is None and read_beats(tmp_path) == {}
+    with pytest.raises(UserError, match="not a regular file"):
+        holder(tmp_path)
+    assert is_held(tmp_path)
     (tmp_path / beats[1]).unlink()
     (tmp_path / beats[1]).symlink_to("/dev/zero")
     assert read_beat(tmp_path) is None

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests import tiny
 from tests.slurm.local.test_launcher import Launched
 from tests.train.distributed.ranks import environment, free_port
 from tests.train.distributed.test_train_command import ranks_of, steps
+from tests.waiting import until
 
 pytestmark = pytest.mark.parallel
 
@@ -50,14 +50,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(root: Path, name: str, *values: str) -> subprocess.Popen[str]:
     command = tiny.command("train", root / "run.yaml", f"run.dir={root / name}", *values)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def until(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.05)
 
 
 def evidence(run: Path) -> Path:

@@ -8,8 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.train.distributed.ranks import free_port
 from tests.train.runs import exact
+from tests.waiting import until
 
 pytestmark = pytest.mark.parallel
 
@@ -58,13 +57,6 @@ def whole(root: Path) -> Path:
 def start(root: Path, name: str, *values: str) -> subprocess.Popen[str]:
     command = tiny.command("train", root / "run.yaml", f"run.dir={root / name}", *TWO, *values)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 100
-    while not what():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.02)
 
 
 def steps(run: Path) -> int:
@@ -116,7 +108,7 @@ def test_it_trains_as_one_process_does(root: Path, whole: Path) -> None:
 def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> None:
     name = f"stopped-{who[-1]}"
     process = start(root, name)
-    wait_for(lambda: steps(root / name) >= 3, process)
+    until(lambda: steps(root / name) >= 3, process)
     os.kill(process.pid if who == "launcher" else ranks_of(root / name)[1], signal.SIGTERM)
     _out, err = process.communicate(timeout=100)
     assert process.returncode == 75, err
@@ -135,7 +127,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank:
     name = f"killed-{rank}"
     process = start(root, name)
     saved = root / name / "checkpoints" / "latest"  # it is written while training goes on
-    wait_for(lambda: steps(root / name) >= 12 and saved.exists(), process)
+    until(lambda: steps(root / name) >= 12 and saved.exists(), process)
     os.kill(ranks_of(root / name)[rank], signal.SIGKILL)
     _out, err = process.communicate(timeout=100)
     assert process.returncode == 1
@@ -148,7 +140,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank:
 @pytest.mark.slow
 def test_a_folder_in_use_is_told_once(root: Path) -> None:
     process = start(root, "used", "train.duration=4000 steps", "train.checkpoint.every_steps=1000")
-    wait_for(lambda: steps(root / "used") >= 1, process)
+    until(lambda: steps(root / "used") >= 1, process)
     second = tiny.pipeline("train", root / "run.yaml", f"run.dir={root / 'used'}", *TWO)
     assert second.returncode == 2
     assert second.stderr.count("is in use by process") == 1, second.stderr

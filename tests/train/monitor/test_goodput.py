@@ -13,9 +13,10 @@ from typing import Any
 import orjson
 import pytest
 
+from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import JsonLines
 from pipeline.train.monitor.goodput import Goodput, goodput
-from pipeline.train.run.attempts import append, attempts, metrics_path
+from pipeline.train.run.attempts import append, attempts
 from pipeline.train.run.folder import open_run, read_metrics
 from tests import tiny
 
@@ -35,7 +36,7 @@ def end(run: Path, number: int, seconds: float, step: int, code: int | None = 0)
 
 
 def rows(run: Path, *rows: dict[str, Any]) -> None:
-    lines = JsonLines(metrics_path(run))
+    lines = JsonLines(RunFiles(run).metrics)
     for row in rows:
         lines.write(row)
     lines.close()
@@ -219,7 +220,7 @@ def test_a_run_that_was_killed_adds_up(root: Path) -> None:
     assert done.returncode == 0, done.stderr
     saved = attempts(run)[1].first_step
     assert saved % 7 == 0 and saved <= reached
-    every = [orjson.loads(line) for line in metrics_path(run).read_bytes().splitlines()]
+    every = [orjson.loads(line) for line in RunFiles(run).metrics.read_bytes().splitlines()]
     trained = [row for row in every if "step_seconds" in row]
     lost = [row for row in trained if row["attempt"] == 1 and row["step"] > saved]
     counts = [row for row in trained if row not in lost]
@@ -256,7 +257,7 @@ def test_many_rows_take_little_memory_and_are_read_once(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert found is not None and found.productive == steps
-    assert peak < metrics_path(tmp_path).stat().st_size / 10
+    assert peak < RunFiles(tmp_path).metrics.stat().st_size / 10
 
 
 def test_rows_that_make_no_sense_count_for_nothing_and_take_no_memory(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import pytest
 
 import pipeline
 from pipeline.common.errors import HangError, MachineError, NumericalError, Stopped, UserError
-from pipeline.common.storage import JsonLines
+from pipeline.common.run_files import RunFiles
+from pipeline.common.storage import JsonLines, json_lines_backwards
 from pipeline.common.versions import code_hash, versions
 from pipeline.config.load import load
 from pipeline.train import open_run as train_start
@@ -26,10 +27,7 @@ from pipeline.train.run.attempts import (
     attempts,
     correct,
     last_begun,
-    ledger_path,
-    metrics_path,
     refuse_crash_loop,
-    rows_backwards,
 )
 from pipeline.train.run.folder import open_run
 from pipeline.train.run.heartbeat import beat_file
@@ -51,7 +49,7 @@ def attempt(run: Path, first: int, last: int, error: BaseException | None = None
 
 
 def write_rows(run: Path, number: int, first: int, last: int) -> None:
-    lines = JsonLines(metrics_path(run))
+    lines = JsonLines(RunFiles(run).metrics)
     for step in range(first + 1, last + 1):
         lines.write({"step": step, "attempt": number, "time": time.time(), "tokens": step, "step_seconds": 0.0})
     lines.close()
@@ -194,7 +192,7 @@ def test_time_counts_from_the_start_of_the_stage(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_of_the_ledger_are_passed_over(tmp_path: Path) -> None:
-    with ledger_path(tmp_path).open("ab") as file:
+    with RunFiles(tmp_path).ledger.open("ab") as file:
         file.write(b'{"event": "attempt", "attempt": 9}\n{"event": "attempt end"}\nnull\n{"event": "att')
     attempt(tmp_path, 0, 1)
     assert outcomes(tmp_path) == [(1, 0, 1, "done")]
@@ -203,14 +201,14 @@ def test_damaged_lines_of_the_ledger_are_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 7, 64, 2**20])
 def test_rows_come_backwards_as_they_are_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr("pipeline.train.run.attempts._BLOCK", block)
+    monkeypatch.setattr("pipeline.common.storage._BLOCK", block)
     path = tmp_path / "metrics.jsonl"
-    assert list(rows_backwards(path)) == []
+    assert list(json_lines_backwards(path)) == []
     rows = [{"step": step, "text": "é" * (step % 50)} for step in range(200)]
     path.write_bytes(b"\n".join(orjson.dumps(row) for row in rows) + b'\nnull\n\n{"cut": ')
-    assert list(rows_backwards(path)) == rows[::-1]
+    assert list(json_lines_backwards(path)) == rows[::-1]
     path.write_bytes(b"")
-    assert list(rows_backwards(path)) == []
+    assert list(json_lines_backwards(path)) == []
 
 
 def test_so_many_deaths_at_the_same_step_and_the_next_attempt_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import orjson
 import pytest
 
 from pipeline.common.errors import MachineError, NumericalError, Stopped, UnsavedError, UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import JsonLines, temporary
-from pipeline.train.run.folder import metrics_path, note_end, open_run, read_metrics, refuse_lost_checkpoints
+from pipeline.train.run.folder import note_end, open_run, read_metrics, refuse_lost_checkpoints
 
 
 def test_attempts_are_counted(tmp_path: Path) -> None:
@@ -42,9 +43,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("name", "content"), [("lock", "[]"), ("lock", ""), ("attempt", ""), ("attempt", "x")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("lock", "[]"), ("lock", ""), ("attempt", ""), ("attempt", "x"), ("attempt", "\xff")]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=f"{name} is damaged"), open_run(tmp_path):
         pass
 
@@ -75,14 +78,14 @@ def test_how_it_ended_is_written_however_it_ended(tmp_path: Path, error: BaseExc
 
 
 def test_the_last_attempt_of_a_step_counts_and_cut_lines_are_passed_over(tmp_path: Path) -> None:
-    lines = JsonLines(metrics_path(tmp_path))
+    lines = JsonLines(RunFiles(tmp_path).metrics)
     for step in (1, 2, 3):
         lines.write({"step": step, "attempt": 1, "loss": float(step)})
     lines.write({"step": 3, "attempt": 1, "validation_loss": 9.0})
     lines.close()
-    with metrics_path(tmp_path).open("ab") as file:
+    with RunFiles(tmp_path).metrics.open("ab") as file:
         file.write(b'null\n{"a": 1}\n{"step": 4, "att')
-    lines = JsonLines(metrics_path(tmp_path))
+    lines = JsonLines(RunFiles(tmp_path).metrics)
     lines.write({"step": 2, "attempt": 2, "loss": 2.5})
     lines.close()
     rows = read_metrics(tmp_path)
@@ -91,7 +94,7 @@ def test_the_last_attempt_of_a_step_counts_and_cut_lines_are_passed_over(tmp_pat
 
 
 def test_what_a_process_writes_that_has_lost_the_lock_does_not_count(tmp_path: Path) -> None:
-    lines = JsonLines(metrics_path(tmp_path))
+    lines = JsonLines(RunFiles(tmp_path).metrics)
     for step, attempt in ((1, 1), (2, 1), (2, 2), (3, 2), (2, 1), (3, 1), (4, 1)):
         lines.write({"step": step, "attempt": attempt, "loss": attempt})
     lines.close()
@@ -110,7 +113,7 @@ def test_a_lost_counter_of_attempts_does_not_give_a_number_twice(tmp_path: Path)
 def test_whatever_the_metrics_hold_it_is_told_how_an_attempt_ended(tmp_path: Path) -> None:
     with pytest.raises(Stopped, match="SIGTERM at step 1"), open_run(tmp_path) as folder:
         folder.begin(0, layout={"dp": 1}, config="")
-        metrics_path(tmp_path).write_text('{"step": 1, "attempt": 1, "step_seconds": "x", "time": []}\n')
+        RunFiles(tmp_path).metrics.write_text('{"step": 1, "attempt": 1, "step_seconds": "x", "time": []}\n')
         raise Stopped("SIGTERM at step 1", agreed=True)
     end = orjson.loads((tmp_path / "exit.json").read_bytes())
     assert (end["reason"], end["agreed"]) == ("SIGTERM at step 1", True)

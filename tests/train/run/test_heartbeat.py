@@ -4,7 +4,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -20,6 +19,7 @@ from pipeline.train.run.heartbeat import (
     read_beats,
     whom_it_waits_for,
 )
+from tests.waiting import until
 
 NOW = 1_000_000.0
 
@@ -36,14 +36,7 @@ def beat(
 
 
 def appears(run: Path) -> None:
-    until(lambda: bool(read_beats(run)), "there is no heartbeat")
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
+    until(lambda: bool(read_beats(run)), why="there is no heartbeat")
 
 
 def test_a_heartbeat_is_there_from_the_beginning_and_says_when_it_ended(tmp_path: Path) -> None:
@@ -87,7 +80,7 @@ def test_what_other_ranks_and_an_older_version_have_left_goes(tmp_path: Path) ->
         ).write("step", 1)
     with heartbeat(tmp_path):
         appears(tmp_path)
-        until(lambda: read_beats(tmp_path).keys() == {0, 1}, "rank 1 is that of the run before, on the same node")
+        until(lambda: read_beats(tmp_path).keys() == {0, 1}, why="rank 1 is that of the run before, on the same node")
     assert [path.name for path in (tmp_path / "heartbeats").iterdir()] == ["node-0000.jsonl"]
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.train.distributed import ranks
 from tests.train.distributed.test_train_command import ranks_of, steps
+from tests.waiting import until
 
 pytestmark = pytest.mark.parallel
 
@@ -38,13 +38,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     preprocess(load(tiny.write_run(folder, keys)))
     return folder
-
-
-def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end and process.poll() is None, process.communicate()
-        time.sleep(0.02)
 
 
 def committed(run: Path) -> list[int]:

@@ -1,0 +1,127 @@
+"""The files of a run folder: the name of each, and how those are read that several commands read.
+
+A run folder may belong to somebody else, may lack any of its files, and may be written while it is read. So only
+regular files are read, a line that is still being written is left out, and nothing is written here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import orjson
+
+from pipeline.common import storage
+
+CHECKPOINT_STATE = "state.json"
+"""In the folder of a checkpoint: step, journal, fingerprints, resolved config, layout, parent."""
+
+EXPORT_ORIGIN = "export.json"
+"""In an export: which checkpoints it was made of."""
+LAUNCHER_LOG = "launcher.log"
+"""Beside the logs of ranks: what torch's agent says."""
+
+
+class _Entry:
+    """A file or folder: its name on the class `RunFiles`, its path on an instance."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, files: None, owner: object) -> str: ...
+    @overload
+    def __get__(self, files: RunFiles, owner: object) -> Path: ...
+    def __get__(self, files: RunFiles | None, owner: object) -> str | Path:
+        return self._name if files is None else files.folder / self._name
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run: `RunFiles(run).metrics` is the path of one, `RunFiles.metrics` its name."""
+
+    folder: Path
+
+    config = _Entry("config.yaml")
+    """The resolved run file that training was started with last."""
+    data = _Entry("data")
+    """The datasets, unless `data.dir` is set."""
+    ledger = _Entry("ledger.jsonl")
+    """A line for each begin and end of a stage, an attempt and a launch."""
+    metrics = _Entry("metrics.jsonl")
+    """A line for each step, save and validation."""
+    journal = _Entry("journal.json")
+    """The plan of the data."""
+    faults = _Entry("faults.jsonl")
+    """A line for each step that went wrong."""
+    saves = _Entry("saves.json")
+    """How long ago the run was saved, where saves fail."""
+    exit = _Entry("exit.json")
+    """How the last attempt ended; absent while one runs."""
+    exit_room = _Entry(".exit.json.reserved")
+    """Room for `exit.json` on a full disk."""
+    attempt = _Entry("attempt")
+    """Number of the last attempt."""
+    lock = _Entry("lock")
+    """Which process writes to the run folder."""
+    lock_guard = _Entry("lock.guard")
+    """Locked while `lock` is looked at or replaced."""
+    stop = _Entry("stop")
+    """Touched to let the training save and stop."""
+    save = _Entry("save")
+    """Touched to let it save and train on."""
+    heartbeats = _Entry("heartbeats")
+    """A file for each node."""
+    logs = _Entry("logs")
+    """A folder for each launch."""
+    tensorboard = _Entry("tensorboard")
+    wandb_id = _Entry("wandb-id")
+    """Id of the run at Weights & Biases."""
+    checkpoints = _Entry("checkpoints")
+    evaluations = _Entry("eval")
+    """Reports of evaluations and what was measured beside them."""
+    summary = _Entry("summary.json")
+    """Figures at the end of `pipeline run`."""
+    slurm = _Entry("slurm")
+    """What belongs to the scheduler; `slurm.jobs` names what else is in it."""
+    jobs = _Entry("slurm/jobs.jsonl")
+    """A line for each job that was sent."""
+    cancelled = _Entry("slurm/cancelled")
+    """That the run was cancelled, by whom."""
+
+    def read_exit(self) -> dict[str, Any]:
+        """How the last attempt ended, as `exit.json` has it; {} without one.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no JSON object.
+        """
+        try:
+            return storage.read_object(self.exit)
+        except FileNotFoundError:
+            return {}
+
+    def exit_state(self, since: float = 0.0) -> dict[str, Any]:
+        """The same, for who has no use for a damaged one: {} then as well.
+
+        Args:
+            since: {} if the file was written before, in seconds since 1970.
+        """
+        # Opening it asks the server of a network file system, where `stat` may be answered from memory.
+        with suppress(OSError, ValueError), storage.open_regular(self.exit) as file:
+            value = orjson.loads(file.read())
+            if isinstance(value, dict) and os.fstat(file.fileno()).st_mtime >= since:
+                return value
+        return {}
+
+    def ledger_lines(self) -> list[dict[str, Any]]:
+        """The ledger, without damaged lines; raises as `storage.json_lines`."""
+        return storage.read_json_lines(self.ledger)
+
+    def newest_rows(self) -> Iterator[dict[str, Any]]:
+        """The metrics from the last row on, without damaged lines; raises as `storage.json_lines`."""
+        return storage.json_lines_backwards(self.metrics)
