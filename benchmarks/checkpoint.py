@@ -101,7 +101,7 @@ def measure(file: Path, overrides: list[str], stack: ExitStack, rounds: int, pau
     savers = {}
     for kind in ("sync", "async"):
         own = load(file, [*overrides, f"train.checkpoint.async_save={str(kind == 'async').lower()}"])
-        savers[kind] = Saver(own, plan, folder, checkpoints, layout, model, optimizers, None)
+        savers[kind] = Saver(own, setup, plan, folder, watchdog, model, optimizers, None, Console(quiet=True))
     source = memoryview(torch.randint(0, 255, (CHUNK,), dtype=torch.uint8).numpy())
     chance, step, size = random.Random(0), 0, 0
     seconds: dict[str, list[float]] = {"sync": [], "async": [], "disk": [], "blocked": []}

@@ -148,15 +148,16 @@ def train_ours(work: Path, name: str, dtype: str, threads: int, compiled: bool, 
     gate = Gate()
 
     class Gated(loop.Trainer):
-        def run(self, requests: Any) -> None:
+        def run(self) -> None:
             gate.step_ended()
-            super().run(requests)
+            super().run()
 
-        def _between_steps(self, requests: Any, metrics: Any) -> None:
-            super()._between_steps(requests, metrics)
+    class GatedGarbage(loop.Garbage):
+        def after(self, step: int) -> None:
             gate.step_ended()
+            super().after(step)
 
-    loop.Trainer = Gated  # type: ignore[misc]
+    loop.Trainer, loop.Garbage = Gated, GatedGarbage  # type: ignore[misc]
     config = load(
         work / "run.yaml",
         [

@@ -18,11 +18,12 @@ from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.out_of_memory import out_of_memory_means
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
 from pipeline.train.parallel.runner import Runner
-from pipeline.train.setup import load_for_inference, out_of_memory_means
+from pipeline.train.setup import load_for_inference
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import barrier, share
-from pipeline.train.setup import out_of_memory_means
+from pipeline.train.out_of_memory import out_of_memory_means
 
 PREFETCHED = "prefetched"
 """Folder of what `prefetch` writes, below `eval.harness.include_path`."""

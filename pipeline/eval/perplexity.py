@@ -22,7 +22,8 @@ from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import Processes, share
 from pipeline.train.open_run import open_heldout
-from pipeline.train.setup import ALONE, check_tokenizer, join, out_of_memory_means
+from pipeline.train.out_of_memory import out_of_memory_means
+from pipeline.train.setup import ALONE, check_tokenizer, join
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
 

@@ -21,7 +21,7 @@ from pipeline.eval.scoring import score
 from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import share
-from pipeline.train.setup import out_of_memory_means
+from pipeline.train.out_of_memory import out_of_memory_means
 
 Row = tuple[str, str, float | None, float | None, str]
 """Of a table: task, figure, value, its standard error, and what else there is to say."""

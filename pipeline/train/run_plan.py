@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from pipeline.common import storage
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import open_datasets
@@ -13,8 +15,9 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Segment
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.provenance.run import saved_journal
+from pipeline.data.provenance.run import JOURNAL_FILE, saved_journal
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
 from pipeline.train.checkpoint.manager import Checkpoint
@@ -39,6 +42,14 @@ class RunPlan:
     """What the user should know before the first step."""
     exhaustions: dict[int, list[str]]
     """Where sources drop out of the blend, in words, by step, counted from 0."""
+
+    def segment(self, step: int) -> Segment:
+        """Segment of the journal that a step, counted from 0, is in."""
+        return self.journal.segments[self.journal.segment_number(step)]
+
+    def write_journal(self, run: Path) -> None:
+        """Write `journal.json` of a run folder."""
+        storage.put_json(run / JOURNAL_FILE, self.journal.to_json())
 
 
 def plan_run(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.common.console import Console, say
 from pipeline.common.errors import MachineError, NumericalError, RankFailed, Stopped, UnsavedError
 from pipeline.common.versions import versions
 from pipeline.config import Config
@@ -28,13 +29,15 @@ from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
 from pipeline.train.distributed.process_group import background_group, gather, share
+from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.run.folder import RunFolder
+from pipeline.train.run.unsaved import Unsaved
 from pipeline.train.run_plan import RunPlan
+from pipeline.train.setup import Setup
 
 _PAUSE = 0.5
 """Seconds before a save that failed is tried again."""
@@ -85,25 +88,28 @@ class Saver:
     def __init__(
         self,
         config: Config,
+        setup: Setup,
         plan: RunPlan,
         folder: RunFolder,
-        checkpoints: Checkpoints,
-        layout: Layout,
+        watchdog: Watchdog,
         model: ParallelModel,
         optimizers: Optimizers,
         ema: Ema | None,
+        console: Console,
     ) -> None:
         self._config = config
         self._plan = plan
         self._folder = folder
-        self._checkpoints = checkpoints
-        self._layout = layout
+        self._watchdog = watchdog
+        self._checkpoints = Checkpoints.of_run(folder.path)
+        self._layout = setup.mesh.layout
         self._model = model
         self._optimizers = optimizers
         self._ema = ema
+        self._console = console
         self._rank = dist.get_rank()
         self._group = background_group()
-        self._device = next(parameter.device for _, parameter in model.named_parameters())
+        self._device = setup.device
         self._staging = Staging(pin=self._device.type == "cuda")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -112,6 +118,7 @@ class Saver:
         """Seconds of the longest save of which rank 0 has a report."""
         self._not_removed: frozenset[str] = frozenset()
         """Why old checkpoints stay, as it was said last."""
+        self.unsaved = Unsaved(folder, config.train.checkpoint.max_unsaved_minutes, write=self._rank == 0)
 
     def __enter__(self) -> Saver:
         return self
@@ -138,9 +145,8 @@ class Saver:
         more: dict[str, Any],
         *,
         last: bool,
-        overdue: str = "",
+        overdue: bool = False,
         prune: bool,
-        advance: Callable[[], None] = lambda: None,
     ) -> None:
         """Save after `step` steps: copy what there is now, and write it while training goes on.
 
@@ -151,9 +157,8 @@ class Saver:
             journal: the plan of the order as it is now.
             more: goes to state.json, besides what belongs to the run.
             last: write before this returns, since nothing comes after it.
-            overdue: why the run ends if this last save fails; empty on all ranks or on none.
+            overdue: the run ends if this last save fails, since none has been written for too long.
             prune: remove what the policy does not keep, when this one is committed.
-            advance: called when the save before it is written.
 
         Raises:
             UnsavedError: an overdue save failed.
@@ -162,14 +167,15 @@ class Saver:
         start = time.monotonic()
         waits = self._thread is not None and self._thread.is_alive()
         self.wait()
-        advance()
+        self._watchdog.beat()
         waited = time.monotonic() - start if waits else 0.0
         tensors = dcp_storage.tensors(self._model, self._optimizers, self._ema)
         in_background = self._config.train.checkpoint.async_save and not last
         if in_background:
             tensors = self._staging.copy(tensors)
         state = {**self._state(step, journal), **more} if self._rank == 0 else {}
-        job = _Job(step, self._folder.attempt, tensors, state, last, overdue, prune, start + waited, waited)
+        why = self.unsaved.why if overdue else ""
+        job = _Job(step, self._folder.attempt, tensors, state, last, why, prune, start + waited, waited)
         if in_background:
             self._thread = threading.Thread(target=self._work, args=(job,), name="saver", daemon=True)
             self._thread.start()
@@ -207,6 +213,35 @@ class Saver:
             self.longest = max(self.longest, report.seconds)
             reports.append(report)
         return reports
+
+    def report(self, write: Callable[[int, dict[str, Any]], None]) -> None:
+        """Note the saves that have ended since this was called last: those that failed with a warning.
+
+        Args:
+            write: gets step and metrics of each that was committed.
+        """
+        for report in self.reports():
+            if report.failure is None:
+                self.unsaved.committed(report.step)
+                waited = {"save_waited": report.waited} if report.waited else {}
+                write(report.step, {"save_seconds": report.seconds, **waited})
+            else:
+                say(self._console, f"warning: {self.unsaved.failed(report.step, report.failure)}")
+
+    def finish(self) -> None:
+        """`wait` with the time limit of a save; every rank calls this."""
+        self._watchdog.phase("save")
+        self.wait()
+
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints, ascending, also of one that was still being written; every rank calls this."""
+        self.finish()
+        return share(lambda: [checkpoint.step for checkpoint in self._checkpoints.all()])
+
+    def last_saved(self) -> str:
+        """`last_good` when the save in flight has ended; every rank calls this."""
+        self.finish()
+        return self.last_good()
 
     def last_good(self) -> str:
         """What the run would go on from, for messages."""

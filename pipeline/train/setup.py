@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from pipeline.common.console import alarm
-from pipeline.common.errors import MachineError, UserError
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import AttentionConfig
@@ -186,20 +185,3 @@ def check_tokenizer(datasets: Mapping[str, Dataset], tokenizer: Tokenizer) -> No
                 f"fingerprint {info.fingerprint}) than the model's ({tokenizer.vocab_size} entries, "
                 f"{tokenizer.fingerprint}); preprocess it with the model's tokenizer"
             )
-
-
-@contextmanager
-def out_of_memory_means(advice: Callable[[], str]) -> Iterator[None]:
-    """A device that runs out of memory inside is a `MachineError` with `advice`, which is asked for then."""
-    try:
-        yield
-    except RuntimeError as error:
-        # On a CPU the kernel mostly ends the process; where there is a limit, torch says so in words alone.
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
-            raise
-        raise MachineError(f"out of memory: {advice()} ({_reason(error)})") from error
-
-
-def _reason(error: RuntimeError) -> str:
-    """What torch tried to get, without its prefix and its advice on allocators."""
-    return str(error).partition("DefaultCPUAllocator: ")[2] or str(error).partition(". ")[0]

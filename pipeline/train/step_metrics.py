@@ -1,14 +1,98 @@
-"""What metrics.jsonl says of a step."""
+"""Rows of metrics.jsonl about steps."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from pipeline.common.console import Console, say
+from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader
-from pipeline.train.monitor.straggler import summary
+from pipeline.data.order.segments import Segment
+from pipeline.train.model.flops import flops_per_token
+from pipeline.train.monitor.metrics import peak_flops
+from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
+from pipeline.train.run.folder import RunFolder
+from pipeline.train.run.heartbeat import host_of
+from pipeline.train.setup import Setup
 from pipeline.train.step import StepResult
+
+
+@dataclass
+class Issued:
+    """A step between its data and its numbers."""
+
+    data: StepData
+    segment: Segment
+    """Of the journal."""
+    begin: float
+    """When its data were asked for, by `time.monotonic`."""
+    waited: float
+    """Seconds until they were there."""
+    lr: float = 0.0
+    result: Callable[[], StepResult] | None = None
+    """Waits for the numbers; None where nothing is computed."""
+
+    @property
+    def passed_over(self) -> bool:
+        """Nothing of it is trained on: nothing is computed and nothing changes."""
+        return self.data.skipped or not self.data.valid_targets
+
+
+class StepMetrics:
+    """Rows of metrics, and the clocks that they need.
+
+    Args:
+        config: resolved config.
+        setup: of the run.
+        folder: of the run.
+        console: where rank 0 tells of a rank that keeps the others waiting.
+    """
+
+    def __init__(self, config: Config, setup: Setup, folder: RunFolder, console: Console) -> None:
+        self._spec, self._folder, self._console = setup.spec, folder, console
+        self._stragglers = Stragglers(lambda rank: host_of(folder.path, rank))
+        peak = peak_flops(setup.device, config.train.precision.compute)
+        self._peak = None if peak is None else peak * setup.mesh.layout.world_size
+        self.work = WorkClock()
+        self.wall = WallClock()
+        """Since the last step, validation or save ended."""
+
+    def start(self) -> None:
+        """Begin to count: building and loading were no step."""
+        self.wall.take()
+        self.work.take()
+
+    def head(self, step: int) -> dict[str, Any]:
+        """The keys of every row; `step` from 1."""
+        return {"step": step, "attempt": self._folder.attempt, "time": time.time()}
+
+    def passed_over(self, loader: Loader, issued: Issued) -> dict[str, Any]:
+        """Row of a step of which nothing is trained on; it takes no time."""
+        self.wall.take()
+        return {**self.head(issued.data.step + 1), **place(loader, issued.data), "passed_over": True}
+
+    def trained(self, loader: Loader, issued: Issued, result: StepResult) -> dict[str, Any]:
+        """Row of a step, with what it computed, on the host."""
+        step, values = issued.data.step + 1, numbers(result, loader.names)
+        # The device has done the step by now: a step lasts from the end of the one before to its own.
+        seconds = self.wall.take()
+        if "work" in values and (warning := self._stragglers.see(step, values["work"], seconds)):
+            say(self._console, f"warning: {warning}")
+        tokens, length = sum(issued.data.tokens_by_source.values()), issued.segment.sequence_length
+        flops, causal_flops = (flops_per_token(self._spec, length, causal=causal) for causal in (False, True))
+        return {
+            **self.head(step),
+            **place(loader, issued.data),
+            **values,
+            "lr": issued.lr,
+            "data_wait": issued.waited,
+            **speed(tokens, seconds, flops, causal_flops, self._peak),
+        }
 
 
 def place(loader: Loader, data: StepData) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner
+from pipeline.train.setup import Setup
 from pipeline.train.step import make_context
 
 _MULTIPLE = 64
@@ -42,11 +43,10 @@ class HeldOutLoss:
 
 def validation_losses(
     config: Config,
+    setup: Setup,
     heldout: Mapping[str, HeldOut],
     model: ParallelModel,
     runner: Runner,
-    mesh: Mesh,
-    device: torch.device,
     *,
     batch_size: int,
     advance: Callable[[], None],
@@ -55,11 +55,10 @@ def validation_losses(
 
     Args:
         config: resolved config.
+        setup: mesh and device of the model.
         heldout: windows by source.
         model: what is validated.
         runner: of the model.
-        mesh: of the model.
-        device: where it computes.
         batch_size: windows at once.
         advance: called after each batch.
     """
@@ -69,13 +68,13 @@ def validation_losses(
         name: heldout_loss(
             model,
             runner,
-            mesh,
+            setup.mesh,
             splits[name],
             windows,
             batch_size=batch_size,
             document_attention=config.model.document_attention,
             chunk_tokens=config.train.loss.tokens_at_once(model.vocab_columns),
-            device=device,
+            device=setup.device,
             advance=lambda windows: advance(),
         )
         for name, windows in sample(splits, samples).items()

@@ -77,17 +77,19 @@ def train(config: Config, console: Console | None = None) -> int:
             from slurm.local.launcher import launch_training
 
             return launch_training(config, processes, console)
-        return _train_here(config, console)
+        with _early_end_noted(config):
+            from pipeline.train.trainer import train as stage
+
+            _check_machine(config, console)
+            return stage(config, console)
 
 
-def _train_here(config: Config, console: Console | None) -> int:
-    """On this process alone."""
+@contextmanager
+def _early_end_noted(config: Config) -> Iterator[None]:
+    """Write down a stop that comes while the run folder is not this process's yet."""
     start = time.time()
     try:
-        from pipeline.train.trainer import train as stage
-
-        _check_machine(config, console)
-        return stage(config, console)
+        yield
     except (Stopped, KeyboardInterrupt) as end:
         from pipeline.train.run.folder import note_end
         from pipeline.train.run.lock import is_held

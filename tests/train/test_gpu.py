@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,20 +78,21 @@ STRICT: dict[str, list[str]] = {
 @pytest.mark.parametrize("case", STRICT)
 def test_nothing_waits_for_the_device_between_steps(root: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """torch raises where an operation would; an event that is waited for is none. The first steps may compile."""
-    step = trainer.Trainer._step
+    original = trainer.Profile.step
     strict = []
 
-    def strictly(self: trainer.Trainer, *arguments: Any) -> None:
-        done = self._folder.step
-        if 3 <= done < 7:
+    @contextmanager
+    def strictly(self: trainer.Profile, step: int) -> Iterator[None]:
+        if 4 <= step < 8:
             torch.cuda.set_sync_debug_mode("error")
-            strict.append(done)
+            strict.append(step - 1)
         try:
-            step(self, *arguments)
+            with original(self, step):
+                yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(trainer.Trainer, "_step", strictly)
+    monkeypatch.setattr(trainer.Profile, "step", strictly)
     rare = ("launch.device=cuda", "train.validation.samples=0", "train.checkpoint.every_steps=99")
     run = train(root, f"strict-{case}", *rare, *STRICT[case])
     assert strict == [3, 4, 5, 6]

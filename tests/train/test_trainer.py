@@ -153,9 +153,9 @@ def test_metrics_of_a_device_that_runs_ahead_are_the_same(
     """Where the host does not wait for a step, its numbers are read a step later."""
     original = trainer.Trainer.run
 
-    def run(self: trainer.Trainer, stop: Any) -> None:
+    def run(self: trainer.Trainer) -> None:
         self._runs_ahead = True
-        original(self, stop)
+        original(self)
 
     monkeypatch.setattr(trainer.Trainer, "run", run)
     assert exact(train(root, "ahead")) == straight
@@ -331,14 +331,14 @@ def test_a_stop_is_saved_before_a_validation(root: Path, monkeypatch: pytest.Mon
     for name in ("_save", "_validate"):
         monkeypatch.setattr(trainer.Trainer, name, noting(name))
     monkeypatch.setattr(trainer.Requests, "reason", lambda self: "SIGUSR2" if (root / "now/stop").exists() else None)
-    original = trainer.Trainer._between_steps
+    after = trainer.Garbage.after
 
-    def between_steps(self: trainer.Trainer, stop: Any, metrics: Any) -> None:
-        original(self, stop, metrics)
-        if self._folder.step == 3:
-            (self._folder.path / "stop").touch()
+    def after_step(self: trainer.Garbage, step: int) -> None:
+        after(self, step)
+        if step == 3:
+            (root / "now/stop").touch()
 
-    monkeypatch.setattr(trainer.Trainer, "_between_steps", between_steps)
+    monkeypatch.setattr(trainer.Garbage, "after", after_step)
     with pytest.raises(Stopped, match="SIGUSR2 at step 4 of 8"):
         start(root, "now")
     assert done == [("_save", 3), ("_save", 4), ("_validate", 4)]

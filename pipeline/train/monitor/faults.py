@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from rich.console import Console
 
 from pipeline.common import storage
@@ -17,6 +18,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config.train import FaultsConfig
 from pipeline.train.distributed.process_group import share
 from pipeline.train.run.folder import RunFolder
+from pipeline.train.saving import Saver
 
 Kind = Literal["nonfinite", "spike"]
 Action = Literal["stop", "skip", "rewind"]
@@ -46,10 +48,8 @@ class Faults:
     Args:
         config: it.
         folder: of the run; rank 0 records there.
-        rank: of this process.
+        saver: knows the checkpoints that the run could go back to.
         describe: step, counted from 0 -> its samples and their documents, for the record.
-        saved: steps of the checkpoints that could be gone back to, ascending; every rank calls it.
-        last_good: what the run would go on from, for messages; every rank calls it.
         console: where rank 0 speaks.
     """
 
@@ -57,18 +57,14 @@ class Faults:
         self,
         config: FaultsConfig,
         folder: RunFolder,
-        rank: int,
+        saver: Saver,
         describe: Callable[[int], Any],
-        saved: Callable[[], list[int]],
-        last_good: Callable[[], str],
         console: Console,
     ) -> None:
         self._config = config
         self._folder = folder
-        self._rank = rank
+        self._saver = saver
         self._describe = describe
-        self._saved = saved
-        self._last_good = last_good
         self._console = console
         self._in_a_row = 0
         self._rewinds = 0
@@ -166,7 +162,7 @@ class Faults:
         Args:
             fault: the faulty step, counted from 0.
         """
-        before = [step for step in self._saved() if step <= fault]
+        before = [step for step in self._saver.saved_steps() if step <= fault]
         # Where all checkpoints are newer than wanted, the oldest one has to do.
         return (max(fault - self._config.rewind_steps, before[0]), fault + 1) if before else None
 
@@ -177,9 +173,9 @@ class Faults:
         if first < last:
             these = f"the steps (blend.skip: [{{steps: {first}-{last}}}])"
         raise NumericalError(
-            f"{why} ({self.withheld} in all). {self._last_good()} is from before {them}. {self._advice()}, look at the "
-            f"samples in {self.record}, or pass over {these} and run the same command; resume.from goes back to an "
-            "earlier checkpoint, where there is one"
+            f"{why} ({self.withheld} in all). {self._saver.last_saved()} is from before {them}. {self._advice()}, "
+            f"look at the samples in {self.record}, or pass over {these} and run the same command; "
+            "resume.from goes back to an earlier checkpoint, where there is one"
         )
 
     def _advice(self) -> str:
@@ -193,7 +189,7 @@ class Faults:
 
     def _write(self, row: dict[str, Any], kind: Kind, action: Action, skip: tuple[int, int] | None = None) -> None:
         """Append the fault to the record, on rank 0."""
-        if self._rank > 0:
+        if dist.get_rank() > 0:
             return
         numbers = ("loss", "grad_norm", "loss_zscore", "grad_norm_zscore", "loss_scale")
         fault = {

@@ -20,6 +20,7 @@ from pipeline.config.train import ProfileConfig
 from pipeline.train.monitor.faults import Rewind
 from pipeline.train.monitor.trace_spans import Spans, recorded_by, span
 from pipeline.train.parallel.torch_compat.core import end_allocations, record_allocations, write_allocations
+from pipeline.train.run.folder import RunFolder
 
 _AGREED = (Stopped, Rewind, NumericalError)
 """Raised by all ranks after the same step: no device waits for another one, and a profile can be ended in peace."""
@@ -32,7 +33,7 @@ class Profile:
         config: `train.profile`.
         device: Of this process.
         rank: Of this process.
-        folder: Where files go at the time when it is asked: each attempt at a run has one of its own.
+        folder: Of the run, in which each attempt has a folder of its own.
         console: Where rank 0 speaks.
     """
 
@@ -41,13 +42,13 @@ class Profile:
         config: ProfileConfig | None,
         device: torch.device,
         rank: int,
-        folder: Callable[[], Path],
+        folder: RunFolder,
         console: Console,
     ) -> None:
         self._config = config
         self._device = device
         self._rank = rank
-        self._folder = folder
+        self._run = folder
         self._console = console
         chosen = config is not None and rank in config.ranks
         self._traces = chosen and config is not None and config.trace
@@ -56,6 +57,9 @@ class Profile:
         self._trace: profile | None = None
         self._spans: Spans | None = None
         self._first = self._last = 0
+
+    def _folder(self) -> Path:
+        return self._run.path / "profile" / f"attempt-{self._run.attempt:04d}"
 
     def watch_memory(self) -> None:
         """Record allocations from now on, if that is asked for, up to the last step of the profile.

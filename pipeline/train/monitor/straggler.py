@@ -54,6 +54,19 @@ class WorkClock:
             self._last += _worked() - before
 
 
+class WallClock:
+    """Seconds since it was asked last."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def take(self) -> float:
+        """Since the last call, or since this object was made."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
 def _worked() -> float:
     return time.thread_time() + _waited_for_a_core()
 

@@ -97,9 +97,9 @@ def test_after_a_rewind_the_run_is_as_if_the_steps_had_been_passed_over(
     poison(monkeypatch, {14: FACTOR[kind]})
     original = trainer.Trainer.run
 
-    def run_ahead(self: trainer.Trainer, requests: Any) -> None:
+    def run_ahead(self: trainer.Trainer) -> None:
         self._runs_ahead = ahead
-        original(self, requests)
+        original(self)
 
     monkeypatch.setattr(trainer.Trainer, "run", run_ahead)
     name = f"rewind-{kind}-{ahead}"
@@ -175,7 +175,7 @@ def test_the_record_counts_rewinds_that_the_checkpoint_does_not_know(
     """A run that is killed right after it went back."""
     poison(monkeypatch, {10: INF})
     keys = (*policy("nonfinite", "rewind"), "train.faults.rewind_steps=2")
-    monkeypatch.setattr(trainer.Trainer, "_rewind", lambda self, rewind, metrics: (_ for _ in ()).throw(rewind))
+    monkeypatch.setattr(trainer.Trainer, "rewind", lambda self, rewind: (_ for _ in ()).throw(rewind))
     with pytest.raises(trainer.Rewind):
         start(root, "unknown", *keys, "train.faults.max_rewinds=1")
     code, out = start(root, "unknown", *keys, "train.faults.max_rewinds=1")
@@ -192,16 +192,16 @@ def test_a_run_that_is_killed_after_a_rewind_still_passes_over_the_steps(root: P
     script = f"""
 import os, signal, sys
 import pytest
-from pipeline.train.trainer import Trainer
+from pipeline.train.step_metrics import StepMetrics
 from tests.train.poison import poison
 poison(pytest.MonkeyPatch(), {{14: float("inf")}})
-original, calls = Trainer._pass_over, []
-def pass_over(*arguments):
+original, calls = StepMetrics.passed_over, []
+def passed_over(*arguments):
     calls.append(1)
     if len(calls) > {passed_over}:
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*arguments)
-Trainer._pass_over = pass_over
+StepMetrics.passed_over = passed_over
 sys.argv = ["pipeline", *{[*arguments, "train.faults.rewind_steps=7"]!r}]
 from pipeline.cli.main import main
 main()

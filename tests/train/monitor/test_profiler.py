@@ -20,7 +20,7 @@ from pipeline.config.train import ProfileConfig
 from pipeline.train.monitor import trace_spans
 from pipeline.train.monitor.profiler import Profile
 from pipeline.train.parallel.rules.layout import check_layout
-from pipeline.train.run.folder import read_metrics
+from pipeline.train.run.folder import RunFolder, read_metrics
 from tests import tiers
 from tests.train.poison import INF, poison
 from tests.train.runs import exact, start, train, weights_hash
@@ -199,7 +199,8 @@ def test_a_profile_asks_for_a_gpu_and_ends_well_without_one(tmp_path: Path, monk
     monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda *_: found, raising=False)
     config = ProfileConfig.model_validate({"steps": [2, 3], "memory": True})
     out = io.StringIO()
-    profile = Profile(config, torch.device("cuda", 0), 0, lambda: tmp_path / "profile", Console(file=out, width=500))
+    folder = RunFolder(tmp_path, 1)
+    profile = Profile(config, torch.device("cuda", 0), 0, folder, Console(file=out, width=500))
     assert not list(profile.announce(3))
     profile.watch_memory()
     with profile:
@@ -210,6 +211,6 @@ def test_a_profile_asks_for_a_gpu_and_ends_well_without_one(tmp_path: Path, monk
                 profile.finish()
     (began, ended) = calls
     assert began[:4] == ("all", "all", "python", 100_000) and ended[0] is None
-    assert pickle.loads((tmp_path / "profile/memory-step-00000003.rank-0000.pickle").read_bytes()) == found
-    (trace,) = (tmp_path / "profile").glob("trace-*")
+    assert pickle.loads((tmp_path / "profile/attempt-0001/memory-step-00000003.rank-0000.pickle").read_bytes()) == found
+    (trace,) = (tmp_path / "profile/attempt-0001").glob("trace-*")
     assert any(event["name"] == "aten::sum" for event in trace_of(trace))

@@ -170,14 +170,14 @@ def test_saves_that_failed_before_a_rewind_are_still_told(
     """The attempt after it has the next number, and `pipeline status` does not show what an earlier attempt noted."""
     failing(monkeypatch, clock, [False, False, False, True, *[False] * 9])
     poison(monkeypatch, {9: INF})
-    original, seen = trainer.Trainer._rewind, list[Saves | None]()
+    original, seen = trainer.Trainer.rewind, list[Saves | None]()
 
     def rewind(self: trainer.Trainer, *args: Any) -> None:
         before = read_saves(root / "rewound")
         original(self, *args)
         seen.extend((before, read_saves(root / "rewound")))
 
-    monkeypatch.setattr(trainer.Trainer, "_rewind", rewind)
+    monkeypatch.setattr(trainer.Trainer, "rewind", rewind)
     train(root, "rewound", *KEYS, "train.faults.on_nonfinite=rewind", "train.faults.rewind_steps=3")
     before, after = seen
     assert before is not None and (before.attempt, before.step, before.failed_step) == (1, 6, 8)
