@@ -8,15 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline.train.model.config import LayerSpec
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mixers.attention import Attention, Context
-from pipeline.train.model.mlps.dense import Mlp
+from pipeline.train.model.mixers.attention import Context
 from pipeline.train.model.norm import build_norm
+from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
 
-Attended = tuple[Tensor, Tensor, Sight]
-"""Queries and keys of an attention and what is seen, as `Watch` is shown them, without gradients."""
+Attended = tuple[Tensor, Tensor, Sight, float]
+"""Queries and keys of an attention, what is seen and the scale, as `Watch` is shown them, without gradients."""
 
 
 class Block(nn.Module):
@@ -33,11 +32,12 @@ class Block(nn.Module):
 
     def __init__(self, spec: LayerSpec, index: int) -> None:
         super().__init__()
+        self.spec = spec
         self.index = index
         self.mixer_norm = build_norm(spec.norm, spec.mixer.dim)
-        self.mixer = Attention(spec.mixer)
+        self.mixer = spec.mixer.build()
         self.mlp_norm = build_norm(spec.norm, spec.mlp.dim)
-        self.mlp = Mlp(spec.mlp)
+        self.mlp = spec.mlp.build()
         self.recompute: Recompute | None = None
         self.compiled: Callable[[Tensor, Context], tuple[Tensor, list[Attended]]] | None = None
 
@@ -48,8 +48,8 @@ class Block(nn.Module):
         out_BSD, attended = compute(x_BSD, context)
         if context.watch is not None:
             # Here and not within, where backward may come by again and a compiler would follow.
-            for queries, keys, sight in attended:
-                context.watch.attention(self.mixer, queries, keys, sight)
+            for queries, keys, sight, scale in attended:
+                context.watch.attention(self.mixer, queries, keys, sight, scale)
             context.watch.output(self, out_BSD)
         return out_BSD
 
@@ -75,8 +75,8 @@ class _Recorder:
     def __init__(self, attended: list[Attended]) -> None:
         self._attended = attended
 
-    def attention(self, _: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
-        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), sight))
+    def attention(self, _: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
+        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), sight, scale))
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
         raise AssertionError("the block shows its output itself")

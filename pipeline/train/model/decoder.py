@@ -18,7 +18,7 @@ from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Documents, Kernel, Prepared, Sight, attention_mask, mask_by_row
 from pipeline.train.model.loss import TokenLosses
-from pipeline.train.model.mixers.attention import Context
+from pipeline.train.model.mixers.attention import Context, Mixer
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.states import Places, States
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
             rows: Texts; may be 0, as others can join.
             max_length: Memory is taken as it is needed, for so many positions of a row at most.
         """
-        mixers = [cast(Block, block).mixer for block in self.layers.values()]
+        mixers = [cast(Mixer, cast(Block, block).mixer) for block in self.layers.values()]
         return States(rows, [mixer.new_state(max_length) for mixer in mixers])
 
     def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, Context]:
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
             positions = torch.arange(keys, device=device)[None]
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
-        windows = {layer.mixer.window for layer in spec.layers}
+        windows = {use.window for layer in spec.different_layers if (use := layer.mixer.kernel)}
         context = replace(context, places=places, kernel=self.kernel)
         if places is not None:
             assert context.cut is None, "states hold whole texts"

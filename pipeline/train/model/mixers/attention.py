@@ -6,27 +6,142 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.model.config import AttentionSpec
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
 from pipeline.train.model.kernels.sight import Kernel, Sight
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.norm import build_norm
+from pipeline.train.model.part_spec import CpTransfer, Division, HeadNorm, KernelUse, Matrix, MixerSpec, NormSpec
 from pipeline.train.model.rope import apply_rope
 from pipeline.train.model.states import KVCache, MixerState, Places, States
+
+_MUP_HEAD_DIM = 64
+"""muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
+    """Causal grouped-query attention. `window` counts the token itself; None is all tokens before it."""
+
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: NormSpec | None
+    window: int | None
+    scale: float
+
+    label: ClassVar = "attention"
+    huggingface: ClassVar = {
+        "llama": (
+            ("self_attn.q_proj", ("wq",)),
+            ("self_attn.k_proj", ("wk",)),
+            ("self_attn.v_proj", ("wv",)),
+            ("self_attn.o_proj", ("wo",)),
+            ("self_attn.q_norm.weight", ("q_norm.weight",)),
+            ("self_attn.k_norm.weight", ("k_norm.weight",)),
+        ),
+        "gpt2": (("attn.c_attn", ("wq", "wk", "wv")), ("attn.c_proj", ("wo",))),
+    }
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> AttentionSpec:
+        """That of the `model:` section."""
+        head_dim = config.head_dim or config.dim // config.heads
+        return cls(
+            dim=config.dim,
+            heads=config.heads,
+            kv_heads=config.kv_heads or config.heads,
+            head_dim=head_dim,
+            qkv_bias=config.bias in ("qkv", "all"),
+            output_bias=config.bias == "all",
+            qk_norm=NormSpec("rmsnorm", config.norm_eps) if config.qk_norm else None,
+            window=config.sliding_window,
+            scale=head_dim**-0.5 if config.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim,
+        )
+
+    def build(self) -> Attention:
+        """See `LayerPartSpec`."""
+        return Attention(self)
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """See `LayerPartSpec`."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return (
+            Matrix("wq", queries, self.dim, "rows", self.qkv_bias),
+            *(Matrix(name, keys, self.dim, "rows", self.qkv_bias, heads=self.kv_heads) for name in ("wk", "wv")),
+            Matrix("wo", self.dim, queries, "columns", self.output_bias, to_residual=True),
+        )
+
+    @property
+    def head_norms(self) -> tuple[HeadNorm, ...]:
+        """See `LayerPartSpec`."""
+        if self.qk_norm is None:
+            return ()
+        return tuple(HeadNorm(name, self.qk_norm, self.head_dim) for name in ("q_norm", "k_norm"))
+
+    @property
+    def divisions(self) -> tuple[Division, ...]:
+        """See `LayerPartSpec`."""
+        heads = Division("heads", self.heads)
+        return (heads,) if self.kv_heads == self.heads else (heads, Division("kv_heads", self.kv_heads, self.heads))
+
+    @property
+    def kernel(self) -> KernelUse:
+        """See `MixerSpec`."""
+        return KernelUse(self.window, self.head_dim)
+
+    def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
+        """Scores and their sum over values."""
+        window = min(self.window or sequence_length, sequence_length)
+        keys = window - window**2 / (2 * sequence_length) if causal else window
+        return 4.0 * self.heads * self.head_dim * keys
+
+    def elementwise_numbers(self, tp: int) -> float:
+        """The rotation."""
+        return 2 * (self.heads + self.kv_heads) * self.head_dim / tp
+
+    def kept_numbers(self, tp: int) -> float:
+        """Queries, keys, values and the result of attention."""
+        return 2 * (self.heads * self.head_dim / tp) + 2 * self._kv_heads_on_rank(tp) * self.head_dim
+
+    def kept_results(self, keep: Collection[str], tp: int) -> float:
+        """The result of attention; queries."""
+        return sum(self.heads * self.head_dim / tp for name in ("attention", "matmul") if name in keep)
+
+    def most_numbers(self, sequence_length: int) -> int:
+        """See `LayerPartSpec`."""
+        return 40 * self.dim + 2 * self.heads * (self.head_dim + sequence_length)
+
+    def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer:
+        """See `MixerSpec`."""
+        keys = self._kv_heads_on_rank(tp)
+        if method != "ulysses":  # collected is what all ranks have together
+            return CpTransfer("keys and values", 1, 2 * keys * cp * self.head_dim)
+        # Exchanged is what this rank has, with a copy of a key head for each rank that needs one.
+        heads = 2 * (keys if keys % cp == 0 else cp) + 2 * self.heads // tp
+        return CpTransfer("queries, keys, values, outputs", 2, heads * self.head_dim)
+
+    def _kv_heads_on_rank(self, tp: int) -> int:
+        return max(1, self.kv_heads // tp)
 
 
 class Watch(Protocol):
     """Is shown what a forward pass computes in its layers, and changes nothing of it."""
 
-    def attention(self, mixer: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
-        """Queries and keys as they are multiplied, and which keys a query sees."""
+    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
+        """Queries and keys as they are multiplied, which keys a query sees, and the factor on the products."""
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
         """The residual stream behind a block."""
@@ -95,6 +210,16 @@ class Context:
     places: Places | None = None
 
 
+class Mixer(Protocol):
+    """The module of a mixer, besides what every `nn.Module` has."""
+
+    def new_state(self, max_length: int | None) -> MixerState:
+        """What a mixer keeps of texts that are continued, empty; see `Decoder.new_states`."""
+
+    def __call__(self, x_BSD: Tensor, context: Context, state: MixerState | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; with tensor parallelism the input is a whole DTensor, and the output local."""
+
+
 class Attention(nn.Module):
     """Scaled dot-product attention over `kv_heads` shared keys and values (Ainslie et al. 2023).
 
@@ -137,7 +262,7 @@ class Attention(nn.Module):
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
             if context.watch is not None:
-                context.watch.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece])
+                context.watch.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
             return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[spec.window][piece], spec.scale)
 
         if context.cut is None:
