@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
-from pipeline.train.model.config import layer_specs
 from pipeline.train.model.kernels.choice import FUSED, MOST, MULTIPLE
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 
 
 def _device(config: Config, _: Layout) -> Iterator[str]:
@@ -33,7 +32,9 @@ def _head_size(config: Config, _: Layout) -> Iterator[str]:
     backend = config.train.attention.backend
     if backend not in FUSED:
         return
-    for size in dict.fromkeys(use.head_dim for layer in layer_specs(config.model) if (use := layer.mixer.kernel)):
+    for size in dict.fromkeys(
+        use.head_dim for layer in spec_of(config).different_layers if (use := layer.mixer.kernel)
+    ):
         if size % MULTIPLE or size > MOST:
             near = max(MULTIPLE, min(MOST, size // MULTIPLE * MULTIPLE))
             yield (

@@ -8,18 +8,18 @@ from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import Fp8Config
 from pipeline.train.fp8.matrices import fp8_matrices, matrices_of, uneven_shards
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 from pipeline.train.parallel.step_shapes import step_shapes
 
 _KEY = "train.precision.fp8"
 
 
 def _spec(config: Config, layout: Layout) -> DecoderSpec | None:
-    """The model, whose vocabulary plays no part here; None where tp cannot cut it, which has rules of its own."""
-    spec = decoder_spec(config.model, config.model.vocab_size or 1, config.max_positions)
+    """The model; None where tp cannot cut it, which has rules of its own."""
+    spec = spec_of(config)
     return spec if all(layer.fits(layout.tp) for layer in spec.different_layers) else None
 
 

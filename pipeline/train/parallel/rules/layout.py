@@ -14,12 +14,11 @@ from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
-from pipeline.train.model.config import layer_specs
 from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
@@ -121,8 +120,7 @@ def _undivided(division: Division, tp: int) -> Iterator[str]:
 
 def _parts(config: Config) -> list[LayerPartSpec]:
     """Each different mixer and mlp once."""
-    layers = {id(layer): layer for layer in layer_specs(config.model)}
-    return list(dict.fromkeys(part for layer in layers.values() for part in layer.parts.values()))
+    return list(dict.fromkeys(part for layer in spec_of(config).different_layers for part in layer.parts.values()))
 
 
 def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
