@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mixers.attention import Context
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
@@ -39,9 +39,9 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(spec.norm, spec.mlp.dim)
         self.mlp = spec.mlp.build()
         self.recompute: Recompute | None = None
-        self.compiled: Callable[[Tensor, Context], tuple[Tensor, list[Attended]]] | None = None
+        self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, list[Attended]]] | None = None
 
-    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         trains = self.training and torch.is_grad_enabled()
         compute = self.compiled if trains and self.compiled is not None else self.compute
@@ -53,13 +53,13 @@ class Block(nn.Module):
             context.watch.output(self, out_BSD)
         return out_BSD
 
-    def compute(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, list[Attended]]:
+    def compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
         """The output, and what there is to watch if somebody does."""
         if self.recompute is None or not (self.training and torch.is_grad_enabled()):
             return self._compute(x_BSD, context)
         return self.recompute(lambda x: self._compute(x, context), x_BSD)
 
-    def _compute(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, list[Attended]]:
+    def _compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
         state = None if context.states is None else context.states.layers[self.index]
         attended: list[Attended] = []
         if context.watch is not None:

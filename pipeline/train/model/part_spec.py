@@ -236,7 +236,7 @@ class LayerPartSpec(ABC):
 class MixerSpec(LayerPartSpec):
     """The part of a layer that moves information between positions.
 
-    `build` gives a `pipeline.train.model.mixers.attention.Mixer`.
+    `build` gives a `pipeline.train.model.context.Mixer`.
     """
 
     @property

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.data.loading.batch import Batch
+from pipeline.train.model.context import Watch
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mixers.attention import Watch
 from pipeline.train.optim.optimizers import Gradients
 from pipeline.train.parallel.parallelize import ParallelModel
 

@@ -30,6 +30,7 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.huggingface.families import FAMILIES, plan_tensors
 from pipeline.train.model.config import decoder_spec, layer_specs
+from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
@@ -143,7 +144,7 @@ class GatedConvolution(nn.Module):
     def new_state(self, max_length: int | None) -> Tail:
         return Tail(self.taps)
 
-    def forward(self, x_BSD: Tensor, context: Context, state: MixerState | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: LayerContext, state: MixerState | None = None) -> Tensor:
         u_BSC, length = self.wu(x_BSD), x_BSD.shape[1]
         if state is None:
             whole = F.pad(u_BSC, (0, 0, self.taps - 1, 0))
