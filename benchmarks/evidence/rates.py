@@ -19,10 +19,9 @@ from torch import nn
 from evidence import calibrate
 from evidence.item import Result, goal
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.config import AttentionSpec
-from pipeline.train.model.flops import attention_flops
 from pipeline.train.model.kernels.choice import Need, choose_on
 from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.mixers.attention import AttentionSpec
 from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, scale_tensors
 from pipeline.train.planning.devices import Device, device_of_driver
 from pipeline.train.planning.shares import UPDATE_BYTES
@@ -244,7 +243,7 @@ def _attention(
             },
             seconds,
         )
-        each = samples * length * attention_flops(spec, length, causal=True)
+        each = samples * length * spec.extra_flops(length, causal=True)
         for part, share in (("forward", 1), ("backward", 2)):
             rows.append(_rate(f"attention: {length}: {part}", "TFLOP/s", share * each, times[part]))
         flops += each

@@ -23,8 +23,8 @@ from torch import Tensor
 from pipeline.common.errors import MachineError, UserError
 from pipeline.data.loading.batch import Batch
 from pipeline.eval.engine import Engine
+from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.loss import VocabShard, token_loss
-from pipeline.train.model.mixers.attention import SequenceCut
 from pipeline.train.parallel.context import share_of
 from pipeline.train.step import make_context
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from pipeline.common.storage import put
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
-from pipeline.train.huggingface.families import FAMILIES
+from pipeline.train.huggingface.families import FAMILIES, LAYER
 from pipeline.train.huggingface.families import Rule as TensorRule
+from pipeline.train.model.mixers.attention import AttentionSpec
+from pipeline.train.model.mlps.dense import MlpSpec
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS
@@ -79,7 +81,9 @@ def tensors(model_type: str) -> str:
         text = f"{text}, one below the other" if len(rule.ours) > 1 else text
         return f"{text}, transposed" if rule.transposed else text
 
-    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in FAMILIES[model_type].rules)
+    names = FAMILIES[model_type].names
+    layer = names.of_layer(LAYER, {"mixer": AttentionSpec, "mlp": MlpSpec})
+    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in (*names.before, *layer, *names.behind))
     return _table(("there", "here"), rows)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.model.context import Context, SequenceCut, Watch
 from pipeline.train.model.loss import Criterion, TokenLosses
-from pipeline.train.model.mixers.attention import Context, SequenceCut, Watch
 from pipeline.train.monitor.host_copy import HostCopy, to_device
 from pipeline.train.monitor.layer_stats import Observed, Observer
 from pipeline.train.monitor.spikes import SpikeGuard

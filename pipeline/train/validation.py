@@ -12,8 +12,8 @@ import torch.distributed as dist
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.heldout import HeldOut, sample
+from pipeline.train.model.context import Context
 from pipeline.train.model.loss import Criterion, TokenLosses
-from pipeline.train.model.mixers.attention import Context
 from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.config.train import Fp8Config
-from pipeline.train.model.config import DecoderSpec, LayerSpec
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
+from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
-class Matrix:
+class RankMatrix:
     """A weight of a layer's matrix products as one process has it, after the cut by tp and before that by dp_shard."""
 
     name: str
@@ -22,41 +23,19 @@ class Matrix:
     columns: int
     elements: int
     """Of the whole matrix."""
-    shared: bool = False
-    """Heads that several processes of tp share: each has the whole weight, and uses some rows of it."""
+    eligible: bool
+    """It may be in fp8. Of heads that several processes of tp share, each has the whole weight and uses some rows."""
 
 
-def matrices_of(layer: LayerSpec, tp: int) -> list[Matrix]:
+def matrices_of(layer: LayerSpec, tp: int) -> list[RankMatrix]:
     """All matrices of a layer, in the order of the forward pass."""
-    mixer, mlp = layer.mixer, layer.mlp
-    queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-    shared = mixer.kv_heads % tp > 0
-
-    def cut_rows(name: str, rows: int, columns: int) -> Matrix:
-        return Matrix(name, rows // tp, columns, rows * columns)
-
-    def cut_columns(name: str, rows: int, columns: int) -> Matrix:
-        return Matrix(name, rows, columns // tp, rows * columns)
-
-    def heads(name: str) -> Matrix:
-        if shared:
-            return Matrix(name, mixer.head_dim, mixer.dim, keys * mixer.dim, shared=True)
-        return cut_rows(name, keys, mixer.dim)
-
-    hidden = [
-        cut_rows(name, mlp.ffn_dim, mlp.dim) for name in (("mlp.w1", "mlp.w3") if mlp.kind == "swiglu" else ("mlp.w1",))
-    ]
     return [
-        cut_rows("mixer.wq", queries, mixer.dim),
-        heads("mixer.wk"),
-        heads("mixer.wv"),
-        cut_columns("mixer.wo", mixer.dim, queries),
-        *hidden,
-        cut_columns("mlp.w2", mlp.dim, mlp.ffn_dim),
+        RankMatrix(name, *matrix.on_rank(tp), matrix.elements, matrix.fp8 and not matrix.shared(tp))
+        for name, matrix in layer.matrices.items()
     ]
 
 
-def fp8_matrices(config: Fp8Config, spec: DecoderSpec, tp: int) -> dict[int, list[Matrix]]:
+def fp8_matrices(config: Fp8Config, spec: DecoderSpec, tp: int) -> dict[int, list[RankMatrix]]:
     """Those in fp8 by index of the layer; layers without any are missing."""
     found = {}
     for index, layer in enumerate(spec.layers):
@@ -67,9 +46,9 @@ def fp8_matrices(config: Fp8Config, spec: DecoderSpec, tp: int) -> dict[int, lis
     return found
 
 
-def _fits(config: Fp8Config, matrix: Matrix) -> bool:
+def _fits(config: Fp8Config, matrix: RankMatrix) -> bool:
     sides = matrix.rows, matrix.columns
-    return not matrix.shared and min(sides) >= config.min_size and not any(side % config.multiple for side in sides)
+    return matrix.eligible and min(sides) >= config.min_size and not any(side % config.multiple for side in sides)
 
 
 def gathers_fp8(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> bool:
@@ -92,7 +71,7 @@ def gathered_in_fp8(config: Fp8Config | None, spec: DecoderSpec, layout: Layout)
     return {index: sum(each.rows * each.columns for each in matrices) for index, matrices in chosen.items()}
 
 
-def uneven_shards(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> list[Matrix]:
+def uneven_shards(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> list[RankMatrix]:
     """Matrices in fp8 whose rows cannot be dealt evenly to the processes that share them, each once."""
     chosen = fp8_matrices(config, spec, layout.tp).values()
     return list(dict.fromkeys(matrix for layer in chosen for matrix in layer if matrix.rows % layout.shards))

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.part_spec import LayerPartSpec
 
 Shape = tuple[int, ...]
 
@@ -37,48 +38,75 @@ class Rule:
     transposed: bool = False
 
 
-def _rule(theirs: str, *ours: str, transposed: bool = False) -> Rule:
-    return Rule(theirs, ours, transposed)
+@dataclass(frozen=True)
+class Names:
+    """Names of tensors that several families share."""
+
+    style: str
+    """By which kinds of mixers and mlps say their own names within a layer, see `LayerPartSpec.huggingface`."""
+    layer: str
+    """Before all names of a layer."""
+    before: tuple[Rule, ...]
+    """Of what is ahead of the layers."""
+    norms: Mapping[str, str]
+    """Of a layer: theirs, and the part that ours is before."""
+    behind: tuple[Rule, ...]
+    """Of norm and head."""
+    norm_bias: bool = False
+    transposed: bool = False
+    """Matrices of layers."""
+
+    def rules(self, layers: Sequence[Mapping[str, LayerPartSpec]]) -> list[Rule]:
+        """Those of a model in its order, given the parts of its layers.
+
+        Raises:
+            UserError: A kind of mixer or mlp has no names of this style.
+        """
+        of_layers = [rule for index, parts in enumerate(layers) for rule in self.of_layer(str(index), parts)]
+        return [*self.before, *of_layers, *self.behind]
+
+    def of_layer(self, index: str, parts: Mapping[str, LayerPartSpec | type[LayerPartSpec]]) -> list[Rule]:
+        """Rules of a layer with this number, in the order of the model."""
+        theirs, found = self.layer.replace(LAYER, index), list[Rule]()
+        for norm, place in self.norms.items():
+            found += _parameters(theirs + norm, (f"layers.{index}.{place}_norm",), False, self.norm_bias)
+            part = parts[place]
+            if self.style not in part.huggingface:
+                raise UserError(f"layer {index} has {part.label}: no family of Hugging Face models with it is known")
+            for their, ours in part.huggingface[self.style]:
+                names = tuple(f"layers.{index}.{place}.{name}" for name in ours)
+                if "." in ours[0]:
+                    found.append(Rule(theirs + their, names))
+                else:
+                    found += _parameters(theirs + their, names, self.transposed)
+        return found
 
 
-def _with_bias(theirs: str, *ours: str, transposed: bool = False) -> tuple[Rule, Rule]:
+def _parameters(theirs: str, ours: tuple[str, ...], transposed: bool, bias: bool = True) -> list[Rule]:
+    """Rules of the weights of modules, and of their biases."""
     weight = Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
-    return weight, Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))
+    return [weight, *[Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))] * bias]
 
 
-_LLAMA_LIKE = (
-    _rule("model.embed_tokens.weight", "embedding.weight"),
-    _rule("model.layers.{i}.input_layernorm.weight", "layers.{i}.mixer_norm.weight"),
-    *_with_bias("model.layers.{i}.self_attn.q_proj", "layers.{i}.mixer.wq"),
-    *_with_bias("model.layers.{i}.self_attn.k_proj", "layers.{i}.mixer.wk"),
-    *_with_bias("model.layers.{i}.self_attn.v_proj", "layers.{i}.mixer.wv"),
-    *_with_bias("model.layers.{i}.self_attn.o_proj", "layers.{i}.mixer.wo"),
-    _rule("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.mixer.q_norm.weight"),
-    _rule("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.mixer.k_norm.weight"),
-    _rule("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.weight"),
-    *_with_bias("model.layers.{i}.mlp.gate_proj", "layers.{i}.mlp.w1"),
-    *_with_bias("model.layers.{i}.mlp.up_proj", "layers.{i}.mlp.w3"),
-    *_with_bias("model.layers.{i}.mlp.down_proj", "layers.{i}.mlp.w2"),
-    _rule("model.norm.weight", "norm.weight"),
-    _rule(HEAD, "head.weight"),
+_HEAD = Rule(HEAD, ("head.weight",))
+_LLAMA_LIKE = Names(
+    "llama",
+    "model.layers.{i}.",
+    (Rule("model.embed_tokens.weight", ("embedding.weight",)),),
+    {"input_layernorm": "mixer", "post_attention_layernorm": "mlp"},
+    (Rule("model.norm.weight", ("norm.weight",)), _HEAD),
 )
-_GPT2 = (
-    _rule("transformer.wte.weight", "embedding.weight"),
-    _rule("transformer.wpe.weight", "position_embedding.weight"),
-    *_with_bias("transformer.h.{i}.ln_1", "layers.{i}.mixer_norm"),
-    *_with_bias(
-        "transformer.h.{i}.attn.c_attn",
-        "layers.{i}.mixer.wq",
-        "layers.{i}.mixer.wk",
-        "layers.{i}.mixer.wv",
-        transposed=True,
+_GPT2 = Names(
+    "gpt2",
+    "transformer.h.{i}.",
+    (
+        Rule("transformer.wte.weight", ("embedding.weight",)),
+        Rule("transformer.wpe.weight", ("position_embedding.weight",)),
     ),
-    *_with_bias("transformer.h.{i}.attn.c_proj", "layers.{i}.mixer.wo", transposed=True),
-    *_with_bias("transformer.h.{i}.ln_2", "layers.{i}.mlp_norm"),
-    *_with_bias("transformer.h.{i}.mlp.c_fc", "layers.{i}.mlp.w1", transposed=True),
-    *_with_bias("transformer.h.{i}.mlp.c_proj", "layers.{i}.mlp.w2", transposed=True),
-    *_with_bias("transformer.ln_f", "norm"),
-    _rule(HEAD, "head.weight"),
+    {"ln_1": "mixer", "ln_2": "mlp"},
+    (*_parameters("transformer.ln_f", ("norm",), False), _HEAD),
+    norm_bias=True,
+    transposed=True,
 )
 
 
@@ -90,7 +118,7 @@ class Family:
     """As `config.json` has it."""
     architecture: str
     """Name of its class with a language-model head."""
-    rules: tuple[Rule, ...]
+    names: Names
     ignored: tuple[str, ...] = ()
     """Patterns of names of buffers that files of old versions have, and that are computed today."""
     prefix: str = ""
@@ -173,7 +201,7 @@ def plan_tensors(family: Family, spec: DecoderSpec) -> Plan:
     theirs: dict[str, Rule] = {}
     their_shapes: dict[str, Shape] = {}
     ours: dict[str, Part] = {}
-    for rule in _numbered(family.rules, len(spec.layers)):
+    for rule in family.names.rules([layer.parts for layer in spec.layers]):
         found = [name for name in rule.ours if name in our_shapes]
         if not found:
             continue  # a bias or norm that this model does not have
@@ -222,23 +250,6 @@ def names_in_files(family: Family, plan: Plan, found: Mapping[str, Sequence[int]
             "it cannot be converted without loss"
         )
     return names
-
-
-def _numbered(rules: Sequence[Rule], layers: int) -> list[Rule]:
-    """Rules with numbers for layers, in the order of the model: what comes before the layers, each layer, the rest."""
-    of_layers = [rule for rule in rules if LAYER in rule.theirs]
-    first = rules.index(of_layers[0])
-    found = list(rules[:first])
-    for number in range(layers):
-        found += [
-            Rule(
-                rule.theirs.replace(LAYER, str(number)),
-                tuple(name.replace(LAYER, str(number)) for name in rule.ours),
-                rule.transposed,
-            )
-            for rule in of_layers
-        ]
-    return [*found, *rules[first + len(of_layers) :]]
 
 
 def _is_ignored(family: Family, name: str) -> bool:

@@ -8,15 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline.train.model.config import LayerSpec
+from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mixers.attention import Attention, Context
-from pipeline.train.model.mlps.dense import Mlp
 from pipeline.train.model.norm import build_norm
+from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
 
-Attended = tuple[Tensor, Tensor, Sight]
-"""Queries and keys of an attention and what is seen, as `Watch` is shown them, without gradients."""
+Attended = tuple[Tensor, Tensor, Sight, float]
+"""Queries and keys of an attention, what is seen and the scale, as `Watch` is shown them, without gradients."""
 
 
 class Block(nn.Module):
@@ -33,33 +32,34 @@ class Block(nn.Module):
 
     def __init__(self, spec: LayerSpec, index: int) -> None:
         super().__init__()
+        self.spec = spec
         self.index = index
         self.mixer_norm = build_norm(spec.norm, spec.mixer.dim)
-        self.mixer = Attention(spec.mixer)
+        self.mixer = spec.mixer.build()
         self.mlp_norm = build_norm(spec.norm, spec.mlp.dim)
-        self.mlp = Mlp(spec.mlp)
+        self.mlp = spec.mlp.build()
         self.recompute: Recompute | None = None
-        self.compiled: Callable[[Tensor, Context], tuple[Tensor, list[Attended]]] | None = None
+        self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, list[Attended]]] | None = None
 
-    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         trains = self.training and torch.is_grad_enabled()
         compute = self.compiled if trains and self.compiled is not None else self.compute
         out_BSD, attended = compute(x_BSD, context)
         if context.watch is not None:
             # Here and not within, where backward may come by again and a compiler would follow.
-            for queries, keys, sight in attended:
-                context.watch.attention(self.mixer, queries, keys, sight)
+            for queries, keys, sight, scale in attended:
+                context.watch.attention(self.mixer, queries, keys, sight, scale)
             context.watch.output(self, out_BSD)
         return out_BSD
 
-    def compute(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, list[Attended]]:
+    def compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
         """The output, and what there is to watch if somebody does."""
         if self.recompute is None or not (self.training and torch.is_grad_enabled()):
             return self._compute(x_BSD, context)
         return self.recompute(lambda x: self._compute(x, context), x_BSD)
 
-    def _compute(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, list[Attended]]:
+    def _compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
         state = None if context.states is None else context.states.layers[self.index]
         attended: list[Attended] = []
         if context.watch is not None:
@@ -75,8 +75,8 @@ class _Recorder:
     def __init__(self, attended: list[Attended]) -> None:
         self._attended = attended
 
-    def attention(self, _: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
-        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), sight))
+    def attention(self, _: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
+        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), sight, scale))
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
         raise AssertionError("the block shows its output itself")

@@ -5,7 +5,7 @@ Shapes: B batch, S positions, D width, V padded vocabulary, or the share of it t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.context import Context, LayerContext, Mixer
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Documents, Kernel, Prepared, Sight, attention_mask, mask_by_row
 from pipeline.train.model.loss import TokenLosses
-from pipeline.train.model.mixers.attention import Context
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.states import Places, States
@@ -80,13 +80,13 @@ class Decoder(nn.Module):
             UserError: More positions than a learned position embedding has rows.
         """
         spec, part = self.spec, self.part
-        positions, context = self._prepare(x, context)
+        positions, of_layers = self._prepare(x, context)
         if part.first:
             x = self.embedding(x)
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
         for block in self.layers.values():
-            x = block(x, context)
+            x = block(x, of_layers)
         if context.states is not None:
             counts = context.counts or [x.shape[1]] * x.shape[0]
             context.states.advance(counts)
@@ -106,11 +106,11 @@ class Decoder(nn.Module):
             rows: Texts; may be 0, as others can join.
             max_length: Memory is taken as it is needed, for so many positions of a row at most.
         """
-        mixers = [cast(Block, block).mixer for block in self.layers.values()]
+        mixers = [cast(Mixer, cast(Block, block).mixer) for block in self.layers.values()]
         return States(rows, [mixer.new_state(max_length) for mixer in mixers])
 
-    def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, Context]:
-        """The context with rotary tables and what is seen, and positions: [1, S], or [B, S] when they differ by row."""
+    def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, LayerContext]:
+        """Positions, [1, S] or [B, S] when they differ by row, and what layers are told."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document a row"
         queries = x.shape[1] if context.length is None else context.length
@@ -128,23 +128,37 @@ class Decoder(nn.Module):
             positions = torch.arange(keys, device=device)[None]
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
-        windows = {layer.mixer.window for layer in spec.layers}
-        context = replace(context, places=places, kernel=self.kernel)
+        windows = {use.window for layer in spec.different_layers if (use := layer.mixer.kernel)}
+        of_layers = LayerContext(
+            context.bounds_BS,
+            context.states,
+            context.counts,
+            context.watch,
+            context.cut,
+            kernel=self.kernel,
+            places=places,
+        )
         if places is not None:
             assert context.cut is None, "states hold whole texts"
-            context.masks = {window: _mask_of_states(places, window, queries, device) for window in windows}
+            of_layers.masks = {window: _mask_of_states(places, window, queries, device) for window in windows}
         else:
-            self._look(context, windows, x.shape[0], keys, device)
+            documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
+            self._look(of_layers, documents, windows, x.shape[0], keys, device)
         if context.cut is not None:
             positions = context.cut.share(positions)
-        context.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
-        return positions, context
+        of_layers.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
+        return positions, of_layers
 
     def _look(
-        self, context: Context, windows: set[int | None], samples: int, length: int, device: torch.device
+        self,
+        context: LayerContext,
+        documents: Documents | None,
+        windows: set[int | None],
+        samples: int,
+        length: int,
+        device: torch.device,
     ) -> None:
         """Put into a context what the queries see, and what the kernel prepares for it."""
-        documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
         pieces = ((0, length),) if context.cut is None else context.cut.pieces(length)
         context.sights = {
             window: tuple(Sight.of(samples, piece, window, device, documents) for piece in pieces) for window in windows
@@ -153,8 +167,6 @@ class Decoder(nn.Module):
             window: tuple(self._prepared(self.kernel, sight) for sight in sights)
             for window, sights in context.sights.items()
         }
-        # Layers do not need them, and would be compiled for every number of documents.
-        context.starts = None
 
 
 def _mask_of_states(places: Places, window: int | None, queries: int, device: torch.device) -> Tensor | None:

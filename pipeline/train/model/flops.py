@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.train.model.config import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.part_spec import LayerSpec
 
 
 def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) -> float:
@@ -33,13 +34,13 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
 
 def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
     """FLOPs of one token in the forward pass of a layer; conventions as in `flops_per_token`."""
-    products = 2.0 * (_attention_weights(layer.mixer) + _mlp_weights(layer.mlp))
-    return products + attention_flops(layer.mixer, sequence_length, causal=causal)
+    products = 2.0 * sum(matrix.elements for matrix in layer.matrices.values())
+    return products + extra_flops(layer, sequence_length, causal=causal)
 
 
-def attention_flops(mixer: AttentionSpec, sequence_length: int, *, causal: bool) -> float:
-    """Those of them that scores and their sum over values take."""
-    return 4.0 * mixer.heads * mixer.head_dim * _keys(mixer, sequence_length, causal)
+def extra_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
+    """Those of them that are no products with weights, as scores of attention and their sum over values."""
+    return sum(part.extra_flops(sequence_length, causal=causal) for part in layer.parts.values())
 
 
 def head_flops(spec: DecoderSpec) -> float:
@@ -50,59 +51,20 @@ def head_flops(spec: DecoderSpec) -> float:
 def num_parameters(spec: DecoderSpec) -> int:
     """Parameters as stored: a tied head once, the vocabulary with its padding."""
     tables = spec.vocab_padded * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0)
-    return spec.dim * tables + norm_parameters(spec.norm, spec.dim) + sum(map(layer_parameters, spec.layers))
+    return spec.dim * tables + sum(spec.norm.parameters(spec.dim)) + sum(map(layer_parameters, spec.layers))
 
 
 def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
     """Parameters of a layer on one rank of the tp axis; norms and the biases of outputs are whole on each."""
-    mixer, mlp = layer.mixer, layer.mlp
-    heads, kv_heads = _heads(mixer, tp)
-    total = layer_matrices(layer, tp)
-    total += norm_parameters(layer.norm, mixer.dim) + norm_parameters(layer.norm, mlp.dim)
-    if mixer.qkv_bias:
-        total += mixer.head_dim * (heads + 2 * kv_heads)
-    if mixer.output_bias:
-        total += mixer.dim
-    if mixer.qk_norm is not None:
-        total += 2 * norm_parameters(mixer.qk_norm, mixer.head_dim)
-    if mlp.bias:
-        total += mlp.dim + (2 if mlp.kind == "swiglu" else 1) * mlp.ffn_dim // tp
-    return total
+    return sum(layer.norm_sizes) + sum(part.parameters(tp) for part in layer.parts.values())
 
 
 def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
     """Those of `layer_parameters` that are in matrices."""
-    mixer, mlp = layer.mixer, layer.mlp
-    of_mlp = (3 if mlp.kind == "swiglu" else 2) * mlp.dim * mlp.ffn_dim // tp
-    return 2 * mixer.dim * mixer.head_dim * sum(_heads(mixer, tp)) + of_mlp
+    return sum(part.matrix_parameters(tp) for part in layer.parts.values())
 
 
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
     """FLOPs of so many Newton-Schulz iterations, for each matrix of a layer: three products in each."""
-    mixer, mlp = layer.mixer, layer.mlp
-    queries, keys = ((mixer.head_dim * heads, mixer.dim) for heads in (mixer.heads, mixer.kv_heads))
-    shapes = [queries, keys, keys, queries, *[(mlp.ffn_dim, mlp.dim)] * (3 if mlp.kind == "swiglu" else 2)]
-    return [steps * 2.0 * min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
-
-
-def _heads(mixer: AttentionSpec, tp: int) -> tuple[int, int]:
-    """Query heads and key heads whose weights a rank has. Fewer key heads than ranks: all of them, and it uses one."""
-    return mixer.heads // tp, mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
-
-
-def norm_parameters(spec: NormSpec, dim: int) -> int:
-    """Parameters of a normalization of `dim` elements."""
-    return 2 * dim if spec.kind == "layernorm" else dim
-
-
-def _keys(spec: AttentionSpec, sequence_length: int, causal: bool) -> float:
-    window = min(spec.window or sequence_length, sequence_length)
-    return window - window**2 / (2 * sequence_length) if causal else window
-
-
-def _attention_weights(spec: AttentionSpec) -> int:
-    return spec.dim * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-
-
-def _mlp_weights(spec: MlpSpec) -> int:
-    return (3 if spec.kind == "swiglu" else 2) * spec.dim * spec.ffn_dim
+    sides = [sorted((matrix.rows, matrix.columns)) for matrix in layer.matrices.values()]
+    return [steps * 2.0 * short**2 * (2 * long + short) for short, long in sides]

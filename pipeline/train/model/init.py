@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Vector
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
-_HIDDEN = re.compile(r"layers\.\d+\.(?:mixer|mlp)\.w\w+\.weight")
-_TO_RESIDUAL = re.compile(r"layers\.\d+\.(?:mixer\.wo|mlp\.w2)\.weight")
+_PART = re.compile(r"layers\.(\d+)\.(\w+)\.(.+)")
 _TABLES = ("embedding.weight", "position_embedding.weight", "head.weight")
 _NORM = re.compile(r"(?:.*\.)?\w*norm\.weight")
 
@@ -33,7 +33,8 @@ _CHUNK_ELEMENTS = 1 << 20  # elements drawn at once, which bounds the memory of 
 def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: int) -> None:
     """Fills the parameters, plain tensors or DTensors sharded or replicated over any mesh.
 
-    Matrices are normal with the std of `weight_std`, norm weights are 1, biases 0.
+    Matrices are normal with the std of `weight_std`, norm weights are 1, biases 0; other parameters as their `Vector`
+    says.
 
     Args:
         model: A `Decoder`, or a part of one with the names of the whole.
@@ -43,7 +44,12 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
     """
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        if name.endswith(".bias"):
+        if vector := _vector(name, spec):
+            rows, width = local_range(parameter, 0), math.prod(vector.shape[1:])
+            # What has one dimension or several is drawn by rows, too.
+            _fill_normal(local.view(len(rows), width), vector.std, f"{seed}/{name}", rows, range(width), width)
+            local.add_(vector.mean)
+        elif name.endswith(".bias"):
             local.zero_()
         elif _NORM.fullmatch(name):
             local.fill_(1)
@@ -56,32 +62,51 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     """Standard deviation of a matrix.
 
     - `normal`: `init.std` everywhere.
-    - `depth_scaled`: as normal, but matrices that write to the residual stream (wo, w2) get std / sqrt(2 * layers), so
+    - `depth_scaled`: as normal, but matrices that write to the residual stream get std / sqrt(2 * layers), so
       that the stream's size does not grow with depth (Radford et al. 2019).
     - `mup`: as depth_scaled, but all matrices of the layers are divided by sqrt(dim / mup_base_dim) too. Embedding and
       head keep `init.std`; the head's input is multiplied by mup_base_dim / dim (`DecoderSpec.logit_scale`), and
       attention logits are divided by head_dim instead of its root, scaled to agree for heads of 64
-      (`AttentionSpec.scale`). Learning rates: `lr_scale`. Source: Yang et al. 2022 (Tensor Programs V), table 8, Adam.
+      (the scale of attention). Learning rates: `lr_scale`. Source: Yang et al. 2022 (Tensor Programs V), table 8, Adam.
     """
     if name in _TABLES:
         return init.std
-    assert _HIDDEN.fullmatch(name), f"no rule for the initial weights of {name}"
+    matrix = _matrix(name, spec)
+    assert matrix is not None, f"no rule for the initial weights of {name}"
     std = init.std
-    if init.scheme != "normal" and _TO_RESIDUAL.fullmatch(name):
+    if init.scheme != "normal" and matrix.to_residual:
         std /= math.sqrt(2 * len(spec.layers))
     if init.mup_base_dim is not None:
         std *= math.sqrt(init.mup_base_dim / spec.dim)
     return std
 
 
-def is_layer_matrix(name: str) -> bool:
+def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
     """Whether a parameter is a matrix of a layer, and so none of embedding, position embedding and head."""
-    return _HIDDEN.fullmatch(name) is not None
+    return _matrix(name, spec) is not None
+
+
+def _matrix(name: str, spec: DecoderSpec) -> Matrix | None:
+    part, own = _part(name, spec)
+    return None if part is None else part.matrix(own)
+
+
+def _vector(name: str, spec: DecoderSpec) -> Vector | None:
+    part, own = _part(name, spec)
+    return None if part is None else next((each for each in part.vectors if each.name == own), None)
+
+
+def _part(name: str, spec: DecoderSpec) -> tuple[LayerPartSpec | None, str]:
+    """The part of a layer that a parameter is in, and its name there."""
+    if (match := _PART.fullmatch(name)) is None:
+        return None, name
+    index, place, own = match.groups()
+    return spec.layers[int(index)].parts.get(place), own
 
 
 def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     """Factor on a parameter's learning rate (Adam): mup_base_dim / dim for the layers' matrices with muP, else 1."""
-    if init.mup_base_dim is not None and is_layer_matrix(name):
+    if init.mup_base_dim is not None and is_layer_matrix(name, spec):
         return init.mup_base_dim / spec.dim
     return 1.0
 

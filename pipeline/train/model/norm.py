@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipeline.train.model.config import NormSpec
+from pipeline.train.model.part_spec import NormSpec
 
 
 def build_norm(spec: NormSpec, dim: int) -> nn.Module:

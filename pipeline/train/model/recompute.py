@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.common.errors import UserError
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.model.config import LayerSpec
 from pipeline.train.model.kernels import packed, tiles
+from pipeline.train.model.part_spec import LayerSpec
 
 Result = TypeVar("Result")
 
@@ -82,9 +82,8 @@ class Recompute:
             return None
         if config.mode == "full":
             return cls(None, offload=config.offload)
-        # In the order of the forward pass: queries, keys, values, output; and then the mlp.
-        output, last = 3, 6 if spec.mlp.kind == "swiglu" else 5
-        needless = {last, output} if tp > 1 and "communication" in config.keep else {last}
+        outputs = {number for number, matrix in enumerate(spec.matrices.values()) if matrix.to_residual}
+        needless = outputs if tp > 1 and "communication" in config.keep else {len(spec.matrices) - 1}
         keep = {operation for name in config.keep for operation in OPERATIONS[name]}
         if "attention" in config.keep:
             keep.update(packed.operations())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.model import RopeScalingConfig
-from pipeline.train.model.config import RopeSpec
+from pipeline.train.model.part_spec import RopeSpec
 
 
 def rope_frequencies(spec: RopeSpec, device: torch.device) -> tuple[Tensor, float]:

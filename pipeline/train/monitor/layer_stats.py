@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.data.loading.batch import Batch
+from pipeline.train.model.context import Watch
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mixers.attention import Attention, Watch
 from pipeline.train.optim.optimizers import Gradients
 from pipeline.train.parallel.parallelize import ParallelModel
 
@@ -132,10 +132,10 @@ class _Watch:
         seen.counts[place] += self._counts_B.sum() * (x_BSD.numel() // x_BSD.shape[0])
 
     @torch.no_grad()
-    def attention(self, mixer: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
+    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
         """Queries and keys of an attention, as they are multiplied."""
         place, seen = self._seen.places[mixer], self._seen
-        peaks_B = largest_logits(q_BSHE, k_BTKE, sight.mask()).double() * mixer.spec.scale
+        peaks_B = largest_logits(q_BSHE, k_BTKE, sight.mask()).double() * scale
         seen.peaks[place] = torch.maximum(seen.peaks[place], peaks_B.masked_fill(~self._counts_B, -torch.inf).amax())
 
 

@@ -66,7 +66,7 @@ def _build(
     """The optimizers of a part. Matrices decay, vectors do not; a group keeps its `lr_scale` (1 but for muP)."""
     groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in part.named_parameters():
-        muon = config.type == "muon" and is_layer_matrix(name)
+        muon = config.type == "muon" and is_layer_matrix(name, spec)
         groups[muon, parameter.ndim >= 2, lr_scale(name, spec, init)].append(parameter)
     of_muon, of_adamw = (
         [

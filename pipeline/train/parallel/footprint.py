@@ -12,7 +12,7 @@ from pipeline.config.train import Fp8Config, OptimizerConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Part
-from pipeline.train.model.flops import layer_matrices, layer_parameters, norm_parameters, num_parameters
+from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
 from pipeline.train.parallel.tested import Kind
@@ -114,7 +114,7 @@ def end_parameters(spec: DecoderSpec, part: Part, tp: int) -> int:
     if part.first:
         total += table + spec.dim * (spec.learned_positions or 0)
     if part.last:
-        total += norm_parameters(spec.norm, spec.dim)
+        total += sum(spec.norm.parameters(spec.dim))
         # A tied head is the embedding, of which the last of several stages has a copy.
         total += 0 if part.first and spec.tie_embeddings else table
     return total

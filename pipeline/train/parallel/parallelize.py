@@ -20,11 +20,11 @@ from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import Choice, Need, choose_on
 from pipeline.train.model.loss import VocabShard
-from pipeline.train.model.mixers.attention import SequenceCut
 from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut

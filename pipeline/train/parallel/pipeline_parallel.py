@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.mixers.attention import Context
 from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.pipeline_stages import Stage
 from pipeline.train.parallel.torch_compat.pipeline_stage import MicroBatchStage

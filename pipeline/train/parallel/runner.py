@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.mixers.attention import Context
 from pipeline.train.monitor.trace_spans import span
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import Reduction, reduction

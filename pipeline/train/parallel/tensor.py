@@ -39,11 +39,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeline.train.model.block import Block
-from pipeline.train.model.config import AttentionSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
-from pipeline.train.model.mixers.attention import Attention
+from pipeline.train.model.part_spec import LayerPartSpec, Matrix
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -72,43 +71,44 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
 
 
 def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
-    spec = block.mixer.spec
-    tp = mesh.size()
     # torch would cut unevenly, and then take all pieces to be as large as its own.
-    assert spec.heads % tp == 0 and block.mlp.w1.out_features % tp == 0, (spec, tp)
-    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=stream)
-    plan: dict[str, ParallelStyle] = {
-        "mixer_norm": _WholeParameters(stream),
-        # A DTensor goes to the projections, and not a local tensor, so that their gradients are added before one sum
-        # over tp. The other two arguments are context and state.
-        "mixer": PrepareModuleInput(
-            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
-        "mixer.wq": columns,
-        "mixer.wo": rows,
-        "mlp_norm": _WholeParameters(stream),
-        "mlp": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
-        "mlp.w1": columns,
-        "mlp.w2": rows,
-    }
-    if block.mlp.gated:
-        plan["mlp.w3"] = columns
-    if spec.qk_norm is not None:
-        plan["mixer.q_norm"] = plan["mixer.k_norm"] = _WholeParameters(Shard(2))  # each rank has heads of [B, S, H, E]
-    if spec.kv_heads % tp == 0:
-        plan["mixer.wk"] = plan["mixer.wv"] = columns
-    else:
-        _share_keys_and_values(block.mixer, spec, mesh)
+    assert block.spec.fits(mesh.size()), (block.spec, mesh.size())
+    plan: dict[str, ParallelStyle] = {}
+    for place, part in block.spec.parts.items():
+        # A mixer's other two arguments are context and state.
+        more = (None, None) if place == "mixer" else ()
+        plan[f"{place}_norm"] = _WholeParameters(stream)
+        # A DTensor goes to the matrices, and not a local tensor, so that their gradients are added before one sum over
+        # tp.
+        plan[place] = PrepareModuleInput(input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more))
+        for name, style in _cut_part(block.get_submodule(place), part, mesh, stream).items():
+            plan[f"{place}.{name}"] = style
     parallelize_module(block, mesh, plan)
 
 
-def _share_keys_and_values(mixer: Attention, spec: AttentionSpec, mesh: DeviceMesh) -> None:
-    assert mesh.size() % spec.kv_heads == 0, (spec.kv_heads, mesh.size())
-    # Consecutive query heads share a key head, so those of one rank need one.
-    head = mesh.get_local_rank() * spec.kv_heads // mesh.size()
-    rows = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
-    mixer.set_submodule("wk", SharedHeads(mixer.wk, rows, mesh))
-    mixer.set_submodule("wv", SharedHeads(mixer.wv, rows, mesh))
+def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: Placement) -> dict[str, ParallelStyle]:
+    """Styles by name of the module; what is no module of torch's styles is replaced in place."""
+    plan: dict[str, ParallelStyle] = {}
+    for matrix in part.matrices:
+        if matrix.shared(mesh.size()):
+            linear = cast(nn.Linear, module.get_submodule(matrix.name))
+            module.set_submodule(matrix.name, SharedHeads(linear, _shared_rows(matrix, mesh), mesh))
+        else:
+            columns = matrix.cut == "columns"
+            plan[matrix.name] = RowwiseParallel(output_layouts=stream) if columns else ColwiseParallel()
+    for norm in part.head_norms:
+        plan[norm.name] = _WholeParameters(Shard(2))  # each rank has heads of [B, S, H, E]
+    for vector in part.vectors:
+        whole = module.get_parameter(vector.name)
+        module.register_parameter(vector.name, _distributed(whole, mesh, Shard(0)))
+    return plan
+
+
+def _shared_rows(matrix: Matrix, mesh: DeviceMesh) -> slice:
+    """Rows of the head that this rank uses: those that share one are consecutive."""
+    assert matrix.heads is not None and mesh.size() % matrix.heads == 0, (matrix, mesh.size())
+    head, rows = mesh.get_local_rank() * matrix.heads // mesh.size(), matrix.rows // matrix.heads
+    return slice(head * rows, (head + 1) * rows)
 
 
 def _distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

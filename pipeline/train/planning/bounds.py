@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
-from pipeline.train.model.config import DecoderSpec, LayerSpec
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import layer_matrices, layer_parameters
+from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import (
     AVERAGE_BYTES,
     COMPUTE_BYTES,
@@ -84,25 +85,17 @@ def in_flight(config: Config, layout: Layout, shape: StepShape) -> float:
 
 def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int) -> float:
     """Numbers that backward needs of a token in a layer."""
-    recompute, mixer = config.train.recompute, layer.mixer
-    stream = mixer.dim / (layout.tp if config.parallel.sequence_parallel else 1)
+    recompute, parts = config.train.recompute, layer.parts.values()
+    stream = layer.mixer.dim / (layout.tp if config.parallel.sequence_parallel else 1)
     if recompute.offload or recompute.mode == "budget":
         return 0.0
     repeated = recompute.mode != "none" and index % recompute.every == 0
     if repeated and recompute.mode == "full":
         return stream
-    heads = mixer.heads * mixer.head_dim / layout.tp
-    keys = 2 * max(1, mixer.kv_heads // layout.tp) * mixer.head_dim
-    wide = layer.mlp.ffn_dim / layout.tp
     if not repeated:
-        # Inputs and outputs of the norms, queries, keys, values, their result, and what the mlp has between products.
-        return 4 * stream + 2 * heads + keys + (4 if layer.mlp.kind == "swiglu" else 2) * wide
-    found = stream
-    if "attention" in recompute.keep:
-        found += heads
-    if "matmul" in recompute.keep:
-        found += heads + 2 * wide if layer.mlp.kind == "swiglu" else heads
-    return found
+        # Inputs and outputs of the norms besides what is within the parts.
+        return 4 * stream + sum(part.kept_numbers(layout.tp) for part in parts)
+    return stream + sum(part.kept_results(recompute.keep, layout.tp) for part in parts)
 
 
 @dataclass(frozen=True)

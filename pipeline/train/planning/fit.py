@@ -26,8 +26,6 @@ from pipeline.train.parallel.step_shapes import step_shapes
 
 _FEW = 16
 """Processes that are started for a try also where there are fewer cores."""
-_ELEMENTS_PER_TOKEN = 40
-"""More than a layer keeps and works with per token, in multiples of its width and that of its mlp."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +162,7 @@ def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Pla
     for shape in step_shapes(config, layout.dp):
         tokens = shape.micro_batch_size * shape.sequence_length * (shape.micro_batches if layout.pp > 1 else 1)
         per_token = 6 * spec.vocab_padded + sum(
-            _ELEMENTS_PER_TOKEN * (layer.mixer.dim + layer.mlp.ffn_dim)
-            + 2 * layer.mixer.heads * (layer.mixer.head_dim + shape.sequence_length)
-            for layer in spec.layers
+            part.most_numbers(shape.sequence_length) for layer in spec.layers for part in layer.parts.values()
         )
         most = max(most, MASTER_BYTES * tokens * per_token)
     return 2 * (held + most) * len(place.ranks) > place.free

@@ -13,8 +13,9 @@ from math import ceil, log2
 from pipeline.config import Config
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
-from pipeline.train.model.config import DecoderSpec, LayerSpec
-from pipeline.train.model.flops import attention_flops, head_flops, layer_flops, layer_parameters, orthogonal_flops
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.flops import extra_flops, head_flops, layer_flops, layer_parameters, orthogonal_flops
+from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
@@ -231,8 +232,8 @@ def _stage_work(
     for index in stage.part.layers:
         layer = spec.layers[index]
         # A mask is a table for the kernel, which then computes all of it.
-        causal = not config.model.document_attention and (layer.mixer.window or length) >= length
-        scores = attention_flops(layer.mixer, length, causal=causal)
+        causal = not config.model.document_attention and layer.mixer.sees_all(length)
+        scores = extra_flops(layer, length, causal=causal)
         multiplied = layer_flops(layer, length, causal=causal) - scores
         rounded = matrices.get(index, [])
         share = 2 * sum(matrix.elements for matrix in rounded) / multiplied
@@ -311,21 +312,20 @@ class _Rates:
 
     def passes(self, layer: LayerSpec) -> float:
         """Reads and writes of a layer's forward pass besides its products."""
-        mixer, mlp = layer.mixer, layer.mlp
-        norms_and_sums = 2 * (2 + 3) * mixer.dim / self._cut
-        rotation = 2 * (mixer.heads + mixer.kv_heads) * mixer.head_dim / self._tp
-        activation = (3 if mlp.kind == "swiglu" else 2) * mlp.ffn_dim / self._tp
-        return self.memory((norms_and_sums + rotation + activation) * self._element * self._factor)
+        numbers = 2 * (2 + 3) * layer.mixer.dim / self._cut  # norms and sums
+        for part in layer.parts.values():
+            numbers += part.elementwise_numbers(self._tp)
+        return self.memory(numbers * self._element * self._factor)
 
 
 def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal: bool) -> tuple[float, float]:
     """Forward FLOPs of a token that are done twice in a layer: matrix products, attention."""
-    attention = attention_flops(layer.mixer, length, causal=causal)
+    attention = extra_flops(layer, length, causal=causal)
     products = layer_flops(layer, length, causal=causal) - attention
     if recompute.mode == "budget":
         return (1 - recompute.budget) * products, (1 - recompute.budget) * attention
     # Of the last product backward needs the factors and not the result, so that torch does not repeat it.
-    products -= 2.0 * layer.mlp.dim * layer.mlp.ffn_dim
+    products -= 2.0 * list(layer.matrices.values())[-1].elements
     kept = recompute.keep if recompute.mode == "selective" else []
     return 0.0 if "matmul" in kept else products, 0.0 if "attention" in kept else attention
 

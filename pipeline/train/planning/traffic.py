@@ -17,8 +17,8 @@ from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
-from pipeline.train.model.config import AttentionSpec, DecoderSpec, LayerSpec
-from pipeline.train.model.flops import layer_parameters, norm_parameters
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.flops import layer_parameters
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
@@ -198,41 +198,39 @@ class _Counter:
 
     def _partial_gradients(self) -> Transfer:
         """Of parameters that are whole on all tp ranks but see a part of tokens or heads on each."""
-        spec, tp, part, calls, size = self._spec, self._layout.tp, self._stage.part, 0, 0
+        spec, tp, part = self._spec, self._layout.tp, self._stage.part
+        sizes: list[int] = []
         for _, layer in self._layers:
-            for parameters in _partial_parameters(layer, tp, cut=self._cut):
-                calls, size = calls + 1, size + parameters
+            sizes += layer.norm_sizes if self._cut else []
+            for each in layer.parts.values():
+                sizes += each.partial_gradients(tp)
         if self._cut and part.last:
-            calls += 2 if spec.norm.kind == "layernorm" else 1
-            size += norm_parameters(spec.norm, spec.dim)
+            sizes += spec.norm.parameters(spec.dim)
         if self._cut and part.first and spec.learned_positions is not None:
-            calls, size = calls + 1, size + spec.learned_positions * spec.dim
+            sizes.append(spec.learned_positions * spec.dim)
         # Gradients are in the compute format until they are added up over micro-batches, or over ranks.
         at_once = self._reduction == "each" or (self._reduction == "last" and self._micro == 1)
         element = self._element if at_once else GRADIENT_BYTES
         times = self._reductions
         return Transfer(
-            "tp", "all_reduce", "gradients of whole parameters", "backward", times * calls, times * size * element, tp
+            *("tp", "all_reduce", "gradients of whole parameters", "backward"),
+            *(times * len(sizes), times * sum(sizes) * element, tp),
         )
 
     def _context_parallel(self) -> Iterator[Transfer]:
-        layout, ulysses = self._layout, self._parallel.cp_method == "ulysses"
+        layout, method = self._layout, self._parallel.cp_method
+        exchanges = method == "ulysses"
+        forward: Operation = "all_to_all" if exchanges else "all_gather"
+        backward: Operation = "all_to_all" if exchanges else "reduce_scatter"
+        repeats = (repeats_communication if exchanges else repeats_gathers)(self._recompute)
         for index, layer in self._layers:
-            mixer = layer.mixer
-            keys = _local_kv_heads(mixer, layout.tp)
-            # Exchanged is what this rank has, with a copy of a key head for each rank that needs one; collected is
-            # what all have together.
-            exchanged = 2 * (keys if keys % layout.cp == 0 else layout.cp) + 2 * mixer.heads // layout.tp
-            heads = exchanged if ulysses else 2 * keys * layout.cp
-            calls, size = 2 if ulysses else 1, self._tokens * heads * mixer.head_dim * self._element
-            forward: Operation = "all_to_all" if ulysses else "all_gather"
-            backward: Operation = "all_to_all" if ulysses else "reduce_scatter"
-            what = "queries, keys, values, outputs" if ulysses else "keys and values"
-            yield self._cp(forward, what, "forward", calls, size)
-            yield self._cp(backward, f"gradients of {what}", "backward", calls, size)
-            repeats = (repeats_communication if ulysses else repeats_gathers)(self._recompute)
+            sent = layer.mixer.cp_transfer(method, layout.tp, layout.cp)
+            assert sent is not None, f"{layer.mixer.label} over cp"
+            size = self._tokens * sent.numbers * self._element
+            yield self._cp(forward, sent.what, "forward", sent.calls, size)
+            yield self._cp(backward, f"gradients of {sent.what}", "backward", sent.calls, size)
             if is_recomputed(self._recompute, index) and repeats:
-                yield self._cp(forward, what, "again", calls, size)
+                yield self._cp(forward, sent.what, "again", sent.calls, size)
 
     def _cp(self, operation: Operation, what: str, phase: Phase, calls: int, size: int) -> Transfer:
         return Transfer("cp", operation, what, phase, self._micro * calls, self._micro * size, self._layout.cp)
@@ -302,25 +300,6 @@ class _Counter:
             GRADIENT_BYTES * (layers + ends) // self._shards,
             self._layout.dp_replicate,
         )
-
-
-def _partial_parameters(layer: LayerSpec, tp: int, *, cut: bool) -> Iterator[int]:
-    """Sizes of the parameters of a layer whose gradients are sums over tp, one each."""
-    mixer = layer.mixer
-    if cut:
-        for _ in range(2):  # before mixer and mlp
-            yield from [mixer.dim] * (2 if layer.norm.kind == "layernorm" else 1)
-    if mixer.qk_norm is not None:
-        yield from [mixer.head_dim] * 2
-    if mixer.kv_heads % tp:
-        for _ in range(2):
-            yield mixer.kv_heads * mixer.head_dim * mixer.dim
-            if mixer.qkv_bias:
-                yield mixer.kv_heads * mixer.head_dim
-
-
-def _local_kv_heads(mixer: AttentionSpec, tp: int) -> int:
-    return max(1, mixer.kv_heads // tp)
 
 
 @lru_cache(maxsize=64)

@@ -24,8 +24,8 @@ from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import describe, from_hf, to_hf
 from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.mixers.attention import Context
 from tests.train.huggingface.hf_mapping import randomize
 from tests.train.models import FAMILIES, VOCAB
 

@@ -96,9 +96,9 @@ def test_moments_are_loaded_without_a_copy_in_another_format(keys: dict[str, Any
 def test_muon_is_that_of_torch(nesterov: bool, adjust: str) -> None:
     model = build()
     reference = {name: nn.Parameter(value) for name, value in weights(model).items()}
-    matrices = [value for name, value in reference.items() if is_layer_matrix(name)]
+    matrices = [value for name, value in reference.items() if is_layer_matrix(name, model.spec)]
     assert len(matrices) == 7 * MODEL.layers
-    tables = [value for name, value in reference.items() if value.ndim == 2 and not is_layer_matrix(name)]
+    tables = [value for name, value in reference.items() if value.ndim == 2 and not is_layer_matrix(name, model.spec)]
     vectors = [value for value in reference.values() if value.ndim == 1]
     wanted = config(type="muon", muon={"nesterov": nesterov, "adjust_lr": adjust, "momentum": 0.9})
     muon = torch.optim.Muon(

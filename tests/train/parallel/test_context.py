@@ -18,10 +18,10 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.context import Context, SequenceCut
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.sight import Documents, Sight
-from pipeline.train.model.mixers.attention import Context, SequenceCut
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, share_of
 from tests import tiers

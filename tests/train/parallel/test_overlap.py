@@ -22,8 +22,8 @@ from pipeline.config.parallel import OverlapConfig, ParallelConfig
 from pipeline.config.train import PrecisionConfig, TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.context import Context
 from pipeline.train.model.init import init_weights
-from pipeline.train.model.mixers.attention import Context
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.overlap import check_async_tp

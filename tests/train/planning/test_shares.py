@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.slurm import SiteConfig
-from pipeline.train.model.flops import attention_flops, num_parameters
+from pipeline.train.model.flops import extra_flops, num_parameters
 from pipeline.train.planning import shares
 from pipeline.train.planning.bounds import least_seconds, micro_batch
 from pipeline.train.planning.devices import DEVICES, Device, calibrated, device_of_driver, find_device
@@ -58,7 +58,7 @@ def test_a_step_follows_from_measured_shares(tmp_path: Path, given: Callable[...
     found, assumed, tokens = case.time(h200).seconds, case.time(DEVICES["h200"]).seconds, 4 * 8192
     weights = num_parameters(case.spec) - 128256 * 4096 - 65 * 4096
     assert found.products == pytest.approx(6 * tokens * weights / (0.5 * 989e12), rel=1e-12)
-    forward = 32 * tokens * attention_flops(case.spec.layers[0].mixer, 8192, causal=True)
+    forward = 32 * tokens * extra_flops(case.spec.layers[0], 8192, causal=True)
     assert found.attention == pytest.approx((1 + 3) * forward / (0.5 * 0.75 * 989e12), rel=1e-12)
     assert found.elementwise == pytest.approx(assumed.elementwise * 0.8 / 0.4, rel=1e-12)
     assert found.optimizer == pytest.approx(40 * num_parameters(case.spec) / (0.2 * 4.8e12), rel=1e-12)

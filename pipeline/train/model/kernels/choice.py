@@ -78,10 +78,11 @@ class Need:
     @classmethod
     def of(cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool) -> Need:
         """That of a training."""
+        uses = [use for layer in spec.different_layers if (use := layer.mixer.kernel)]
         return cls(
             model.document_attention,
-            any(layer.mixer.window is not None for layer in spec.layers),
-            max(layer.mixer.head_dim for layer in spec.layers),
+            any(use.window is not None for use in uses),
+            max((use.head_dim for use in uses), default=0),
             train.precision.compute,
             train.deterministic,
             compiled,

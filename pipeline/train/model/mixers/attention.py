@@ -6,93 +6,134 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.model.config import AttentionSpec
-from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
-from pipeline.train.model.kernels.sight import Kernel, Sight
-from pipeline.train.model.loss import Criterion
+from pipeline.config.model import ModelConfig
+from pipeline.train.model.context import LayerContext
+from pipeline.train.model.kernels.sdpa import masked_attention
 from pipeline.train.model.norm import build_norm
+from pipeline.train.model.part_spec import CpTransfer, Division, HeadNorm, KernelUse, Matrix, MixerSpec, NormSpec
 from pipeline.train.model.rope import apply_rope
-from pipeline.train.model.states import KVCache, MixerState, Places, States
+from pipeline.train.model.states import KVCache, MixerState
+
+_MUP_HEAD_DIM = 64
+"""muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
 
 
-class Watch(Protocol):
-    """Is shown what a forward pass computes in its layers, and changes nothing of it."""
+@dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
+    """Causal grouped-query attention. `window` counts the token itself; None is all tokens before it."""
 
-    def attention(self, mixer: Attention, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight) -> None:
-        """Queries and keys as they are multiplied, and which keys a query sees."""
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: NormSpec | None
+    window: int | None
+    scale: float
 
-    def output(self, block: nn.Module, x_BSD: Tensor) -> None:
-        """The residual stream behind a block."""
+    label: ClassVar = "attention"
+    huggingface: ClassVar = {
+        "llama": (
+            ("self_attn.q_proj", ("wq",)),
+            ("self_attn.k_proj", ("wk",)),
+            ("self_attn.v_proj", ("wv",)),
+            ("self_attn.o_proj", ("wo",)),
+            ("self_attn.q_norm.weight", ("q_norm.weight",)),
+            ("self_attn.k_norm.weight", ("k_norm.weight",)),
+        ),
+        "gpt2": (("attn.c_attn", ("wq", "wk", "wv")), ("attn.c_proj", ("wo",))),
+    }
 
+    @classmethod
+    def of(cls, config: ModelConfig) -> AttentionSpec:
+        """That of the `model:` section."""
+        head_dim = config.head_dim or config.dim // config.heads
+        return cls(
+            dim=config.dim,
+            heads=config.heads,
+            kv_heads=config.kv_heads or config.heads,
+            head_dim=head_dim,
+            qkv_bias=config.bias in ("qkv", "all"),
+            output_bias=config.bias == "all",
+            qk_norm=NormSpec("rmsnorm", config.norm_eps) if config.qk_norm else None,
+            window=config.sliding_window,
+            scale=head_dim**-0.5 if config.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim,
+        )
 
-Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Attention itself: q [B, C, H, E], k and v [B, T, K, E] and which piece of the queries this is -> [B, C, H, E]."""
+    def build(self) -> Attention:
+        """See `LayerPartSpec`."""
+        return Attention(self)
 
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """See `LayerPartSpec`."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return (
+            Matrix("wq", queries, self.dim, "rows", self.qkv_bias),
+            *(Matrix(name, keys, self.dim, "rows", self.qkv_bias, heads=self.kv_heads) for name in ("wk", "wv")),
+            Matrix("wo", self.dim, queries, "columns", self.output_bias, to_residual=True),
+        )
 
-class SequenceCut(Protocol):
-    """How a sequence is cut over processes that have a share of it each and attend to all of it."""
+    @property
+    def head_norms(self) -> tuple[HeadNorm, ...]:
+        """See `LayerPartSpec`."""
+        if self.qk_norm is None:
+            return ()
+        return tuple(HeadNorm(name, self.qk_norm, self.head_dim) for name in ("q_norm", "k_norm"))
 
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
-        """What this process has of x, whose dimension `dim` is positions."""
+    @property
+    def divisions(self) -> tuple[Division, ...]:
+        """See `LayerPartSpec`."""
+        heads = Division("heads", self.heads)
+        return (heads,) if self.kv_heads == self.heads else (heads, Division("kv_heads", self.kv_heads, self.heads))
 
-    def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
+    @property
+    def kernel(self) -> KernelUse:
+        """See `MixerSpec`."""
+        return KernelUse(self.window, self.head_dim)
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
-        """Attention of this process's queries to the whole sequence, [B, L, H, E]; every process calls this."""
+    def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
+        """Scores and their sum over values."""
+        window = min(self.window or sequence_length, sequence_length)
+        keys = window - window**2 / (2 * sequence_length) if causal else window
+        return 4.0 * self.heads * self.head_dim * keys
 
+    def elementwise_numbers(self, tp: int) -> float:
+        """The rotation."""
+        return 2 * (self.heads + self.kv_heads) * self.head_dim / tp
 
-@dataclass
-class Context:
-    """What the blocks of one forward pass are told besides their input.
+    def kept_numbers(self, tp: int) -> float:
+        """Queries, keys, values and the result of attention."""
+        return 2 * (self.heads * self.head_dim / tp) + 2 * self._kv_heads_on_rank(tp) * self.head_dim
 
-    The caller gives the first ten; the decoder adds, once and not in every layer, what follows from them.
+    def kept_results(self, keep: Collection[str], tp: int) -> float:
+        """The result of attention; queries."""
+        return sum(self.heads * self.head_dim / tp for name in ("attention", "matmul") if name in keep)
 
-    Attributes:
-        bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
-            sequence is one document.
-        starts: With bounds, what `Batch.starts` is, on the host. None: taken from the bounds, for which the host waits.
-        positions_BS: Position of every token, for the position embedding. None: they restart at every bound, or go on
-            from what the states hold.
-        states: What the mixers keep of the rows so far, for generation. Not together with bounds.
-        counts: With states: how many tokens of each row count; the rest is padding on the right. None: all.
-        last_only: With states: only the last token of each row that counts gets logits, [B, 1, V].
-        length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
-            only its share of the residual stream.
-        criterion: What the head is to give the loss of; None: it gives logits.
-        watch: Is shown what the layers compute.
-        cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
-        rope: cos and sin of the positions, if they are rotary.
-        kernel: What computes attention, where there are no states.
-        sights: By window, which keys are seen; with a cut for each piece, else for one. Empty with states.
-        prepared: What the kernel prepared for `sights`.
-        masks: With states, by window, which keys are seen, see `attention_mask`.
-        places: Where the new positions go in the states.
-    """
+    def most_numbers(self, sequence_length: int) -> int:
+        """See `LayerPartSpec`."""
+        return 40 * self.dim + 2 * self.heads * (self.head_dim + sequence_length)
 
-    bounds_BS: Tensor | None = None
-    starts: Tensor | None = None
-    positions_BS: Tensor | None = None
-    states: States | None = None
-    counts: Sequence[int] | None = None
-    last_only: bool = False
-    length: int | None = None
-    criterion: Criterion | None = None
-    watch: Watch | None = None
-    cut: SequenceCut | None = None
-    rope: tuple[Tensor, Tensor] | None = None
-    kernel: Kernel = field(default_factory=Sdpa)
-    sights: dict[int | None, tuple[Sight, ...]] = field(default_factory=dict)
-    prepared: dict[int | None, tuple[Any, ...]] = field(default_factory=dict)
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-    places: Places | None = None
+    def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer:
+        """See `MixerSpec`."""
+        keys = self._kv_heads_on_rank(tp)
+        if method != "ulysses":  # collected is what all ranks have together
+            return CpTransfer("keys and values", 1, 2 * keys * cp * self.head_dim)
+        # Exchanged is what this rank has, with a copy of a key head for each rank that needs one.
+        heads = 2 * (keys if keys % cp == 0 else cp) + 2 * self.heads // tp
+        return CpTransfer("queries, keys, values, outputs", 2, heads * self.head_dim)
+
+    def _kv_heads_on_rank(self, tp: int) -> int:
+        return max(1, self.kv_heads // tp)
 
 
 class Attention(nn.Module):
@@ -117,7 +158,7 @@ class Attention(nn.Module):
         """An empty cache for generation; see `Decoder.new_states`."""
         return KVCache(max_length)
 
-    def forward(self, x_BSD: Tensor, context: Context, state: MixerState | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: LayerContext, state: MixerState | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         spec = self.spec
         q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, spec.head_dim))
@@ -137,7 +178,7 @@ class Attention(nn.Module):
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
             if context.watch is not None:
-                context.watch.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece])
+                context.watch.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
             return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[spec.window][piece], spec.scale)
 
         if context.cut is None:

@@ -1,11 +1,84 @@
-"""The feed-forward half of a block."""
+"""The feed-forward half of a block: one hidden layer, gated or not."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.model.config import MlpSpec
+from pipeline.config.model import ModelConfig
+from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix
+
+
+@dataclass(frozen=True)
+class MlpSpec(LayerPartSpec):
+    """`swiglu`: w2(silu(w1 x) * w3 x). `gelu`: w2(gelu(w1 x)) with the tanh approximation."""
+
+    kind: Literal["swiglu", "gelu"]
+    dim: int
+    ffn_dim: int
+    bias: bool
+
+    label: ClassVar = "mlp"
+    huggingface: ClassVar = {
+        "llama": (("mlp.gate_proj", ("w1",)), ("mlp.up_proj", ("w3",)), ("mlp.down_proj", ("w2",))),
+        "gpt2": (("mlp.c_fc", ("w1",)), ("mlp.c_proj", ("w2",))),
+    }
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> MlpSpec:
+        """That of the `model:` section."""
+        ffn_dim = config.ffn_dim or default_ffn_dim(config.mlp, config.dim)
+        return cls(config.mlp, config.dim, ffn_dim, bias=config.bias == "all")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the hidden layer is a product of two."""
+        return self.kind == "swiglu"
+
+    def build(self) -> Mlp:
+        """See `LayerPartSpec`."""
+        return Mlp(self)
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """See `LayerPartSpec`."""
+        hidden = ("w1", "w3") if self.gated else ("w1",)
+        return (
+            *(Matrix(name, self.ffn_dim, self.dim, "rows", self.bias) for name in hidden),
+            Matrix("w2", self.dim, self.ffn_dim, "columns", self.bias, to_residual=True),
+        )
+
+    @property
+    def divisions(self) -> tuple[Division, ...]:
+        """See `LayerPartSpec`."""
+        return (Division("ffn_dim", self.ffn_dim),)
+
+    def elementwise_numbers(self, tp: int) -> float:
+        """The activation."""
+        return (3 if self.gated else 2) * self.ffn_dim / tp
+
+    def kept_numbers(self, tp: int) -> float:
+        """Everything between products."""
+        return (4 if self.gated else 2) * (self.ffn_dim / tp)
+
+    def kept_results(self, keep: Collection[str], tp: int) -> float:
+        """Results of the first products; without a gate none are counted."""
+        return 2 * (self.ffn_dim / tp) if self.gated and "matmul" in keep else 0.0
+
+    def most_numbers(self, sequence_length: int) -> int:
+        """See `LayerPartSpec`."""
+        return 40 * self.ffn_dim
+
+
+def default_ffn_dim(kind: str, dim: int) -> int:
+    """4 * dim for gelu; for swiglu 8/3 * dim (three matrices with the parameters of two), up to a multiple of 64."""
+    return 4 * dim if kind == "gelu" else math.ceil(8 * dim / 3 / 64) * 64
 
 
 class Mlp(nn.Module):
@@ -13,7 +86,7 @@ class Mlp(nn.Module):
 
     def __init__(self, spec: MlpSpec) -> None:
         super().__init__()
-        self.gated = spec.kind == "swiglu"
+        self.gated = spec.gated
         self.w1 = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.bias)
         self.w2 = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.bias)
         if self.gated:

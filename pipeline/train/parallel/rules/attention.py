@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.config import Config
 from pipeline.train.model.kernels.choice import FUSED, MOST, MULTIPLE
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 
 
 def _device(config: Config, _: Layout) -> Iterator[str]:
@@ -29,14 +29,18 @@ def _sixteen_bits(config: Config, _: Layout) -> Iterator[str]:
 
 
 def _head_size(config: Config, _: Layout) -> Iterator[str]:
-    backend, model = config.train.attention.backend, config.model
-    size = model.head_dim or model.dim // model.heads
-    if backend in FUSED and (size % MULTIPLE or size > MOST):
-        yield (
-            f"train.attention.backend={backend} takes head sizes that are multiples of {MULTIPLE} up to {MOST}, but "
-            f"this model's is {size}: set model.head_dim={max(MULTIPLE, min(MOST, size // MULTIPLE * MULTIPLE))}, or "
-            "train.attention.backend=auto"
-        )
+    backend = config.train.attention.backend
+    if backend not in FUSED:
+        return
+    for size in dict.fromkeys(
+        use.head_dim for layer in spec_of(config).different_layers if (use := layer.mixer.kernel)
+    ):
+        if size % MULTIPLE or size > MOST:
+            near = max(MULTIPLE, min(MOST, size // MULTIPLE * MULTIPLE))
+            yield (
+                f"train.attention.backend={backend} takes head sizes that are multiples of {MULTIPLE} up to {MOST}, "
+                f"but this model's is {size}: set model.head_dim={near}, or train.attention.backend=auto"
+            )
 
 
 def _compiled(config: Config, _: Layout) -> Iterator[str]:

@@ -6,9 +6,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pipeline.config import Config
+from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.parallel.layout import Layout
 
 Check = Callable[[Config, Layout], Iterable[str]]
+
+
+def spec_of(config: Config) -> DecoderSpec:
+    """The model, for rules to which its vocabulary does not matter."""
+    return decoder_spec(config.model, config.model.vocab_size or 1, config.max_positions)
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,19 @@ from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import Fp8Config
 from pipeline.train.fp8.matrices import fp8_matrices, matrices_of, uneven_shards
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 from pipeline.train.parallel.step_shapes import step_shapes
 
 _KEY = "train.precision.fp8"
 
 
 def _spec(config: Config, layout: Layout) -> DecoderSpec | None:
-    """The model, whose vocabulary plays no part here; None where tp cannot cut it, which has rules of its own."""
-    spec = decoder_spec(config.model, config.model.vocab_size or 1, config.max_positions)
-    layer = spec.layers[0]
-    return None if layer.mixer.heads % layout.tp or layer.mlp.ffn_dim % layout.tp else spec
+    """The model; None where tp cannot cut it, which has rules of its own."""
+    spec = spec_of(config)
+    return spec if all(layer.fits(layout.tp) for layer in spec.different_layers) else None
 
 
 def _some_matrices(config: Config, layout: Layout) -> Iterator[str]:
@@ -42,16 +41,17 @@ def _some_matrices(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _sizes(spec: DecoderSpec, tp: int) -> str:
-    sizes = dict.fromkeys(f"{each.rows} x {each.columns}" for each in matrices_of(spec.layers[0], tp))
+    matrices = [each for layer in spec.different_layers for each in matrices_of(layer, tp)]
+    sizes = dict.fromkeys(f"{each.rows} x {each.columns}" for each in matrices)
     return f"{', '.join(sizes)} with parallel.tp={tp}" if tp > 1 else ", ".join(sizes)
 
 
 def _smaller(fp8: Fp8Config, spec: DecoderSpec, layout: Layout) -> str:
     sides = [
         min(each.rows, each.columns)
-        for layer in spec.layers
+        for layer in spec.different_layers
         for each in matrices_of(layer, layout.tp)
-        if not each.shared and not (each.rows % fp8.multiple or each.columns % fp8.multiple)
+        if each.eligible and not (each.rows % fp8.multiple or each.columns % fp8.multiple)
     ]
     if sides:
         return f"set {_KEY}.min_size={max(sides)} or less, or leave {_KEY} out, which is faster for small matrices"

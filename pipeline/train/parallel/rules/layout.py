@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +14,11 @@ from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
-from pipeline.train.model.config import default_ffn_dim
+from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
@@ -95,35 +96,31 @@ def _nearest_degrees(degree: int, allows: Callable[[int], bool], most: int) -> s
     return " or ".join(str(d) for d in (below, above) if d is not None)
 
 
-def _divides(key: str, value: int, tp: int) -> Iterator[str]:
-    if value % tp:
-        degrees = _nearest_degrees(tp, lambda d: value % d == 0, value)
+def _divisions(config: Config, layout: Layout) -> Iterator[str]:
+    for division in dict.fromkeys(each for part in _parts(config) for each in part.divisions):
+        if not division.fits(layout.tp):
+            yield from _undivided(division, layout.tp)
+
+
+def _undivided(division: Division, tp: int) -> Iterator[str]:
+    key, size, sharers = f"model.{division.key}", division.size, division.shared_by
+    if sharers is None:
         yield (
-            f"{key}={value} cannot be cut over parallel.tp={tp}: set {key}={_nearest_multiples(value, tp)}, or "
-            f"parallel.tp={degrees}"
+            f"{key}={size} cannot be cut over parallel.tp={tp}: set {key}={_nearest_multiples(size, tp)}, or "
+            f"parallel.tp={_nearest_degrees(tp, division.fits, size)}"
         )
-
-
-def _heads(config: Config, layout: Layout) -> Iterator[str]:
-    yield from _divides("model.heads", config.model.heads, layout.tp)
-
-
-def _kv_heads(config: Config, layout: Layout) -> Iterator[str]:
-    heads, tp = config.model.kv_heads, layout.tp
-    if heads is None or heads % tp == 0 or tp % heads == 0:  # without the key they are `heads`, which has its rule
         return
-    allowed = [n for n in range(1, config.model.heads + 1) if config.model.heads % n == 0 and not (n % tp and tp % n)]
-    near = sorted(sorted(allowed, key=lambda n: abs(n - heads))[:2])
-    degrees = _nearest_degrees(tp, lambda d: not (heads % d and d % heads), config.model.heads)
+    allowed = [n for n in range(1, sharers + 1) if sharers % n == 0 and not (n % tp and tp % n)]
+    near = sorted(sorted(allowed, key=lambda n: abs(n - size))[:2])
     yield (
-        f"model.kv_heads={heads} can neither be cut nor copied evenly over parallel.tp={tp}: set "
-        f"model.kv_heads={' or '.join(map(str, near))}, or parallel.tp={degrees}"
+        f"{key}={size} can neither be cut nor copied evenly over parallel.tp={tp}: set "
+        f"{key}={' or '.join(map(str, near))}, or parallel.tp={_nearest_degrees(tp, division.fits, sharers)}"
     )
 
 
-def _ffn_dim(config: Config, layout: Layout) -> Iterator[str]:
-    model = config.model
-    yield from _divides("model.ffn_dim", model.ffn_dim or default_ffn_dim(model.mlp, model.dim), layout.tp)
+def _parts(config: Config) -> list[LayerPartSpec]:
+    """Each different mixer and mlp once."""
+    return list(dict.fromkeys(part for layer in spec_of(config).different_layers for part in layer.parts.values()))
 
 
 def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
@@ -261,26 +258,37 @@ def _resharding(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
+def _whole_sequences(config: Config, layout: Layout) -> Iterator[str]:
+    cp, method = layout.cp, config.parallel.cp_method
+    for mixer in _mixers(config):
+        if cp > 1 and mixer.cp_transfer(method, layout.tp, cp) is None:
+            yield (
+                f"parallel.cp={cp} with cp_method={method}: {mixer.label} cannot compute on shares of sequences: set "
+                "parallel.cp=1"
+            )
+
+
+def _mixers(config: Config) -> list[MixerSpec]:
+    return [part for part in _parts(config) if isinstance(part, MixerSpec)]
+
+
 def _exchanged_heads(config: Config, layout: Layout) -> Iterator[str]:
-    if layout.cp == 1 or config.parallel.cp_method != "ulysses":
-        return
-    cp, tp = layout.cp, layout.tp
-    heads, kv_heads = config.model.heads, config.model.kv_heads or config.model.heads
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
-        return  # which has rules of its own
+    if layout.cp > 1 and config.parallel.cp_method == "ulysses":
+        for mixer in _mixers(config):
+            if mixer.fits(layout.tp):  # which has a rule of its own
+                yield from itertools.islice(_not_exchanged(mixer, layout.tp, layout.cp), 1)
+
+
+def _not_exchanged(mixer: MixerSpec, tp: int, cp: int) -> Iterator[str]:
     over = f"parallel.tp={tp} x parallel.cp={cp} with cp_method=ulysses"
-    if heads % (tp * cp):
-        yield (
-            f"model.heads={heads} cannot be cut over {over}: set model.heads={_nearest_multiples(heads, tp * cp)}, or "
-            "parallel.cp_method=all_gather"
-        )
-        return
-    own = max(1, kv_heads // tp)
-    if own % cp and cp % own:
-        yield (
-            f"model.kv_heads={kv_heads} can neither be cut nor copied evenly over {over}: set "
-            f"model.kv_heads={_nearest_multiples(kv_heads, tp * cp)}, or parallel.cp_method=all_gather"
-        )
+    for division in mixer.divisions:
+        key, size = f"model.{division.key}", division.size
+        own = max(1, size // tp)
+        instead = f"set {key}={_nearest_multiples(size, tp * cp)}, or parallel.cp_method=all_gather"
+        if division.shared_by is None and size % (tp * cp):
+            yield f"{key}={size} cannot be cut over {over}: {instead}"
+        elif own % cp and cp % own:
+            yield f"{key}={size} can neither be cut nor copied evenly over {over}: {instead}"
 
 
 def _tested(config: Config, layout: Layout) -> Iterator[str]:
@@ -313,14 +321,13 @@ def describe(kind: Kind) -> str:
 
 
 RULES: Sequence[Rule] = (
-    Rule(("model.heads", "parallel.tp"), "Query heads are a multiple of `tp`: each rank has whole heads.", _heads),
     Rule(
-        ("model.kv_heads", "parallel.tp"),
-        "Key and value heads are a multiple of `tp`, or `tp` is a multiple of them: then every rank has the weights of "
-        "all and uses one.",
-        _kv_heads,
+        ("model.heads", "model.kv_heads", "model.ffn_dim", "parallel.tp"),
+        "Query heads are a multiple of `tp`: each rank has whole heads. Key and value heads are a multiple of `tp`, or "
+        "`tp` is a multiple of them: then every rank has the weights of all and uses one. The hidden size of the mlp "
+        "is a multiple of `tp`.",
+        _divisions,
     ),
-    Rule(("model.ffn_dim", "parallel.tp"), "The hidden size of the mlp is a multiple of `tp`.", _ffn_dim),
     Rule(
         ("model.vocab_multiple", "parallel.tp"),
         "`vocab_multiple` is a multiple of `tp`, so that the padded vocabulary is, whatever the tokenizer.",
@@ -375,6 +382,7 @@ RULES: Sequence[Rule] = (
         "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
         _exchanged_heads,
     ),
+    Rule(("parallel.cp",), "Every mixer can compute on shares of sequences. Attention can.", _whole_sequences),
     *RECOMPUTE_RULES,
     *ATTENTION_RULES,
     *FP8_RULES,

@@ -15,11 +15,11 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels import sdpa, tiles
 from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mixers.attention import Context
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.compile import compile_layers
 from tests.train.model.kernels.cases import CPU, SOME, Case, cases, differences

@@ -1,0 +1,114 @@
+"""What a forward pass is given besides its input: by its caller, and to its layers.
+
+Shapes: B batch, S positions, T keys, D width, H query heads, K key and value heads, E head size; with a cut L positions
+of a share and C of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sight import Kernel, Sight
+from pipeline.train.model.loss import Criterion
+from pipeline.train.model.states import MixerState, Places, States
+
+
+class Watch(Protocol):
+    """Is shown what a forward pass computes in its layers, and changes nothing of it."""
+
+    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
+        """Queries and keys as they are multiplied, which keys a query sees, and the factor on the products."""
+
+    def output(self, block: nn.Module, x_BSD: Tensor) -> None:
+        """The residual stream behind a block."""
+
+
+Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Attention itself: q [B, C, H, E], k and v [B, T, K, E] and which piece of the queries this is -> [B, C, H, E]."""
+
+
+class SequenceCut(Protocol):
+    """How a sequence is cut over processes that have a share of it each and attend to all of it."""
+
+    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What this process has of x, whose dimension `dim` is positions."""
+
+    def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+        """Attention of this process's queries to the whole sequence, [B, L, H, E]; every process calls this."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the caller of a forward pass gives besides its input.
+
+    Attributes:
+        bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
+            sequence is one document.
+        starts: With bounds, what `Batch.starts` is, on the host. None: taken from the bounds, for which the host waits.
+        positions_BS: Position of every token, for the position embedding. None: they restart at every bound, or go on
+            from what the states hold.
+        states: What the mixers keep of the rows so far, for generation. Not together with bounds.
+        counts: With states: how many tokens of each row count; the rest is padding on the right. None: all.
+        last_only: With states: only the last token of each row that counts gets logits, [B, 1, V].
+        length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
+            only its share of the residual stream.
+        criterion: What the head is to give the loss of; None: it gives logits.
+        watch: Is shown what the layers compute.
+        cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
+    """
+
+    bounds_BS: Tensor | None = None
+    starts: Tensor | None = None
+    positions_BS: Tensor | None = None
+    states: States | None = None
+    counts: Sequence[int] | None = None
+    last_only: bool = False
+    length: int | None = None
+    criterion: Criterion | None = None
+    watch: Watch | None = None
+    cut: SequenceCut | None = None
+
+
+@dataclass
+class LayerContext:
+    """What the layers of one forward pass are told besides their input, made by the decoder once a pass.
+
+    Attributes:
+        bounds_BS: See `Context`, as are `states`, `counts`, `watch` and `cut`.
+        rope: cos and sin of the positions, if they are rotary.
+        kernel: What computes attention, where there are no states.
+        sights: By window, which keys are seen; with a cut for each piece, else for one. Empty with states.
+        prepared: What the kernel prepared for `sights`.
+        masks: With states, by window, which keys are seen, see `attention_mask`.
+        places: Where the new positions go in the states.
+    """
+
+    bounds_BS: Tensor | None
+    states: States | None
+    counts: Sequence[int] | None
+    watch: Watch | None
+    cut: SequenceCut | None
+    rope: tuple[Tensor, Tensor] | None = None
+    kernel: Kernel = field(default_factory=Sdpa)
+    sights: dict[int | None, tuple[Sight, ...]] = field(default_factory=dict)
+    prepared: dict[int | None, tuple[Any, ...]] = field(default_factory=dict)
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    places: Places | None = None
+
+
+class Mixer(Protocol):
+    """The module of a mixer, besides what every `nn.Module` has."""
+
+    def new_state(self, max_length: int | None) -> MixerState:
+        """What a mixer keeps of texts that are continued, empty; see `Decoder.new_states`."""
+
+    def __call__(self, x_BSD: Tensor, context: LayerContext, state: MixerState | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; with tensor parallelism the input is a whole DTensor, and the output local."""

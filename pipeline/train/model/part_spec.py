@@ -1,0 +1,281 @@
+"""Specs of the parts of a layer: data that the model is built from and that everything else about a part is read from.
+
+A kind of mixer or mlp is one file with its spec and its module. Initial weights, tensor parallelism, fp8, FLOPs, plans,
+recomputation and conversion iterate specs and know no kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pipeline.config.model import RopeScalingConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A normalization over the last dimension."""
+
+    kind: Literal["rmsnorm", "layernorm"]
+    eps: float
+
+    def parameters(self, dim: int) -> list[int]:
+        """Sizes of the parameters of a normalization of `dim` elements."""
+        return [dim] * (2 if self.kind == "layernorm" else 1)
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding of queries and keys."""
+
+    head_dim: int
+    theta: float
+    scaling: RopeScalingConfig | None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that the input of an `nn.Linear` is multiplied with, once in a forward pass."""
+
+    name: str
+    """Of the module within the part, like `wq`."""
+    rows: int
+    """Outputs."""
+    columns: int
+    """Inputs."""
+    cut: Literal["rows", "columns"]
+    """Dimension that tp cuts. Results of matrices cut by columns are added up over tp."""
+    bias: bool = False
+    heads: int | None = None
+    """The rows are of so many heads, of which several ranks of tp may share one; None: tp divides the rows."""
+    to_residual: bool = False
+    """Its result is added to the residual stream, and nothing else reads it."""
+    fp8: bool = True
+    """The product may be in fp8."""
+
+    @property
+    def elements(self) -> int:
+        """Of the whole matrix."""
+        return self.rows * self.columns
+
+    def shared(self, tp: int) -> bool:
+        """Whether every rank of tp has all of it, and uses the rows of one head."""
+        return self.heads is not None and self.heads % tp > 0
+
+    def on_rank(self, tp: int) -> tuple[int, int]:
+        """Rows and columns that a rank of tp multiplies with."""
+        if self.shared(tp):
+            assert self.heads is not None
+            return self.rows // self.heads, self.columns
+        return (self.rows // tp, self.columns) if self.cut == "rows" else (self.rows, self.columns // tp)
+
+    def parameters(self, tp: int) -> int:
+        """Elements that a rank of tp has, without the bias."""
+        return self.elements if self.shared(tp) else self.elements // tp
+
+    def bias_parameters(self, tp: int) -> int:
+        """Elements of the bias that a rank of tp has."""
+        if not self.bias:
+            return 0
+        return self.rows if self.cut == "columns" or self.shared(tp) else self.rows // tp
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A parameter of a part's module itself, in no `nn.Linear`: taps of a convolution, decays. tp cuts its rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    """Of the initial values, which are normal; equal ones with `std` 0."""
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A norm of each head. All ranks of tp have its parameters, and use them for the heads [B, S, H, E] they have."""
+
+    name: str
+    """Of the module within the part."""
+    spec: NormSpec
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """Things of which each rank of tp has equally many: heads, hidden units."""
+
+    key: str
+    """In the `model:` section, for messages."""
+    size: int
+    """How many there are."""
+    shared_by: int | None = None
+    """With fewer things than ranks, ranks share them: then the number of those that share them without tp."""
+
+    def fits(self, tp: int) -> bool:
+        """Whether tp can cut them, or each is shared by equally many ranks."""
+        return self.size % tp == 0 or (self.shared_by is not None and tp % self.size == 0)
+
+
+@dataclass(frozen=True)
+class CpTransfer:
+    """Collectives of a mixer over cp in a forward pass. Their gradients take the same ones, reversed."""
+
+    what: str
+    """What is sent, in words."""
+    calls: int
+    numbers: int
+    """Of all calls, for each token of a rank."""
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """Demands of a mixer on the kernel of attention."""
+
+    window: int | None
+    """Keys that a query sees, its own included; None: all before it."""
+    head_dim: int
+
+
+class LayerPartSpec(ABC):
+    """A mixer or an mlp. Kinds are frozen dataclasses; what costs nothing or is not there keeps the default.
+
+    The module that `build` makes has an `nn.Linear` for each matrix, and [B, S, dim] as input and output.
+    """
+
+    label: ClassVar[str]
+    """Name of the kind in messages."""
+    huggingface: ClassVar[Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]]] = {}
+    """By style of names (see `pipeline.train.huggingface.families`), theirs within a layer and ours within the part,
+    one below the other: parameters, or modules, which have a weight and perhaps a bias."""
+    dim: int
+    """Width of the residual stream."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The module, on the default device."""
+
+    @cached_property
+    @abstractmethod
+    def matrices(self) -> tuple[Matrix, ...]:
+        """In the order of the forward pass."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """Parameters besides matrices, biases and norms."""
+        return ()
+
+    @property
+    def head_norms(self) -> tuple[HeadNorm, ...]:
+        """Norms within the part."""
+        return ()
+
+    @property
+    @abstractmethod
+    def divisions(self) -> tuple[Division, ...]:
+        """What tp must divide."""
+
+    def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
+        """FLOPs of one token in the forward pass besides `matrices`; see `flops_per_token` for the conventions."""
+        return 0.0
+
+    @abstractmethod
+    def elementwise_numbers(self, tp: int) -> float:
+        """Numbers of a token that a rank reads and writes in the forward pass besides products, if compiled."""
+
+    @abstractmethod
+    def kept_numbers(self, tp: int) -> float:
+        """Numbers of a token that a rank keeps for backward at least, besides input and output of the part."""
+
+    @abstractmethod
+    def kept_results(self, keep: Collection[str], tp: int) -> float:
+        """The same where only results named by `train.recompute.keep` are kept."""
+
+    @abstractmethod
+    def most_numbers(self, sequence_length: int) -> int:
+        """A generous bound of the numbers of a token that are kept and worked with."""
+
+    def fits(self, tp: int) -> bool:
+        """Whether tp can cut the part."""
+        return all(division.fits(tp) for division in self.divisions)
+
+    def matrix(self, name: str) -> Matrix | None:
+        """The matrix that a parameter within the part is the weight of."""
+        module, _, kind = name.rpartition(".")
+        return next((each for each in self.matrices if kind == "weight" and each.name == module), None)
+
+    def parameters(self, tp: int = 1) -> int:
+        """Parameters on one rank of tp."""
+        biases = sum(matrix.bias_parameters(tp) for matrix in self.matrices)
+        norms = sum(sum(norm.spec.parameters(norm.head_dim)) for norm in self.head_norms)
+        vectors = sum(prod(vector.shape) // tp for vector in self.vectors)
+        return self.matrix_parameters(tp) + biases + norms + vectors
+
+    def matrix_parameters(self, tp: int = 1) -> int:
+        """Those of them that are in matrices."""
+        return sum(matrix.parameters(tp) for matrix in self.matrices)
+
+    def partial_gradients(self, tp: int) -> Iterator[int]:
+        """Sizes of the parameters that all ranks of tp have and of whose gradients each knows a part."""
+        for norm in self.head_norms:
+            yield from norm.spec.parameters(norm.head_dim)
+        for matrix in self.matrices:
+            if matrix.shared(tp):
+                yield matrix.elements
+                if matrix.bias:
+                    yield matrix.rows
+
+
+class MixerSpec(LayerPartSpec):
+    """The part of a layer that moves information between positions.
+
+    `build` gives a `pipeline.train.model.context.Mixer`.
+    """
+
+    @property
+    def kernel(self) -> KernelUse | None:
+        """What it wants of the kernel of attention; None: it has no attention."""
+        return None
+
+    def sees_all(self, length: int) -> bool:
+        """Whether a kernel needs no mask for a sequence of one document."""
+        return self.kernel is None or (self.kernel.window or length) >= length
+
+    def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer | None:
+        """What it sends with a value of `parallel.cp_method`; None: it needs whole sequences."""
+        return None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A block: mixer and mlp, a norm before each."""
+
+    mixer: MixerSpec
+    mlp: LayerPartSpec
+    norm: NormSpec
+
+    @cached_property
+    def parts(self) -> dict[str, LayerPartSpec]:
+        """By name of the module."""
+        return {"mixer": self.mixer, "mlp": self.mlp}
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """By name of the module within the layer, in the order of the forward pass."""
+        return {f"{place}.{each.name}": each for place, part in self.parts.items() for each in part.matrices}
+
+    @cached_property
+    def norm_sizes(self) -> list[int]:
+        """Sizes of the parameters of the norms before the parts."""
+        return [size for part in self.parts.values() for size in self.norm.parameters(part.dim)]
+
+    def fits(self, tp: int) -> bool:
+        """Whether tp can cut all parts."""
+        return all(part.fits(tp) for part in self.parts.values())
