@@ -45,11 +45,11 @@ test-slow: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not slurm and not gpu"
 
 test-slurm: install-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not slow" tests/slurm
+	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "slurm and not slow" tests/slurm
 
 test-all: install-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slurm"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
+	@$(BIN)/python -m pytest -n 3 --dist loadfile -m slurm tests/slurm
 
 # What pip picks for this torch may replace what is locked, so it comes last. `.venv` is left alone.
 test-torch: $(TORCH_VENV)/.installed

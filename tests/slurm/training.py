@@ -156,6 +156,15 @@ class Run:
         """Of a rank that runs, by its heartbeat."""
         return read_beats(self.folder)[rank].pid
 
+    def beats(self, launch: int, rank: int) -> bool:
+        """Whether this rank of the launch with this number lives."""
+        found = self.launches()
+        try:
+            environment = Path(f"/proc/{self.pid(rank)}/environ").read_bytes()
+        except (OSError, KeyError):
+            return False
+        return len(found) == launch and found[-1].logs.encode() in environment
+
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal a rank."""
         os.kill(self.pid(rank), number)
