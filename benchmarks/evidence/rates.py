@@ -21,7 +21,7 @@ from evidence.item import Result, goal
 from pipeline.config.train import AttentionConfig
 from pipeline.train.model.kernels.choice import Need, choose_on
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.model.mixers.attention import AttentionSpec
+from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, scale_tensors
 from pipeline.train.planning.devices import Device, device_of_driver
 from pipeline.train.planning.shares import UPDATE_BYTES

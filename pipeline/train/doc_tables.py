@@ -11,8 +11,8 @@ from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.huggingface.families import FAMILIES, LAYER
 from pipeline.train.huggingface.families import Rule as TensorRule
-from pipeline.train.model.mixers.attention import AttentionSpec
-from pipeline.train.model.mlps.dense import MlpSpec
+from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ import orjson
 import pytest
 import torch
 
+from pipeline.cli.main import main
 from pipeline.common.errors import Stopped
 from pipeline.config.load import load
 from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.model.decoder import Decoder
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.setup import be_deterministic
 from tests import tiny
 from tests.train.runs import exact, start, train, weights_hash
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,29 @@ def test_a_run_leaves_what_it_should(root: Path, straight: list[dict[str, Any]])
     assert rows[-1]["model_flops_per_second"] > 0
     assert rows[3]["validation_loss"] > 0 and rows[7]["validation_loss"] > 0
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_seven_calls_from_the_command_to_the_model(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the code from the command on is soon where the model computes."""
+    seen: list[list[str]] = []
+    forward = Decoder.forward
+
+    def noted(self: Decoder, *args: Any) -> Any:
+        frames = traceback.extract_stack(sys._getframe(1))
+        names = [f"{Path(frame.filename).relative_to(ROOT)}:{frame.name}" for frame in frames if own(frame.filename)]
+        seen.append([*names[names.index("pipeline/cli/main.py:train") :], "forward"])
+        return forward(self, *args)
+
+    def own(file: str) -> bool:
+        return any(Path(file).is_relative_to(ROOT / package) for package in ("pipeline", "slurm"))
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    command = ["train", str(root / "run.yaml"), f"run.dir={root / 'called'}", "train.duration=4 steps"]
+    monkeypatch.setattr(sys, "argv", ["pipeline", *command])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert len(seen[0]) <= 7, seen[0]
 
 
 def test_the_time_of_steps_adds_up_to_less_than_that_of_the_run(root: Path) -> None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pipeline.common.errors import UserError
 from pipeline.config.model import MAX_LAYERS, ModelConfig
 from pipeline.train.huggingface.families import FAMILIES, Family
-from pipeline.train.model.mlps.dense import default_ffn_dim
+from pipeline.train.model.mlps.dense.spec import default_ffn_dim
 
 Json = dict[str, Any]
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
+from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.part_spec import LayerSpec, NormSpec, RopeSpec
 
 
@@ -46,10 +48,6 @@ class DecoderSpec:
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers that `model:` describes: the one place where its keys become kinds of mixers and mlps."""
-    # Modules of kinds import torch, which those who only read a run file do without.
-    from pipeline.train.model.mixers.attention import AttentionSpec
-    from pipeline.train.model.mlps.dense import MlpSpec
-
     layer = LayerSpec(AttentionSpec.of(config), MlpSpec.of(config), NormSpec(config.norm, config.norm_eps))
     return (layer,) * config.layers
 

@@ -1,7 +1,7 @@
 """Specs of the parts of a layer: data that the model is built from and that everything else about a part is read from.
 
-A kind of mixer or mlp is one file with its spec and its module. Initial weights, tensor parallelism, fp8, FLOPs, plans,
-recomputation and conversion iterate specs and know no kind.
+A kind of mixer or mlp is one folder: its spec, which reports read without torch, and its module. Initial weights,
+tensor parallelism, fp8, FLOPs, plans, recomputation and conversion iterate specs and know no kind.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pipeline.config.model import RopeScalingConfig
@@ -152,15 +153,18 @@ class LayerPartSpec(ABC):
 
     label: ClassVar[str]
     """Name of the kind in messages."""
+    module: ClassVar[str]
+    """Full name of the module's class, which takes the spec. It imports torch, so it is looked up when it is built."""
     huggingface: ClassVar[Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]]] = {}
     """By style of names (see `pipeline.train.huggingface.families`), theirs within a layer and ours within the part,
     one below the other: parameters, or modules, which have a weight and perhaps a bias."""
     dim: int
     """Width of the residual stream."""
 
-    @abstractmethod
     def build(self) -> nn.Module:
         """The module, on the default device."""
+        module: nn.Module = resolve_name(self.module)(self)
+        return module
 
     @cached_property
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -82,3 +84,15 @@ def test_sliding_window_is_the_mean_number_of_keys(window: int) -> None:
     # The area leaves out the upper half of the squares on the diagonal, as S / 2 does for the triangle.
     assert counted == pytest.approx(enumerated - window / (2 * sequence), abs=1e-9)
     assert (flops_per_token(spec, sequence, causal=False) - weights) / per_key == pytest.approx(window)
+
+
+def test_parameters_are_counted_without_torch() -> None:
+    """`pipeline report` does, and is to be quick."""
+    script = (
+        "import sys; from pipeline.config.model import ModelConfig\n"
+        "from pipeline.train.model.config import decoder_spec\n"
+        "from pipeline.train.model.flops import num_parameters\n"
+        "sizes = {'layers': 2, 'dim': 64, 'heads': 2}\n"
+        "num_parameters(decoder_spec(ModelConfig.model_validate(sizes), 100, 64)); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: one hidden layer, gated or not."""
+"""The feed-forward half of a block as data: one hidden layer, gated or not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
-
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix
@@ -25,6 +22,7 @@ class MlpSpec(LayerPartSpec):
     bias: bool
 
     label: ClassVar = "mlp"
+    module: ClassVar = "pipeline.train.model.mlps.dense.module.Mlp"
     huggingface: ClassVar = {
         "llama": (("mlp.gate_proj", ("w1",)), ("mlp.up_proj", ("w3",)), ("mlp.down_proj", ("w2",))),
         "gpt2": (("mlp.c_fc", ("w1",)), ("mlp.c_proj", ("w2",))),
@@ -40,10 +38,6 @@ class MlpSpec(LayerPartSpec):
     def gated(self) -> bool:
         """Whether the hidden layer is a product of two."""
         return self.kind == "swiglu"
-
-    def build(self) -> Mlp:
-        """See `LayerPartSpec`."""
-        return Mlp(self)
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -79,24 +73,3 @@ class MlpSpec(LayerPartSpec):
 def default_ffn_dim(kind: str, dim: int) -> int:
     """4 * dim for gelu; for swiglu 8/3 * dim (three matrices with the parameters of two), up to a multiple of 64."""
     return 4 * dim if kind == "gelu" else math.ceil(8 * dim / 3 / 64) * 64
-
-
-class Mlp(nn.Module):
-    """GELU with the tanh approximation (GPT-2), or SwiGLU (Shazeer 2020): w1 gate, w3 up, w2 down."""
-
-    def __init__(self, spec: MlpSpec) -> None:
-        super().__init__()
-        self.gated = spec.gated
-        self.w1 = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.bias)
-        self.w2 = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.bias)
-        if self.gated:
-            self.w3 = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.bias)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
-        if self.gated:
-            hidden_BSF = F.silu(self.w1(x_BSD)) * self.w3(x_BSD)
-        else:
-            hidden_BSF = F.gelu(self.w1(x_BSD), approximate="tanh")
-        out_BSD: Tensor = self.w2(hidden_BSF)
-        return out_BSD
