@@ -29,7 +29,8 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.optim.optimizers import Gradients, Optimizers
+from pipeline.train.optim.gradients import Gradients
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.optim.stochastic_rounding import Rounding
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import build_mesh

@@ -81,6 +81,8 @@ class RunFiles:
     tensorboard = _Entry("tensorboard")
     wandb_id = _Entry("wandb-id")
     """Id of the run at Weights & Biases."""
+    profiles = _Entry("profile")
+    """A folder for each attempt that was profiled."""
     checkpoints = _Entry("checkpoints")
     evaluations = _Entry("eval")
     """Reports of evaluations and what was measured beside them."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common import storage
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import open_datasets
@@ -17,7 +18,7 @@ from pipeline.data.order.run_length import RunLength
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Segment
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.provenance.run import JOURNAL_FILE, saved_journal
+from pipeline.data.provenance.run import saved_journal
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
 from pipeline.train.checkpoint.manager import Checkpoint
@@ -49,7 +50,7 @@ class RunPlan:
 
     def write_journal(self, run: Path) -> None:
         """Write `journal.json` of a run folder."""
-        storage.put_json(run / JOURNAL_FILE, self.journal.to_json())
+        storage.put_json(RunFiles(run).journal, self.journal.to_json())
 
 
 def plan_run(

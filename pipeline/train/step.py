@@ -20,8 +20,9 @@ from pipeline.train.monitor.layer_stats import Observed, Observer
 from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.monitor.trace_spans import span
 from pipeline.train.optim.ema import Ema
+from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.loss_scale import LossScale
-from pipeline.train.optim.optimizers import Gradients, Optimizers
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel

@@ -1,4 +1,8 @@
-"""What follows when the processes of a job have ended: pure functions of what is known then."""
+"""What follows when the processes of a job have ended: pure functions of what is known then.
+
+At a time limit: `slurm.submit.stop_lead_time` says how long before it SLURM signals the job, `slurm.job.batch_main`
+gets the signal, `pipeline.train.run.stop_requests` lets training save and stop, and this decides what follows.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ from pipeline.data.provenance.source_location import AdoptedOrigins, Origin, Ori
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
-JOURNAL_FILE = RunFiles.journal
 _SHOWN_CHARACTERS = 60
 _ID_CHARACTERS = 200
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import Watch
 from pipeline.train.model.kernels.sight import Sight
-from pipeline.train.optim.optimizers import Gradients
+from pipeline.train.optim.gradients import Gradients
 from pipeline.train.parallel.parallelize import ParallelModel
 
 _LOGITS_AT_ONCE = 2**24

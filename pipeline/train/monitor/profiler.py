@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from pipeline.common import storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import NumericalError, Stopped
+from pipeline.common.run_files import RunFiles
 from pipeline.config.train import ProfileConfig
 from pipeline.train.monitor.faults import Rewind
 from pipeline.train.monitor.trace_spans import Spans, recorded_by, span
@@ -59,7 +60,7 @@ class Profile:
         self._first = self._last = 0
 
     def _folder(self) -> Path:
-        return self._run.path / "profile" / f"attempt-{self._run.attempt:04d}"
+        return RunFiles(self._run.path).profiles / f"attempt-{self._run.attempt:04d}"
 
     def watch_memory(self) -> None:
         """Record allocations from now on, if that is asked for, up to the last step of the profile.

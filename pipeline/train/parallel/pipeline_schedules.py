@@ -1,4 +1,7 @@
-"""Pipeline schedules: what each demands, how long ranks wait in it and what they keep, by playing it through."""
+"""Pipeline schedules: what each demands, how long ranks wait in it and what they keep, by playing it through.
+
+The order of actions itself is torch's; gpipe, 1F1B and the others are run by `PipelineRunner`, in a module of its own.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train import trainer
 from pipeline.train.model.init import local_range
-from pipeline.train.optim.optimizers import Gradients, Optimizers
+from pipeline.train.optim.gradients import Gradients
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.tested import Combination
 from pipeline.train.parallel.torch_compat.core import plain
