@@ -61,14 +61,19 @@ def process(pid: int) -> tuple[str, int] | None:
 def start_time(pid: int) -> int | None:
     """Start of a process in clock ticks after boot; None if none runs under this pid, or that cannot be read."""
     found = process(pid)
-    return None if found is None or found[0] in _DEAD else found[1]
+    return found[1] if found is not None and is_alive(found) else None
+
+
+def is_alive(found: tuple[str, int]) -> bool:
+    """Tell whether what `process` gave is that of a process that has not ended."""
+    return found[0] not in _DEAD
 
 
 def runs(pid: int) -> bool:
     """Tell whether a process has this pid, also one of another user that may not be looked at."""
     found = process(pid)
     if found is not None:
-        return found[0] not in _DEAD
+        return is_alive(found)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -22,7 +23,8 @@ def ignore(*numbers: int) -> None:
     Python prints a traceback of one that comes while it is told to ignore it; here it waits, and is dropped. One that
     another thread has taken at that moment cannot wait: its traceback is not printed.
     """
-    sys.unraisablehook = _all_but_late_signals
+    if not isinstance(sys.unraisablehook, _AllButLateSignals):
+        sys.unraisablehook = _AllButLateSignals(sys.unraisablehook)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         for number in numbers:
@@ -31,8 +33,13 @@ def ignore(*numbers: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _all_but_late_signals(unraisable: Any) -> None:
+class _AllButLateSignals:
     """An `unraisablehook` that is silent about signals that came while they began to be ignored."""
-    error = unraisable.exc_value
-    if not (isinstance(error, OSError) and str(error).endswith("ignored due to race condition")):
-        sys.__unraisablehook__(unraisable)
+
+    def __init__(self, hook: Callable[[Any], object]) -> None:
+        self._hook = hook
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, OSError) and str(error).endswith("ignored due to race condition")):
+            self._hook(unraisable)

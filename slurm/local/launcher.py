@@ -89,7 +89,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
         if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
             note_end(config.run.dir, end, start)
         raise
-    return int(RunFiles(config.run.dir).read_exit()["step"])
+    return int(storage.read_object(RunFiles(config.run.dir).exit)["step"])
 
 
 def launch_evaluation(config: Config, step: int, console: Console | None = None) -> None:

@@ -321,7 +321,8 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
         if source.dataset is not None or not made:
             continue
         asked = _settings(source, config)
-        left_open = {*_NOT_OF_THE_RUN_FILE, *_reader(source, config).pins()}
+        # Of any format: the type may be one of the differences.
+        left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
         known = {name: value for name, value in made.items() if name not in left_open}
         if differences := _setting_differences(known, asked):
             raise UserError(

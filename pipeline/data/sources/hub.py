@@ -28,6 +28,7 @@ class HubReader(Reader):
 
     type = "hub"
     numbering = "row"
+    pinned = (_REVISION,)
     key = "hub"
     is_remote = True
 

@@ -71,6 +71,7 @@ class Reader(ABC):
         sample_bytes: size of the pieces of files that a sample of the source is drawn from.
         magic: bytes that every file of the format begins with, and `title`, the format's name in a sentence, if a file
             of another source that begins with them is likely one of these.
+        pinned: names of `pins()`.
         text_key: key or column of the text.
         id_key: key or column of the id.
         metadata: keys or columns that are kept beside the text.
@@ -88,6 +89,7 @@ class Reader(ABC):
     sample_bytes: ClassVar[int] = 2**18
     magic: ClassVar[bytes] = b""
     title: ClassVar[str] = ""
+    pinned: ClassVar[tuple[str, ...]] = ()
 
     text_key: str
     id_key: str

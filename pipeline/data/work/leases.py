@@ -90,8 +90,9 @@ class Record:
             return None
         if not self._is_here():
             return None
-        if process_identity.process(self.pid) is not None and self.started is not None:
-            return process_identity.start_time(self.pid) == self.started
+        found = process_identity.process(self.pid)
+        if found is not None and self.started is not None:
+            return process_identity.is_alive(found) and found[1] == self.started
         # It may be there and another user's, whose start time may be hidden.
         return None if process_identity.runs(self.pid) else False
 

@@ -446,3 +446,8 @@ def test_datasets_of_the_version_before_can_be_trained_on(tmp_path, tokenizer):
     other = _config(tmp_path, tokenizer, "*.jsonl.*", max_record_bytes=2**20)
     with pytest.raises(UserError, match=r"max_record_bytes: None then, 1MiB now"):
         check_settings(other, {"s": train.manifest})
+    # The commit of a hub dataset is none of the run file, and so no difference, whatever the type is now.
+    hub = {**train.manifest.settings, "type": "hub", "hub.revision": "5f0c"}
+    with pytest.raises(UserError, match="type: 'hub' then, 'jsonl' now") as refused:
+        check_settings(config, {"s": train.manifest.model_copy(update={"settings": hub})})
+    assert "revision" not in str(refused.value)

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from pipeline.common.errors import RankFailed, Stopped, UserError
+from pipeline.config.load import load
 from pipeline.train.distributed.rank import record_error
 from pipeline.train.run.heartbeat import read_beats
+from slurm.local import launcher
 from slurm.local.launcher import _judge, _quiet, _Ranks, check_devices
 from tests.tiny import write_run
 from tests.waiting import until
@@ -356,6 +358,16 @@ def test_a_full_disk_does_not_hide_how_the_ranks_ended(capsys: pytest.CaptureFix
     with _quiet(Path("/dev/full")):
         logging.getLogger("torch.distributed.elastic.agent").error("rank 1 has ended")
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_without_its_end_is_told_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 could not write it, or somebody has removed it."""
+    for name in ("check_memory", "check_room", "_launch_stage"):
+        monkeypatch.setattr(launcher, name, lambda *_: ())
+    config = load(write_run(tmp_path))
+    config.run.dir.mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match=r"exit\.json"):
+        launcher.launch_training(config, 2)
 
 
 def judged(
