@@ -22,9 +22,9 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.kernels.choice import Need, choose_on
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel
+from pipeline.train.model.kernels.choice import KernelRequirements, choose_on
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Documents, Kernel, Sight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WINDOW = 256
@@ -57,7 +57,7 @@ def documents(kind: str, samples: int, length: int, device: torch.device) -> Doc
     return Documents(bounds.to(device), flat)
 
 
-def seconds(kernel: Kernel, sight: Sight, qkv: list[Tensor], scale: float) -> float:
+def seconds(kernel: Kernel, sight: AttentionMask, qkv: list[Tensor], scale: float) -> float:
     """Of one forward pass and its backward pass, with what is prepared once for all layers."""
     clock: Callable[[], float] = time.process_time
     if sight.device.type == "cuda":
@@ -73,7 +73,7 @@ def seconds(kernel: Kernel, sight: Sight, qkv: list[Tensor], scale: float) -> fl
     return clock() - begin
 
 
-def kernels(need: Need, device: torch.device) -> Iterator[tuple[str, Kernel]]:
+def kernels(need: KernelRequirements, device: torch.device) -> Iterator[tuple[str, Kernel]]:
     """A mask, and all that there is besides."""
     yield "mask", Sdpa(on_gpu=True)
     for backend in ("sdpa",) if device.type == "cpu" else ("flex", "varlen", "flash", "te"):
@@ -102,8 +102,8 @@ def main() -> None:
     ]
     for kind in ask.kinds:
         window = WINDOW if kind == "window" else None
-        sight = Sight.of(ask.samples, (0, ask.length), window, device, documents(kind, *shape, device))
-        need = Need(sight.documents is not None, window is not None, ask.head_size, ask.dtype)
+        sight = AttentionMask.of(ask.samples, (0, ask.length), window, device, documents(kind, *shape, device))
+        need = KernelRequirements(sight.documents is not None, window is not None, ask.head_size, ask.dtype)
         found: dict[str, list[float]] = {name: [] for name, _ in kernels(need, device)}
         for number in range(ask.repeats + 1):
             for name, kernel in kernels(need, device):

@@ -97,3 +97,14 @@ def test_a_stale_name_is_found() -> None:
     assert _exists("pipeline.data.order.sampler") and _exists(r"pipeline\.common\.storage\.put")
     for stale in ("data.sampler", "common.storage.nothing", "nowhere.storage"):
         assert not _exists(f"pipeline.{stale}")
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """A name means one thing in the whole package, so that a search for it finds that."""
+    found: dict[str, list[str]] = {}
+    for name, text in _texts():
+        if name.startswith(("pipeline/", "slurm/")) and name.endswith(".py"):
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}

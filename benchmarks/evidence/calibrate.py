@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.train.planning.devices import DEVICES, Device
-from pipeline.train.planning.shares import FILE, Measured, Shares
+from pipeline.train.planning.shares import FILE, MeasuredShares, Shares
 
 
 def shares(rates: dict[str, Any], device: Device) -> Shares:
@@ -55,7 +55,7 @@ def measured(lines: Iterable[dict[str, Any]]) -> str:
     found = {}
     for device in DEVICES.values():
         own = [
-            Measured(
+            MeasuredShares(
                 driver=device.card,
                 date=line["date"],
                 commit=line["commit"],

@@ -15,8 +15,8 @@ from torch import Tensor
 from evidence.item import Result
 from pipeline.common.errors import UserError
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.kernels.choice import Backend, Need, choose_on
-from pipeline.train.model.kernels.sight import Documents, Kernel, Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel
+from pipeline.train.model.kernels.choice import Backend, KernelRequirements, choose_on
 
 BACKENDS: tuple[Backend, ...] = ("sdpa", "varlen", "flash", "te", "flex")
 LIMIT = {"fp32": 1e-4, "bf16": 3e-2}
@@ -57,7 +57,7 @@ def measure(
     for compute, size in [(compute, size) for compute, sizes in head_sizes.items() for size in sizes]:
         inputs = draw(samples, length, heads, kv_heads, size, DTYPES[compute], place)
         for name, bounds, near in masks:
-            sight = Sight.of(samples, (0, length), near, place, bounds)
+            sight = AttentionMask.of(samples, (0, length), near, place, bounds)
             expected = reference(seen(samples, length, bounds, near, place), inputs)
             for backend in BACKENDS:
                 about: Result = {"backend": backend, "compute": compute, "head_size": size, "mask": name}
@@ -75,14 +75,14 @@ def measure(
 
 
 def one(
-    backend: Backend, compute: str, sight: Sight, inputs: Sequence[Tensor], expected: Mapping[str, Tensor]
+    backend: Backend, compute: str, sight: AttentionMask, inputs: Sequence[Tensor], expected: Mapping[str, Tensor]
 ) -> Result:
     """Differences of a backend, or the error with which it ended.
 
     Raises:
         UserError: It is not installed, or not for this device and number format.
     """
-    need = Need(sight.documents is not None, sight.window is not None, inputs[0].shape[-1], compute)
+    need = KernelRequirements(sight.documents is not None, sight.window is not None, inputs[0].shape[-1], compute)
     choice = choose_on(AttentionConfig(backend=backend), need, sight.device)
     kernel = choice.build(deterministic=False)
     about = {} if choice.version is None else {"version": choice.version}
@@ -124,7 +124,7 @@ def reference(mask: Tensor, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def differences(
-    kernel: Kernel, sight: Sight, inputs: Sequence[Tensor], expected: Mapping[str, Tensor]
+    kernel: Kernel, sight: AttentionMask, inputs: Sequence[Tensor], expected: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """The largest differences of output and gradients, each over the largest value that is expected."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])

@@ -19,8 +19,8 @@ from torch import nn
 from evidence import calibrate
 from evidence.item import Result, goal
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.kernels.choice import Need, choose_on
-from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask
+from pipeline.train.model.kernels.choice import KernelRequirements, choose_on
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, scale_tensors
 from pipeline.train.planning.devices import Device, device_of_driver
@@ -222,7 +222,7 @@ def _attention(
     FLOPs are those of the triangle; backward's count twice.
     """
     there = torch.device(device)
-    choice = choose_on(AttentionConfig(), Need(False, False, head_dim, "bf16"), there)
+    choice = choose_on(AttentionConfig(), KernelRequirements(False, False, head_dim, "bf16"), there)
     kernel, scale = choice.build(deterministic=False), head_dim**-0.5
     spec = AttentionSpec(heads * head_dim, heads, kv_heads, head_dim, False, False, None, None, scale)
     flops = forward = backward = 0.0
@@ -233,7 +233,7 @@ def _attention(
             for count in (heads, kv_heads, kv_heads)
         ]
         gradient = _random(samples, length, heads, head_dim, device=device)
-        prepared = kernel.prepare(Sight.of(samples, (0, length), None, there))
+        prepared = kernel.prepare(AttentionMask.of(samples, (0, length), None, there))
         out: list[torch.Tensor] = []
         times = timed(
             device,

@@ -85,7 +85,7 @@ class Problem:
 
 
 @dataclass
-class Document:
+class ParsedFile:
     """A parsed file: plain values, and the place of each one by key path (the root's is `()`)."""
 
     source: str
@@ -96,7 +96,7 @@ class Document:
     """Whether a run has written it: nothing in it is resolved or included."""
 
 
-def parse(text: str, source: str, *, lines: bool = True) -> Document:
+def parse(text: str, source: str, *, lines: bool = True) -> ParsedFile:
     """Parse one YAML document.
 
     Args:
@@ -122,7 +122,7 @@ def parse(text: str, source: str, *, lines: bool = True) -> Document:
         raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise UserError(f"{source}: not readable as YAML: more than {MAX_DEPTH} levels inside each other") from None
-    document = Document(source)
+    document = ParsedFile(source)
     document.value = None if node is None else _construct(node, (), source, lines, document, [])
     document.places.setdefault((), Place(source, 1 if lines else None))
     return document
@@ -150,7 +150,7 @@ def _hint(text: str, line: int) -> str:
 
 
 def _construct(
-    node: yaml.Node, path: KeyPath, source: str, lines: bool, document: Document, above: list[yaml.Node]
+    node: yaml.Node, path: KeyPath, source: str, lines: bool, document: ParsedFile, above: list[yaml.Node]
 ) -> Any:
     def place_of(node: yaml.Node, **more: Any) -> Place:
         return Place(source, node.start_mark.line + 1 if lines else None, **more)
@@ -197,7 +197,7 @@ def _construct(
     return _scalar(node, path, place_of(node), document)
 
 
-def _scalar(node: yaml.Node, path: KeyPath, place: Place, document: Document) -> Any:
+def _scalar(node: yaml.Node, path: KeyPath, place: Place, document: ParsedFile) -> Any:
     text: str = node.value
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     try:

@@ -18,7 +18,7 @@ import pipeline
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
-from pipeline.config.document import PLACEHOLDER, Document, Place, Problem, parse, render
+from pipeline.config.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
 from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
 from pipeline.config.problems import place_of, show, translate
 from pipeline.config.root import Config
@@ -91,7 +91,7 @@ def _is_written(path: Path) -> bool:
 
 def _validated(
     path: Path,
-    documents: Sequence[Document],
+    documents: Sequence[ParsedFile],
     overrides: Sequence[str],
     values: Mapping[str, Any] | None,
 ) -> Config:
@@ -203,7 +203,7 @@ def packaged_configs() -> Path:
     return inside if inside.is_dir() else Path(pipeline.__file__).parents[1] / "configs"
 
 
-def _document(path: Path, *, own: bool = True) -> Document:
+def _document(path: Path, *, own: bool = True) -> ParsedFile:
     """One file as it is written.
 
     The user's `own` may be a pipe (`<(...)`); one of a run folder, which may be a stranger's, is not waited for.
@@ -221,7 +221,7 @@ def _document(path: Path, *, own: bool = True) -> Document:
     return document
 
 
-def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
+def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[ParsedFile]:
     """The files that `path` includes, depth first, then `path`."""
     document = _document(path)
     include = None if document.written else document.value.pop("include", None)
@@ -265,7 +265,7 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from _leaves(below, (*path, index))
 
 
-def _overlay(places: dict[KeyPath, Place], document: Document) -> None:
+def _overlay(places: dict[KeyPath, Place], document: ParsedFile) -> None:
     """Let the document's places take the place of those whose values it replaced."""
     replaced = {path for path, _ in _leaves(document.value) if path in places}
     for old in list(places):
@@ -389,7 +389,7 @@ def _interpolate(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPat
         _assign(plain, path, value)
 
 
-def _refuse_expressions(document: Document, failed: set[KeyPath]) -> Iterator[Problem]:
+def _refuse_expressions(document: ParsedFile, failed: set[KeyPath]) -> Iterator[Problem]:
     """Find what would be resolved or included in a file that a run has written, and take it out."""
     if document.value.pop("include", None) is not None:
         place = place_of(("include",), document.places)

@@ -12,11 +12,11 @@ from pipeline.eval.reports import kept_results
 from pipeline.train.checkpoint.committed import Checkpoint
 
 if TYPE_CHECKING:
-    from pipeline.eval.engine import Engine
+    from pipeline.eval.engine import GenerationEngine
 
 
 def run_benchmarks(
-    engine: Engine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
+    engine: GenerationEngine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
 ) -> None:
     """The tasks of `eval.tasks`, then those of `eval.harness`, each that is not made yet. Every rank calls this.
 

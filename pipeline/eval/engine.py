@@ -27,7 +27,7 @@ from pipeline.train.setup import load_for_inference
 
 
 @dataclass(frozen=True)
-class Engine:
+class GenerationEngine:
     """A model that is evaluated, on this process's place in its layout.
 
     All ranks of the layout hold one and make the same calls in the same order. Tokens go through `runner.evaluate`.
@@ -56,7 +56,7 @@ class Engine:
         return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def open_engine(config: Config, step: int | None, ranks: Processes) -> Engine:
+def open_engine(config: Config, step: int | None, ranks: Processes) -> GenerationEngine:
     """The model of a verified checkpoint under the layout of the evaluation; every rank calls this.
 
     Args:
@@ -73,7 +73,7 @@ def open_engine(config: Config, step: int | None, ranks: Processes) -> Engine:
     advice = "the model does not fit; evaluate on more processes (eval.processes, eval.parallel)"
     with out_of_memory_means(lambda: advice):
         setup, model, runner, checkpoint = load_for_inference(config, step, ranks, parallel)
-    return Engine(config, setup.spec, model, runner, setup.mesh, setup.device, setup.tokenizer, checkpoint)
+    return GenerationEngine(config, setup.spec, model, runner, setup.mesh, setup.device, setup.tokenizer, checkpoint)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GeneratedText:
     """What a step adds to a text."""
 
     text: str
@@ -101,7 +101,7 @@ class _Row:
     prompt_tokens: list[Token] = field(default_factory=list)
 
 
-class Batch:
+class GenerationBatch:
     """Texts that are continued together: each begins when it comes and leaves when it ends (continuous batching).
 
     What a text becomes does not depend on the others, but for the rounding of sums. After an error it cannot go on.
@@ -185,7 +185,7 @@ class Batch:
         """
         return self._prompt_tokens.get(key, ())
 
-    def step(self) -> list[tuple[int, Piece]]:
+    def step(self) -> list[tuple[int, GeneratedText]]:
         """Each text that was read gets a token; of those that wait some are read, and get their first one.
 
         Returns:
@@ -234,7 +234,7 @@ class Batch:
         logits_RSV: Tensor = self._model(tokens_RS, context)
         return logits_RSV.float()
 
-    def _read(self) -> list[tuple[int, Piece]]:
+    def _read(self) -> list[tuple[int, GeneratedText]]:
         """One forward pass over prompts: several short ones, or a part of a long one."""
         if self._reading is None:
             rows = self._next_to_read()
@@ -285,7 +285,7 @@ class Batch:
                 self._waiting.remove(row)
         return rows
 
-    def _continue(self, rows: Sequence[_Row], logits_RV: Tensor) -> list[tuple[int, Piece]]:
+    def _continue(self, rows: Sequence[_Row], logits_RV: Tensor) -> list[tuple[int, GeneratedText]]:
         """The next token of each row, of which `logits_RV` are the logits."""
         taken_R = self._choose(rows, logits_RV)
         ids: list[int] = taken_R.tolist()
@@ -352,23 +352,23 @@ class Batch:
             tokens.append(Token(token, self._text(token), logprob, top))
         return tokens
 
-    def _take(self, row: _Row, token: Token) -> Piece:
+    def _take(self, row: _Row, token: Token) -> GeneratedText:
         """The row goes on with a token, or ends."""
         if row.most == 0:
-            return Piece("", (), "length")
+            return GeneratedText("", (), "length")
         if token.id == self._tokenizer.end_of_document and not row.sampling.ignore_end:
-            return Piece(self._rest(row), (), "stop")
+            return GeneratedText(self._rest(row), (), "stop")
         row.last = token.id
         row.count += 1
         if row.seen_V is not None:
             row.seen_V[token.id] = True
         text = row.stop.add(row.detokenizer.add(token.id))
         if row.stop.found:
-            return Piece(text, (token,), "stop")
+            return GeneratedText(text, (token,), "stop")
         if row.count < row.most:
-            return Piece(text, (token,), None)
+            return GeneratedText(text, (token,), None)
         text += self._rest(row)
-        return Piece(text, (token,), "stop" if row.stop.found else "length")
+        return GeneratedText(text, (token,), "stop" if row.stop.found else "length")
 
     @staticmethod
     def _rest(row: _Row) -> str:
@@ -422,7 +422,7 @@ def as_they_end(
     ids = [encode_prompt(tokenizer, each) if isinstance(each, str) else list(each) for each in prompts]
     if max_length is None:
         max_length = max((len(a) + max(b.max_tokens, 1) for a, b in zip(ids, settings, strict=True)), default=1)
-    batch = Batch(model, tokenizer, slots=slots, max_length=max_length)
+    batch = GenerationBatch(model, tokenizer, slots=slots, max_length=max_length)
     texts: dict[int, tuple[int, list[str], list[Token]]] = {}
     waiting = deque(enumerate(zip(ids, settings, strict=True)))
     while waiting or texts:
@@ -438,15 +438,15 @@ def as_they_end(
                 yield index, Continuation("".join(words), tuple(tokens), batch.prompt_tokens(key), piece.finish)
 
 
-def stream(model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[Piece]:
+def stream(model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[GeneratedText]:
     """The pieces of one text as they come; their texts joined are the continuation. See `generate`."""
     ids = encode_prompt(tokenizer, prompt)
-    batch = Batch(model, tokenizer, slots=1, max_length=len(ids) + max(sampling.max_tokens, 1))
+    batch = GenerationBatch(model, tokenizer, slots=1, max_length=len(ids) + max(sampling.max_tokens, 1))
     batch.start(ids, sampling)
     return _pieces(batch)
 
 
-def _pieces(batch: Batch) -> Iterator[Piece]:
+def _pieces(batch: GenerationBatch) -> Iterator[GeneratedText]:
     while not batch.free:
         for _, piece in batch.step():
             yield piece

@@ -24,7 +24,7 @@ from pipeline.common.errors import UserError, install_extra
 from pipeline.common.hashing import value_hash
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -46,7 +46,7 @@ _STATE = ("lm_eval", "files")
 
 
 def run_harness(
-    engine: Engine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
+    engine: GenerationEngine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Make the tasks of `eval.harness`, if they are not made of this checkpoint in this way yet. Every rank calls this.
 
@@ -156,7 +156,9 @@ def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
     storage.put(folder / f"{name}.yaml", storage.json_bytes(lines))  # JSON is YAML
 
 
-def _evaluate(engine: Engine, harness: HarnessConfig, console: Console, beat: Callable[[], None]) -> dict[str, Any]:
+def _evaluate(
+    engine: GenerationEngine, harness: HarnessConfig, console: Console, beat: Callable[[], None]
+) -> dict[str, Any]:
     """What the harness says. Every rank calls this."""
     share(_require)
     from lm_eval import simple_evaluate

@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
 from pipeline.common.errors import UserError
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
 
 _NEW_TOKENS = 256
@@ -31,7 +31,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GenerationEngine,
         batch_size: int,
         progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = lambda what, count: nullcontext(
             lambda count: None

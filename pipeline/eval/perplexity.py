@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import run_benchmarks
-from pipeline.eval.engine import Engine, open_engine, watched
+from pipeline.eval.engine import GenerationEngine, open_engine, watched
 from pipeline.eval.reports import WINDOWS, report_path
 from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -117,7 +117,7 @@ def evaluate(
     return report
 
 
-def heldout_report(engine: Engine, console: Console, beat: Callable[[], None] = lambda: None) -> EvalReport:
+def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[], None] = lambda: None) -> EvalReport:
     """Score the checkpoint of an engine on the held-out windows that `eval` names. Every rank calls this.
 
     Args:
@@ -167,7 +167,7 @@ def heldout_report(engine: Engine, console: Console, beat: Callable[[], None] = 
     )
 
 
-def _text_of(split: HeldOut, windows: Sequence[int], engine: Engine) -> tuple[int, int | None]:
+def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -> tuple[int, int | None]:
     """Of the tokens that count in some windows: their documents, and the bytes of their original text if known."""
     dataset = split.dataset
     if len(windows) == len(split):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.common.errors import MachineError, UserError
 from pipeline.data.loading.batch import Batch
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.loss import VocabShard, token_loss
 from pipeline.train.parallel.context import share_of
@@ -110,7 +110,7 @@ def truncated(context: Sequence[int], continuation: Sequence[int], max_length: i
 
 @torch.no_grad()
 def score(
-    engine: Engine,
+    engine: GenerationEngine,
     requests: Sequence[Request],
     *,
     batch_size: int,
@@ -162,7 +162,7 @@ def score(
 
 @torch.no_grad()
 def continue_greedily(
-    engine: Engine,
+    engine: GenerationEngine,
     prompts: Sequence[Prompt],
     *,
     batch_size: int,
@@ -246,14 +246,16 @@ def _row(requests: Sequence[Request], numbers: Sequence[int]) -> _Row:
     return _Row(requests[numbers[0]].tokens[:-1], asked)
 
 
-def _rounds(engine: Engine, order: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
+def _rounds(engine: GenerationEngine, order: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
     """What all ranks work on at the same time: a batch on each, and as many as there are stages, so that all work."""
     most = batch_size * engine.mesh.size("batch") * len(engine.model.stages)
     for first in range(0, len(order), most):
         yield order[first : first + most]
 
 
-def _evaluate(engine: Engine, rows: Sequence[_Row], dummy: int, measure: Callable[[Tensor, Batch], None]) -> None:
+def _evaluate(
+    engine: GenerationEngine, rows: Sequence[_Row], dummy: int, measure: Callable[[Tensor, Batch], None]
+) -> None:
     """A forward pass of a round of rows, of which this rank has its share; what fills up batches asks as `dummy`."""
     ranks, rank = engine.mesh.size("batch"), engine.mesh.rank("batch")
     # The fewest rows on a rank, over as many batches as there are stages, or fewer rows than those.
@@ -330,7 +332,7 @@ def _largest(logits_NV: Tensor, shard: VocabShard | None) -> Tensor:
 
 
 @contextmanager
-def _evaluation_mode(engine: Engine) -> Iterator[None]:
+def _evaluation_mode(engine: GenerationEngine) -> Iterator[None]:
     """Weights that are in training go on as they were."""
     training = any(part.training for part in engine.model.parts.values())
     engine.model.train(False)
@@ -340,7 +342,7 @@ def _evaluation_mode(engine: Engine) -> Iterator[None]:
         engine.model.train(training)
 
 
-def _agree(engine: Engine, what: Sequence[Sequence[int]]) -> None:
+def _agree(engine: GenerationEngine, what: Sequence[Sequence[int]]) -> None:
     """Whether all ranks have the same: if not, some would wait for others for ever.
 
     Raises:

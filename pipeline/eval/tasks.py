@@ -14,7 +14,7 @@ from pipeline.common.console import progress, say
 from pipeline.common.hashing import file_hash
 from pipeline.config import Config
 from pipeline.config.eval import TaskConfig
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.lambada import lambada_figures, last_word, read_passages
 from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.scoring import score
@@ -32,7 +32,7 @@ _SHOWN = {
 
 
 def run_tasks(
-    engine: Engine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
+    engine: GenerationEngine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
 ) -> dict[str, dict[str, Any]]:
     """Make the tasks of `eval.tasks` that are not made of this checkpoint in this way yet. Every rank calls this.
 
@@ -138,7 +138,7 @@ def _read(task: TaskConfig) -> list[str]:
 
 
 def _evaluate(
-    engine: Engine, task: TaskConfig, texts: list[str], console: Console, beat: Callable[[], None]
+    engine: GenerationEngine, task: TaskConfig, texts: list[str], console: Console, beat: Callable[[], None]
 ) -> dict[str, float]:
     """The figures of a task on the texts of its file. Every rank calls this."""
     tokenizer, batch_size = engine.tokenizer, engine.config.eval.batch_size

@@ -9,8 +9,7 @@ from pathlib import Path
 from pipeline.common.storage import put
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
-from pipeline.train.huggingface.families import FAMILIES, LAYER
-from pipeline.train.huggingface.families import Rule as TensorRule
+from pipeline.train.huggingface.families import FAMILIES, LAYER, TensorRule
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play

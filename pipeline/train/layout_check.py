@@ -20,7 +20,7 @@ from pipeline.train.parallel.pipeline_schedules import Play, play
 from pipeline.train.parallel.pipeline_stages import Stage, compute_costs, split_stages
 from pipeline.train.parallel.rules.layout import check_layout, describe, layout_warnings
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 
 
 def check(config: Config, console: Console | None = None, environment: Mapping[str, str] = os.environ) -> Layout:
@@ -93,7 +93,7 @@ _PLACES = {
 
 
 def _layout_lines(config: Config, layout: Layout) -> Iterable[str]:
-    kind = describe(Kind.of(config.parallel, layout))
+    kind = describe(LayoutKind.of(config.parallel, layout))
     yield (
         f"layout: {layout} = {layout.world_size:,} processes ({kind})" if layout.world_size > 1 else f"layout: {layout}"
     )

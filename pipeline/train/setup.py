@@ -27,7 +27,7 @@ from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.host.cpu_matmul import choose_products
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.model.kernels.choice import Need, choose_on
+from pipeline.train.model.kernels.choice import KernelRequirements, choose_on
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, parallelize
@@ -165,7 +165,7 @@ def load_for_inference(
     share(lambda: check_has_weights(checkpoint, setup.spec))
     model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
     # The training's own choice may not be installed here.
-    need = Need.of(config.model, setup.spec, config.train, compiled=False)
+    need = KernelRequirements.of(config.model, setup.spec, config.train, compiled=False)
     kernel = choose_on(AttentionConfig(), need, device).build(config.train.deterministic)
     for part in model.parts.values():
         part.kernel = kernel

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.context import Context, SequenceCut, Watch
+from pipeline.train.model.context import ActivationObserver, Context, SequenceCut
 from pipeline.train.model.loss import Criterion, TokenLosses
 from pipeline.train.monitor.host_copy import HostCopy, to_device
 from pipeline.train.monitor.layer_stats import Observed, Observer
@@ -27,7 +27,7 @@ from pipeline.train.parallel.context import share_of
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.runner import build_runner
-from pipeline.train.run.stop_requests import Wish
+from pipeline.train.run.stop_requests import StopRequest
 
 _HASH_WORDS = 4
 """A 64-bit hash travels as words of 16 bits, whose sums over ranks fp64 holds exactly."""
@@ -37,7 +37,7 @@ def make_context(
     batch: Batch,
     document_attention: bool,
     criterion: Criterion | None = None,
-    watch: Watch | None = None,
+    watch: ActivationObserver | None = None,
     cut: SequenceCut | None = None,
 ) -> Context:
     """What the model needs besides the tokens.
@@ -99,9 +99,9 @@ class StepResult:
         """The sum of the hashes of all samples of the step, mod 2**64; reads the device."""
         return sum(int(word) << (16 * place) for place, word in enumerate(self.hash_words.tolist())) % 2**64
 
-    def wish(self) -> Wish:
+    def wish(self) -> StopRequest:
         """What any rank asked for; reads the device."""
-        return Wish(*(count > 0 for count in self.wishes.tolist()))
+        return StopRequest(*(count > 0 for count in self.wishes.tolist()))
 
 
 def _tensors(some: StepResult | Observed) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ class Stepper:
         *,
         step: int = 0,
         data_hash: int = 0,
-        wish: Callable[[], Wish] = lambda: Wish(False, False),
+        wish: Callable[[], StopRequest] = lambda: StopRequest(False, False),
         work: float = 0.0,
     ) -> StepResult:
         """Train on a global batch.
@@ -229,7 +229,7 @@ class Stepper:
 
         return objective
 
-    def _facts(self, data_hash: int, wish: Wish, work: float) -> list[Tensor]:
+    def _facts(self, data_hash: int, wish: StopRequest, work: float) -> list[Tensor]:
         """What this rank tells the others, fp64: its wishes, words of the hash of its samples, its work by rank."""
         # Ranks with the same samples count once.
         counts = all(self._mesh.rank(axis) == 0 for axis in ("tp", "cp", "pp"))
@@ -245,8 +245,8 @@ class Stepper:
         return (factor if self.loss_scale is None else factor / self.loss_scale.scale).float()
 
 
-def agree(wish: Wish, device: torch.device) -> Wish:
+def agree(wish: StopRequest, device: torch.device) -> StopRequest:
     """What any rank is asked for. Every rank calls this; it reads the device."""
     flags = torch.tensor([float(asked) for asked in wish], device=device)
     dist.all_reduce(flags)
-    return Wish(*(count > 0 for count in flags.tolist()))
+    return StopRequest(*(count > 0 for count in flags.tolist()))

@@ -46,7 +46,7 @@ from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.resume import resume_lines
 from pipeline.train.rewind import go_back
 from pipeline.train.run.folder import RunFolder
-from pipeline.train.run.stop_requests import Requests, Wish
+from pipeline.train.run.stop_requests import Requests, StopRequest
 from pipeline.train.run_log import nothing_held_out, start_lines, step_lines
 from pipeline.train.run_plan import RunPlan
 from pipeline.train.saving import Saver
@@ -54,7 +54,7 @@ from pipeline.train.setup import Setup, be_deterministic, join, set_up
 from pipeline.train.step import Stepper, agree
 from pipeline.train.step_metrics import Issued, StepMetrics
 from pipeline.train.validation import HeldOutLoss, validation_losses
-from pipeline.train.warm_start import Origin, warm_start
+from pipeline.train.warm_start import WeightsOrigin, warm_start
 
 _COMPILED = "compiled"
 """In state.json: by type of device, whether layers are compiled there."""
@@ -112,10 +112,10 @@ class Trainer:
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"
         self._garbage = Garbage()
-        self._origin = Origin()
+        self._origin = WeightsOrigin()
         self._issued: Issued | None = None
         """The last step, as long as its numbers have not been read."""
-        self._agreed = Wish(False, False)
+        self._agreed = StopRequest(False, False)
         """What any rank is asked for, as of the last step whose numbers have been read."""
         self._shapes: set[tuple[int, int]] = set()
         """Of micro-batches, samples and length, that have been trained on in this process."""
@@ -251,7 +251,7 @@ class Trainer:
         with span("save"):
             self._saver.save(step, self._plan.journal, more, last=last, overdue=overdue, prune=prune)
         self._requests.saved()
-        self._agreed = Wish(self._agreed.stop, save=False)
+        self._agreed = StopRequest(self._agreed.stop, save=False)
         self._saver.report(self._write)
         self._rows.wall.take()
         self._write(step, {"save_blocked": time.monotonic() - start})
@@ -289,7 +289,7 @@ class Trainer:
         """Samples of a micro-batch on this rank, and their length."""
         return self._loader.micro_batch_size(step - 1), self._plan.segment(step - 1).sequence_length
 
-    def _wish(self) -> Wish:
+    def _wish(self) -> StopRequest:
         return self._requests.wish()._replace(unsaved=self._saver.unsaved.overdue)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
@@ -349,7 +349,7 @@ class Trainer:
 
     def rewind(self, rewind: Rewind) -> None:
         """Go back to a checkpoint, and pass over the steps around a fault when the run comes to them again."""
-        self._issued, self._agreed = None, Wish(False, False)
+        self._issued, self._agreed = None, StopRequest(False, False)
         self._saver.finish()
         self._profile.finish()
         self._saver.report(self._write)

@@ -38,7 +38,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass
-class Origin:
+class WeightsOrigin:
     """Where a run comes from, for its checkpoints: the weights it began with, or the run that it was forked from."""
 
     value: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Origin:
         self.value = state
 
 
-def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tuple[list[str], Origin]:
+def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tuple[list[str], WeightsOrigin]:
     """Load weights alone into a model of any layout; every rank calls this.
 
     Args:
@@ -93,7 +93,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         "learning rate schedule and the order of the data begin anew"
     )
     origin = {"kind": "init_from", "path": str(where), "weights": weights, "time": time.time(), **known}
-    return [first, *lines], Origin(origin)
+    return [first, *lines], WeightsOrigin(origin)
 
 
 def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
@@ -199,7 +199,9 @@ def _check_tokenizer(there: Tokenizer, config: Config, tokenizer: Tokenizer, whe
 # A model of Hugging Face's
 
 
-def _from_hf(folder: Path, config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tuple[list[str], Origin]:
+def _from_hf(
+    folder: Path, config: Config, tokenizer: Tokenizer, model: ParallelModel
+) -> tuple[list[str], WeightsOrigin]:
     """Each rank reads the rows and columns that it has, wherever in their tensors they are."""
 
     def opened() -> HuggingFaceFolder:
@@ -230,7 +232,7 @@ def _from_hf(folder: Path, config: Config, tokenizer: Tokenizer, model: Parallel
         f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "
         "schedule and the order of the data begin here"
     )
-    return [first, *lines], Origin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
+    return [first, *lines], WeightsOrigin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
 
 
 def _local_parts(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:

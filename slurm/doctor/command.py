@@ -27,14 +27,14 @@ from pipeline.common import storage
 from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
 from pipeline.config.load import load, load_written
-from slurm.doctor.node import Place, disks, host_name, memory, node_name, shared_memory, software
-from slurm.doctor.report import Check, Network, Report, Verdict, compare, parse_report, report_file, verdict
+from slurm.doctor.node import NodeRank, disks, host_name, memory, node_name, shared_memory, software
+from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file, verdict
 
 if TYPE_CHECKING:
     from pipeline.config import Config
     from slurm.doctor.network import Meeting
 
-__all__ = ["Verdict", "doctor", "doctor_command", "verdict"]
+__all__ = ["NodeVerdict", "doctor", "doctor_command", "verdict"]
 
 TOTAL_SECONDS = 120.0
 """A check that takes longer hangs: a file system, or a GPU."""
@@ -76,7 +76,7 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
         NodeUnhealthy: something is wrong that training would fail by, or suffer from.
         UserError: the run file has a mistake, or the variables of a launcher are wrong.
     """
-    place = Place.of_environment()
+    place = NodeRank.of_environment()
     needs = Needs()
     if run is not None:
         config = load(run, overrides)
@@ -112,7 +112,7 @@ class Examination:
         folder: for its report.
     """
 
-    def __init__(self, place: Place, folder: Path | None = None) -> None:
+    def __init__(self, place: NodeRank, folder: Path | None = None) -> None:
         self._place = place
         self._folder = folder
         self._meeting: Meeting | None = None
@@ -178,10 +178,10 @@ class Examination:
             if not isinstance(error, (OSError, UserError)):
                 echo(traceback.format_exc(), end="", error=True)
             at = self.report.at
-            self._add(Check(at, False, "failed", f"{at}: {str(error) or type(error).__name__}"))
+            self._add(NodeCheck(at, False, "failed", f"{at}: {str(error) or type(error).__name__}"))
             self.begin("")
 
-    def _add(self, *checks: Check) -> None:
+    def _add(self, *checks: NodeCheck) -> None:
         self.report = replace(self.report, checks=(*self.report.checks, *checks))
 
     def _all_reduce(self) -> None:
@@ -221,7 +221,7 @@ def main(words: Sequence[str]) -> None:
 
 def _examine(run_file: Path, folder: Path, gpus: int) -> int:
     """Exit code of one node of several."""
-    examination = Examination(Place.of_environment(), folder)
+    examination = Examination(NodeRank.of_environment(), folder)
     with examination.surviving():
         examination.begin(f"run file {run_file}")
         examination.node(replace(_needs(load_written(run_file), gpus), data_now=True))
@@ -267,7 +267,7 @@ def _limited(seconds: float = TOTAL_SECONDS) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _show(console: Console, reports: dict[str, Report | None], found: Verdict) -> None:
+def _show(console: Console, reports: dict[str, Report | None], found: NodeVerdict) -> None:
     """A table of all checks, and the warnings."""
     table = Table(box=None, pad_edge=False)
     several = len(reports) > 1
@@ -284,8 +284,11 @@ def _show(console: Console, reports: dict[str, Report | None], found: Verdict) -
         say(console, "fit for training" if not several else f"{len(reports)} nodes, all fit for training")
 
 
-def _rows(report: Report) -> list[Check]:
-    rows = [*report.checks, Check("versions", True, ", ".join(f"{key} {value}" for key, value in report.facts.items()))]
+def _rows(report: Report) -> list[NodeCheck]:
+    rows = [
+        *report.checks,
+        NodeCheck("versions", True, ", ".join(f"{key} {value}" for key, value in report.facts.items())),
+    ]
     if report.network.state != "alone":
-        rows.append(Check("all-reduce", report.network.state == "ok", report.network.value()))
+        rows.append(NodeCheck("all-reduce", report.network.state == "ok", report.network.value()))
     return rows

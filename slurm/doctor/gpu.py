@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slurm.doctor.report import Check
+from slurm.doctor.report import NodeCheck
 
 _PATIENCE = 20.0
 """Seconds for nvidia-smi, which hangs where a GPU does."""
@@ -34,7 +34,7 @@ class DriverView:
     """Memory pages wait for a reset of the GPU to be retired."""
 
 
-def driver_views() -> tuple[list[DriverView], list[Check]]:
+def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
     """What nvidia-smi says, and what is wrong with that; nothing where there is neither nvidia-smi nor a GPU."""
     if shutil.which("nvidia-smi") is None:
         return [], [_unasked("it is not in PATH")] if torch.cuda.device_count() else []
@@ -56,12 +56,12 @@ def driver_views() -> tuple[list[DriverView], list[Check]]:
     return views, judge_driver_views(views)
 
 
-def _unasked(why: str) -> Check:
+def _unasked(why: str) -> NodeCheck:
     """Memory errors and the driver's version are not known, which is nothing wrong with the GPUs."""
     if torch.version.hip is not None:
         why += ", and AMD's tools (amd-smi) are not asked"
     text = f"nvidia-smi: {why}; memory errors (ECC) and the driver's version were not looked at"
-    return Check("nvidia-smi", False, "not asked", text, "warning")
+    return NodeCheck("nvidia-smi", False, "not asked", text, "warning")
 
 
 def parse_driver_views(text: str) -> list[DriverView]:
@@ -74,7 +74,7 @@ def parse_driver_views(text: str) -> list[DriverView]:
     return views
 
 
-def judge_driver_views(views: list[DriverView]) -> list[Check]:
+def judge_driver_views(views: list[DriverView]) -> list[NodeCheck]:
     """What the driver's words mean for training."""
     checks = []
     broken = [f"GPU {view.index}: {view.uncorrected}" for view in views if view.uncorrected]
@@ -86,13 +86,13 @@ def judge_driver_views(views: list[DriverView]) -> list[Check]:
     if retiring:
         found = ", ".join(retiring)
         text = f"ECC: memory pages of {found} wait to be retired; a reset of the GPU does that"
-        checks.append(Check("ECC", False, found, text, "warning"))
+        checks.append(NodeCheck("ECC", False, found, text, "warning"))
     if views and not checks:
-        checks.append(Check("ECC", True, "no uncorrected errors"))
+        checks.append(NodeCheck("ECC", True, "no uncorrected errors"))
     return checks
 
 
-def devices(expected: int, driver: int) -> Check:
+def devices(expected: int, driver: int) -> NodeCheck:
     """Whether torch sees as many GPUs as the run needs, all of one kind.
 
     Args:
@@ -111,7 +111,7 @@ def devices(expected: int, driver: int) -> Check:
     if len(set(kinds)) > 1:
         found = ", ".join(sorted(set(kinds)))
         return _bad("GPUs", found, f"GPUs: they are of several kinds ({found}); name one in CUDA_VISIBLE_DEVICES")
-    return Check("GPUs", True, value)
+    return NodeCheck("GPUs", True, value)
 
 
 def kind() -> str:
@@ -119,9 +119,9 @@ def kind() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.device_count() else "none"
 
 
-def products() -> tuple[list[Check], dict[str, float]]:
+def products() -> tuple[list[NodeCheck], dict[str, float]]:
     """A matrix product on each GPU in bf16, or on a core of the CPU in fp32: is it right, and seconds by device."""
-    checks: list[Check] = []
+    checks: list[NodeCheck] = []
     times: dict[str, float] = {}
     names = {f"GPU {number}": torch.device("cuda", number) for number in range(torch.cuda.device_count())}
     for name, device in (names or {"CPU": torch.device("cpu")}).items():
@@ -136,7 +136,7 @@ def products() -> tuple[list[Check], dict[str, float]]:
             checks.append(_bad("matrix product", name, f"matrix product: {name} calculates wrong: {wrong}"))
     if not checks:
         shown = [f"{seconds * 1e3:.2f} ms" for seconds in (min(times.values()), max(times.values()))]
-        checks.append(Check("matrix product", True, shown[0] if len(times) == 1 else " to ".join(shown)))
+        checks.append(NodeCheck("matrix product", True, shown[0] if len(times) == 1 else " to ".join(shown)))
     return checks, times
 
 
@@ -205,5 +205,5 @@ def _exact_arithmetic() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _bad(name: str, value: str, message: str) -> Check:
-    return Check(name, False, value, message)
+def _bad(name: str, value: str, message: str) -> NodeCheck:
+    return NodeCheck(name, False, value, message)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slurm.doctor.gpu import synchronize
-from slurm.doctor.node import Place
+from slurm.doctor.node import NodeRank
 from slurm.doctor.report import Network, NetworkState
 
 JOIN_SECONDS = 60.0
@@ -45,7 +45,7 @@ class NotMet(Exception):
 class Meeting:
     """Those that have come; `meet` makes one."""
 
-    def __init__(self, place: Place, store: Any, ranks: list[int], backend: str) -> None:
+    def __init__(self, place: NodeRank, store: Any, ranks: list[int], backend: str) -> None:
         self._place = place
         self._store = store
         self._ranks = ranks
@@ -111,7 +111,7 @@ class Meeting:
         return statistics.median(found), wrong, time.time()
 
 
-def meet(place: Place, *, gpus: int, seconds: float = JOIN_SECONDS) -> Meeting:
+def meet(place: NodeRank, *, gpus: int, seconds: float = JOIN_SECONDS) -> Meeting:
     """Wait for the other nodes.
 
     Args:
@@ -154,7 +154,7 @@ def meet(place: Place, *, gpus: int, seconds: float = JOIN_SECONDS) -> Meeting:
     return Meeting(place, store, said["ranks"], said["backend"])
 
 
-def _settle(place: Place, store: Any, until: float) -> None:
+def _settle(place: NodeRank, store: Any, until: float) -> None:
     """Rank 0: wait for all, then say who takes part."""
     waiting = set(range(place.size))
     while waiting:
@@ -176,7 +176,7 @@ def _appears(store: Any, key: str, until: float) -> bool:
     return True
 
 
-def _wait_for_port(place: Place, until: float, seconds: float) -> None:
+def _wait_for_port(place: NodeRank, until: float, seconds: float) -> None:
     """Until rank 0 listens. torch waits, too, but up to twice as long as it is told, and says much meanwhile."""
     while True:
         try:
@@ -192,7 +192,7 @@ def _wait_for_port(place: Place, until: float, seconds: float) -> None:
         time.sleep(_POLL)
 
 
-def _unmet(state: NetworkState, place: Place, message: str) -> Network:
+def _unmet(state: NetworkState, place: NodeRank, message: str) -> Network:
     return Network(state, rank=place.rank, nodes=0, message=message)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from slurm.doctor.report import Check, Severity
+from slurm.doctor.report import NodeCheck, Severity
 
 _FREE_BYTES = 2**30
 _FREE_INODES = 10_000
@@ -27,7 +27,7 @@ _PROBE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRank:
     """Which of the nodes this is."""
 
     rank: int = 0
@@ -39,7 +39,7 @@ class Place:
     """Whether this process opens the port; else a launcher has."""
 
     @classmethod
-    def of_environment(cls) -> Place:
+    def of_environment(cls) -> NodeRank:
         """By RANK and WORLD_SIZE, or by srun's variables where MASTER_ADDR is set; else this node is alone.
 
         Raises:
@@ -73,7 +73,7 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def disks(run: Path | None, data: Path | None, *, data_needed: bool) -> list[Check]:
+def disks(run: Path | None, data: Path | None, *, data_needed: bool) -> list[NodeCheck]:
     """The folders that a run writes and reads.
 
     Args:
@@ -89,7 +89,7 @@ def disks(run: Path | None, data: Path | None, *, data_needed: bool) -> list[Che
     return [*checks, space("tmp", Path(tempfile.gettempdir()))]
 
 
-def space(name: str, path: Path) -> Check:
+def space(name: str, path: Path) -> NodeCheck:
     """Free bytes and inodes of the disk that a folder is on, or will be."""
     label = f"space of {name}"
     try:
@@ -108,10 +108,10 @@ def space(name: str, path: Path) -> Check:
             wanted.append(f"{found.f_favail:,} inodes (files) are free, {_FREE_INODES:,} are wanted")
     if wanted:
         return _bad(label, value, f"{name} ({path}): {' and '.join(wanted)}; remove what is not needed there")
-    return Check(label, True, value)
+    return NodeCheck(label, True, value)
 
 
-def write(run: Path) -> Check:
+def write(run: Path) -> NodeCheck:
     """Write a file to disk, read it back and remove it: quotas and broken mounts show only then."""
     label = "write in run.dir"
     probe = storage.temporary(_existing(run) / "doctor")
@@ -135,10 +135,10 @@ def write(run: Path) -> Check:
         return _bad(
             label, "damaged", f"run.dir ({run}): what was written is read back differently; do not use this disk"
         )
-    return Check(label, True, f"1 MiB in {(time.perf_counter() - start) * 1e3:.0f} ms")
+    return NodeCheck(label, True, f"1 MiB in {(time.perf_counter() - start) * 1e3:.0f} ms")
 
 
-def read(data: Path, *, needed: bool) -> Check:
+def read(data: Path, *, needed: bool) -> NodeCheck:
     """Whether the data can be listed."""
     label = "data.dir"
     missing: Severity = "error" if needed else "warning"
@@ -149,13 +149,13 @@ def read(data: Path, *, needed: bool) -> Check:
         text = (
             f"data.dir ({data}): there is no such folder; is its disk mounted, and has `pipeline preprocess` been run?"
         )
-        return Check(label, False, "not there", text, missing)
+        return NodeCheck(label, False, "not there", text, missing)
     except OSError as error:
         return _bad(label, "not readable", f"data.dir ({data}): it cannot be read ({error.strerror})")
-    return Check(label, True, "readable" if found else "empty")
+    return NodeCheck(label, True, "readable" if found else "empty")
 
 
-def memory() -> Check:
+def memory() -> NodeCheck:
     """Memory that programs can get now."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -163,32 +163,32 @@ def memory() -> Check:
         if free < _FREE_MEMORY:
             text = f"memory: {_gib(free)} are free, {_gib(_FREE_MEMORY)} are wanted; what else runs there?"
             return _bad("memory", _gib(free), text)
-        return Check("memory", True, f"{_gib(free)} free")
-    return Check("memory", True, "unknown")
+        return NodeCheck("memory", True, f"{_gib(free)} free")
+    return NodeCheck("memory", True, "unknown")
 
 
-def shared_memory() -> Check:
+def shared_memory() -> NodeCheck:
     """/dev/shm, through which NCCL and workers of one node talk."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError as error:
-        return Check("/dev/shm", False, "none", f"/dev/shm: it cannot be used ({error.strerror})", "warning")
+        return NodeCheck("/dev/shm", False, "none", f"/dev/shm: it cannot be used ({error.strerror})", "warning")
     size = found.f_blocks * found.f_frsize
     if size < _SHARED_MEMORY:
         text = f"/dev/shm: it has {_gib(size)}, NCCL may want {_gib(_SHARED_MEMORY)}; containers have an option for it"
-        return Check("/dev/shm", False, _gib(size), text, "warning")
-    return Check("/dev/shm", True, _gib(size))
+        return NodeCheck("/dev/shm", False, _gib(size), text, "warning")
+    return NodeCheck("/dev/shm", True, _gib(size))
 
 
-def host_name() -> Check:
+def host_name() -> NodeCheck:
     """Whether the node knows its own address, by which gloo offers itself to the others."""
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
         text = f"host name: {name} does not resolve ({error.strerror}); set network_interface in the site's profile"
-        return Check("host name", False, name, text, "warning")
-    return Check("host name", True, f"{name} ({address})")
+        return NodeCheck("host name", False, name, text, "warning")
+    return NodeCheck("host name", True, f"{name} ({address})")
 
 
 def software(driver: str) -> dict[str, str]:
@@ -223,5 +223,5 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _bad(name: str, value: str, message: str) -> Check:
-    return Check(name, False, value, message)
+def _bad(name: str, value: str, message: str) -> NodeCheck:
+    return NodeCheck(name, False, value, message)

@@ -39,7 +39,7 @@ all-reduce did."""
 
 
 @dataclass(frozen=True)
-class Check:
+class NodeCheck:
     """One look at a node."""
 
     name: str
@@ -89,7 +89,7 @@ class Report:
     node: str
     at: str = ""
     """What it was doing; empty when it had finished."""
-    checks: tuple[Check, ...] = ()
+    checks: tuple[NodeCheck, ...] = ()
     products: dict[str, float] = field(default_factory=dict)
     """Seconds of a matrix product by device, like `GPU 3` or `CPU`."""
     facts: dict[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NodeVerdict:
     """Which nodes are unfit for training, and why."""
 
     unhealthy: dict[str, list[str]] = field(default_factory=dict)
@@ -138,13 +138,13 @@ def parse_report(data: bytes) -> Report:
     try:
         values: dict[str, Any] = orjson.loads(data)
         network = Network(**values["network"] | {"missing": tuple(values["network"]["missing"])})
-        checks = tuple(Check(**check) for check in values["checks"])
+        checks = tuple(NodeCheck(**check) for check in values["checks"])
         return Report(**values | {"checks": checks, "network": network})
     except (TypeError, KeyError) as error:
         raise ValueError(f"it is no report of a node ({error})") from None
 
 
-def verdict(folder: Path, nodes: Sequence[str]) -> Verdict:
+def verdict(folder: Path, nodes: Sequence[str]) -> NodeVerdict:
     """What follows from the reports of nodes that were asked; one without a report did not answer.
 
     Args:
@@ -169,9 +169,9 @@ def gather_reports(folder: Path, nodes: Sequence[str]) -> None:
             file.unlink()
 
 
-def compare(reports: Mapping[str, Report | None]) -> Verdict:
+def compare(reports: Mapping[str, Report | None]) -> NodeVerdict:
     """What follows from the reports of all nodes by name; None of one that did not answer."""
-    found = Verdict()
+    found = NodeVerdict()
     answered = {node: report for node, report in reports.items() if report is not None}
     for node, report in reports.items():
         if report is None:
@@ -190,7 +190,7 @@ def compare(reports: Mapping[str, Report | None]) -> Verdict:
     return found
 
 
-def _compare_networks(reports: Mapping[str, Report], found: Verdict) -> None:
+def _compare_networks(reports: Mapping[str, Report], found: NodeVerdict) -> None:
     """Whose fault it is that the nodes did not come together, as far as that can be told."""
     networks = {node: report.network for node, report in reports.items() if report.network.state != "alone"}
     first = next((node for node, network in networks.items() if network.rank == 0), None)
@@ -229,7 +229,7 @@ def _compare_networks(reports: Mapping[str, Report], found: Verdict) -> None:
                 found.blame(node, text)
 
 
-def _compare_products(reports: Mapping[str, Report], found: Verdict) -> None:
+def _compare_products(reports: Mapping[str, Report], found: NodeVerdict) -> None:
     times = {(node, device): seconds for node, report in reports.items() for device, seconds in report.products.items()}
     if len(times) < 2:
         return
@@ -247,7 +247,7 @@ def _compare_products(reports: Mapping[str, Report], found: Verdict) -> None:
             found.warn(node, text)
 
 
-def _compare_clocks(reports: Mapping[str, Report], found: Verdict) -> None:
+def _compare_clocks(reports: Mapping[str, Report], found: NodeVerdict) -> None:
     clocks = {node: report.network.clock for node, report in reports.items()}
     known = {node: clock for node, clock in clocks.items() if clock is not None}
     if len(known) < 2:
@@ -264,7 +264,7 @@ def _compare_clocks(reports: Mapping[str, Report], found: Verdict) -> None:
                 found.warn(node, text)
 
 
-def _compare_facts(reports: Mapping[str, Report], found: Verdict) -> None:
+def _compare_facts(reports: Mapping[str, Report], found: NodeVerdict) -> None:
     """The majority is right; without one everybody differs."""
     for fact in sorted({fact for report in reports.values() for fact in report.facts}):
         values = {node: report.facts.get(fact, "none") for node, report in reports.items() if report.facts}

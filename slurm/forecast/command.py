@@ -14,7 +14,7 @@ from pipeline.config import Config
 from pipeline.train.layout_check import world_size
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.planning.devices import Device, find_device
-from pipeline.train.planning.plan import Plan, plan
+from pipeline.train.planning.plan import ResourcePlan, plan
 from pipeline.train.planning.show import device_json, plan_lines, suggestion_lines, suggestions_json, to_json
 from pipeline.train.planning.suggest import MOST_PLANS
 from pipeline.train.planning.suggest import suggest as suggested
@@ -53,7 +53,7 @@ def estimate(
     """
     chosen = device_of(config, device)
     processes = processes_of(config, chosen, nodes, environment)
-    found: Plan | None = None
+    found: ResourcePlan | None = None
     seconds, default_time = _job_seconds(config)
     told: dict[str, Any] = {}
     lines: list[str] = []
@@ -86,7 +86,7 @@ def estimate(
     return found is not None and found.fits
 
 
-def _suggestions(config: Config, device: Device, processes: int) -> list[tuple[dict[str, Any], Plan]]:
+def _suggestions(config: Config, device: Device, processes: int) -> list[tuple[dict[str, Any], ResourcePlan]]:
     errors = Console(stderr=True)
     if not errors.is_terminal:
         say(errors, f"looking for layouts: up to {MOST_PLANS} estimates of memory, seconds each")

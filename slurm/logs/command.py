@@ -12,7 +12,7 @@ from slurm import jobs
 from slurm.job import active_jobs
 from slurm.logs.failure_analysis import Failure, first_failure
 from slurm.logs.follow import follow_logs, write_out
-from slurm.logs.parts import Part, parts
+from slurm.logs.parts import LogPart, parts
 from slurm.logs.rank_logs import RankLog, srun_log
 from slurm.logs.tail import Tail, Tails, last_lines
 from slurm.run_argument import run_folder
@@ -65,7 +65,7 @@ def show_logs(
         _tell_of_later_jobs(folder, found[-1], console)
 
 
-def _of_attempt(found: list[Part], number: int) -> list[Part]:
+def _of_attempt(found: list[LogPart], number: int) -> list[LogPart]:
     for part in found:
         if any(each.number == number for each in part.attempts):
             return [part]
@@ -74,7 +74,7 @@ def _of_attempt(found: list[Part], number: int) -> list[Part]:
     raise UserError(f"--attempt {number}: the run has no such attempt at training; {there}")
 
 
-def _show(part: Part, rank: int, console: Console, lines: int) -> Tails | None:
+def _show(part: LogPart, rank: int, console: Console, lines: int) -> Tails | None:
     """The last lines of a rank's log; returns where to go on."""
     processes = _processes(part)
     if processes is not None and rank >= processes:
@@ -94,21 +94,21 @@ def _show(part: Part, rank: int, console: Console, lines: int) -> Tails | None:
     return tail
 
 
-def _processes(part: Part) -> int | None:
+def _processes(part: LogPart) -> int | None:
     """Of its step; None where that is not known."""
     if part.attempts and (size := part.attempts[-1].layout.get("world_size")):
         return size
     return len(part.launch.nodes) * part.launch.processes_per_node if part.launch and part.launch.nodes else None
 
 
-def _in_the_terminal(part: Part) -> str:
+def _in_the_terminal(part: LogPart) -> str:
     text = "rank 0 of a training that was started by hand writes to its terminal, not to a log"
     if part.ranks is not None:
         text += f"; the logs of ranks from 1 on are in {part.ranks}: --rank 1"
     return text
 
 
-def _tell_of_later_jobs(run: Path, part: Part, console: Console) -> None:
+def _tell_of_later_jobs(run: Path, part: LogPart, console: Console) -> None:
     """A job that was started later, and ended before it launched anything, has said why in its own log."""
     for job in jobs.sent(run):
         log = job.log(run)
@@ -136,7 +136,7 @@ def _show_jobs(run: Path, console: Console, lines: int) -> None:
         say(console, f"there are no logs in {run}: it was never submitted, nor trained on several processes")
 
 
-def _show_first_error(found: list[Part], console: Console) -> None:
+def _show_first_error(found: list[LogPart], console: Console) -> None:
     for part in reversed(found):
         failure = _failure(part)
         if failure is None:
@@ -152,12 +152,12 @@ def _show_first_error(found: list[Part], console: Console) -> None:
     say(console, "nothing failed")
 
 
-def _log_of(part: Part, rank: int) -> RankLog | None:
+def _log_of(part: LogPart, rank: int) -> RankLog | None:
     log = part.log(rank)
     return log if log is not None and log.path.exists() else None
 
 
-def _failure(part: Part) -> Failure | None:
+def _failure(part: LogPart) -> Failure | None:
     """What failed first in a launch; what the job or the training noted of its end, where no process is known."""
     launch = part.launch
     if launch is not None and launch.end is not None and not launch.crashed:

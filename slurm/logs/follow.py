@@ -13,7 +13,7 @@ from pipeline.train.run.lock import is_held
 from slurm import jobs
 from slurm.job import active_jobs
 from slurm.job.launch_log import Launch, launches
-from slurm.logs.parts import Part, parts
+from slurm.logs.parts import LogPart, parts
 from slurm.logs.tail import Tail, Tails
 from slurm.status.live import Found, look
 
@@ -23,7 +23,7 @@ _ASK = 15.0
 """Seconds between questions to the scheduler, where files say nothing."""
 
 
-def follow_logs(run: Path, part: Part | None, rank: int, tail: Tails | None, console: Console) -> None:
+def follow_logs(run: Path, part: LogPart | None, rank: int, tail: Tails | None, console: Console) -> None:
     """Write what comes, until the run has ended for good.
 
     Args:

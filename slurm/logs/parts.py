@@ -24,7 +24,7 @@ _SLACK = 1.0
 
 
 @dataclass(frozen=True)
-class Part:
+class LogPart:
     """A launch, or a training that was started by hand."""
 
     stage: Stage
@@ -67,7 +67,7 @@ class Part:
         return f"{', '.join(text)}, from {when(self.begin)}{until}"
 
 
-def parts(run: Path) -> list[Part]:
+def parts(run: Path) -> list[LogPart]:
     """All of them, in the order in which they began."""
     launched, tries, folders = launches(run), attempts(run), list(_by_hand(run))
     found = []
@@ -80,14 +80,14 @@ def parts(run: Path) -> list[Part]:
         folders = [each for each in folders if each.path not in ranks]
         last = launch.end.time if launch.end else None
         place = ranks[-1] if ranks else None
-        found.append(Part(launch.stage, launch.time, last, launch, own, run / launch.logs, place))
+        found.append(LogPart(launch.stage, launch.time, last, launch, own, run / launch.logs, place))
     for group in _by_process(tries):
         begin, last = group[0].begin, group[-1].end
         until = math.inf if last is None else last
         ranks = [each.path for each in folders if each.stage == "train" and begin - _SLACK <= each.begin <= until]
         folders = [each for each in folders if each.path not in ranks]
-        found.append(Part("train", begin, last, None, group, None, ranks[0] if ranks else None))
-    found += [Part(each.stage, each.begin, None, None, (), None, each.path) for each in folders]
+        found.append(LogPart("train", begin, last, None, group, None, ranks[0] if ranks else None))
+    found += [LogPart(each.stage, each.begin, None, None, (), None, each.path) for each in folders]
     return sorted(found, key=lambda part: part.begin)
 
 

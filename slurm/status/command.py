@@ -20,10 +20,10 @@ from pipeline.config import Config
 from pipeline.config.load import load_run
 from slurm import scheduler
 from slurm.scheduler import Accounted, SchedulerError
-from slurm.status.files import Facts, is_run
+from slurm.status.files import RunSnapshot, is_run
 from slurm.status.run import RunStatus, describe
 from slurm.status.show import picture, show
-from slurm.status.state import Answer
+from slurm.status.state import SchedulerSnapshot
 from slurm.sweep import folder as sweep_folder
 
 _EVERY = 5.0
@@ -79,7 +79,7 @@ def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list
         folders: of the runs, with the run file where that was named.
         spent: whether the goodput is wanted.
     """
-    facts = [Facts(folder, config) for folder, config in folders.items()]
+    facts = [RunSnapshot(folder, config) for folder, config in folders.items()]
     answer = _ask(facts)
     return [describe(each, answer, spent=spent) for each in facts]
 
@@ -127,20 +127,20 @@ def _found() -> dict[Path, None]:
     return dict.fromkeys(sorted(found))
 
 
-def _ask(facts: Sequence[Facts]) -> Answer:
+def _ask(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
     """What the scheduler says of the jobs of all runs together."""
     numbers = sorted({number for each in facts for number in each.questions()})
     if not numbers:
-        return Answer({})
+        return SchedulerSnapshot({})
     try:
         states = scheduler.jobs(numbers, seconds=_SQUEUE)
     except SchedulerError as error:
-        return Answer(None, problem=_short(error))
+        return SchedulerSnapshot(None, problem=_short(error))
     except ValueError as error:  # a line of squeue that is none of ours
-        return Answer(None, problem=f"squeue: {error}")
+        return SchedulerSnapshot(None, problem=f"squeue: {error}")
     gone = sorted({number for each in facts for number in _to_account(each) if number not in states})
     if not gone or shutil.which("sacct") is None:
-        return Answer(states)
+        return SchedulerSnapshot(states)
     accounted: dict[str, Accounted] = {}
     problem = None
     try:
@@ -149,10 +149,10 @@ def _ask(facts: Sequence[Facts]) -> Answer:
         problem = _short(error)
     except ValueError as error:
         problem = f"sacct: {error}"
-    return Answer(states, accounted, problem)
+    return SchedulerSnapshot(states, accounted, problem)
 
 
-def _to_account(facts: Facts) -> list[str]:
+def _to_account(facts: RunSnapshot) -> list[str]:
     """Jobs of sites with accounting that may have ended without a word."""
     found = []
     for job in facts.open_jobs():

@@ -64,7 +64,7 @@ class Rows:
     """The last one of a step, also of one that was passed over."""
 
 
-class Facts:
+class RunSnapshot:
     """The files of a run.
 
     Args:

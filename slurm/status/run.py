@@ -22,8 +22,18 @@ from pipeline.train.run.lock import is_held
 from pipeline.train.run.unsaved import read_saves
 from slurm.job.launch_log import Launch, LaunchEnd
 from slurm.job.restart_policy import suspects
-from slurm.status.files import Facts, Rows
-from slurm.status.state import LOST, Answer, QueuedJob, State, judge, lost_launches, node_of, queue, row_outcome
+from slurm.status.files import Rows, RunSnapshot
+from slurm.status.state import (
+    LOST,
+    QueuedJob,
+    SchedulerSnapshot,
+    State,
+    judge,
+    lost_launches,
+    node_of,
+    queue,
+    row_outcome,
+)
 
 _LARGE = 2**26
 """Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""
@@ -127,7 +137,7 @@ class RunStatus:
         return {**asdict(self), "run": str(self.run)}
 
 
-def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
+def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = True) -> RunStatus:
     """What is known of a run.
 
     Args:
@@ -200,7 +210,7 @@ def describe(facts: Facts, answer: Answer, *, spent: bool = True) -> RunStatus:
     )
 
 
-def _holds(facts: Facts, answer: Answer, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
+def _holds(facts: RunSnapshot, answer: SchedulerSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
     """Whether a process trains in the run folder, or may."""
     if facts.holder is not None and (number := facts.holder.get("job")) is not None:
         last = next((each for each in reversed(facts.launches) if each.job == str(number)), None)
@@ -218,7 +228,7 @@ def _holds(facts: Facts, answer: Answer, beats: Mapping[int, Beat], launch: Laun
     return is_held(facts.run, job_state)
 
 
-def _is_fresh(facts: Facts, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
+def _is_fresh(facts: RunSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
     """Whether a rank has given a sign of life just now."""
     return any(facts.now - beat.time < 3 * launch.heartbeat_seconds for beat in beats.values() if beat.phase != ENDED)
 
@@ -246,7 +256,7 @@ def _pace(rows: Rows) -> float | None:
     return seconds[0] if seconds else None
 
 
-def _starts(facts: Facts, left: float | None, waiting: Sequence[QueuedJob], launch: LaunchConfig) -> int | None:
+def _starts(facts: RunSnapshot, left: float | None, waiting: Sequence[QueuedJob], launch: LaunchConfig) -> int | None:
     submission = facts.submission(facts.last_job("train"))
     if left is None or submission is None or submission.where == "local" or submission.resources.time is None:
         return None
@@ -257,22 +267,22 @@ def _starts(facts: Facts, left: float | None, waiting: Sequence[QueuedJob], laun
     return math.ceil(max(0.0, left - here) / max(_AT_LEAST, limit - before))
 
 
-def _age(facts: Facts, saved: Checkpoint | None) -> float | None:
+def _age(facts: RunSnapshot, saved: Checkpoint | None) -> float | None:
     return max(0.0, facts.now - (saved.path / COMMIT).stat().st_mtime) if saved else None
 
 
-def _failed_saves(facts: Facts, last: Attempt | None) -> str:
+def _failed_saves(facts: RunSnapshot, last: Attempt | None) -> str:
     found = read_saves(facts.run)
     if found is None or last is None or found.attempt < last.number:
         return ""
     return found.words(facts.now if last.end is None else last.end)
 
 
-def _pulse(facts: Facts, beat: Beat) -> Pulse:
+def _pulse(facts: RunSnapshot, beat: Beat) -> Pulse:
     return Pulse(beat.rank, node_of(facts, beat), beat.step, beat.phase, max(0.0, facts.now - beat.time))
 
 
-def _goodput(facts: Facts, tries: Sequence[Attempt]) -> tuple[dict[str, float] | None, bool]:
+def _goodput(facts: RunSnapshot, tries: Sequence[Attempt]) -> tuple[dict[str, float] | None, bool]:
     """The goodput, and whether it is of an earlier moment."""
     path = facts.files.metrics
     if not path.exists():
@@ -283,7 +293,7 @@ def _goodput(facts: Facts, tries: Sequence[Attempt]) -> tuple[dict[str, float] |
     return (found.to_json() if found else None), False
 
 
-def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: Facts) -> list[Try]:
+def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnapshot) -> list[Try]:
     """Attempts and launches of the training as one table, in order."""
     now = facts.now
     found: list[Try] = []
@@ -362,7 +372,7 @@ def _launch_of(attempt: Attempt, trained: Sequence[Launch], now: float) -> Launc
     return before[-1]
 
 
-def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[QueuedJob], facts: Facts) -> list[str]:
+def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[QueuedJob], facts: RunSnapshot) -> list[str]:
     """Where it runs now."""
     open_launches = [launch for launch in facts.launches if launch.end is None and launch.key not in facts.lost]
     jobs = {job.job: job for job in waiting if job.runs}

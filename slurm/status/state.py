@@ -27,7 +27,7 @@ from slurm import jobs
 from slurm.job.launch_log import Launch, Next, is_all
 from slurm.jobs import Cancelled, Job, Stage, Where
 from slurm.scheduler import Accounted, JobState
-from slurm.status.files import Facts
+from slurm.status.files import RunSnapshot
 from slurm.submit.job_plan import KEYS
 
 # fmt: off
@@ -77,7 +77,7 @@ _BUSY: dict[Stage, State] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class SchedulerSnapshot:
     """What the scheduler has said of all jobs that it was asked about."""
 
     states: Mapping[str, JobState] | None
@@ -121,7 +121,7 @@ class QueuedJob:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """The state of a run."""
 
     state: State
@@ -131,13 +131,13 @@ class Verdict:
     """In words, "" where the state says all."""
 
 
-def queue(facts: Facts, answer: Answer) -> list[QueuedJob]:
+def queue(facts: RunSnapshot, answer: SchedulerSnapshot) -> list[QueuedJob]:
     """The jobs of a run that wait or run, in the order in which they were sent."""
     found = (_queued(facts, job, answer) for job in facts.open_jobs())
     return [each for each in found if each is not None]
 
 
-def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
+def _queued(facts: RunSnapshot, job: Job, answer: SchedulerSnapshot) -> QueuedJob | None:
     states: list[JobState] = []
     unknown = False
     if job.where == "local":
@@ -185,7 +185,7 @@ def _queued(facts: Facts, job: Job, answer: Answer) -> QueuedJob | None:
 
 
 def lost_launches(
-    facts: Facts, answer: Answer, waiting: Sequence[QueuedJob], *, fresh: bool
+    facts: RunSnapshot, answer: SchedulerSnapshot, waiting: Sequence[QueuedJob], *, fresh: bool
 ) -> set[tuple[str, int, int]]:
     """Launches whose end nobody has noted, and that are over: their job was started again since, or does not run.
 
@@ -203,7 +203,7 @@ def lost_launches(
     return found
 
 
-def _is_lost(facts: Facts, launch: Launch, answer: Answer, waiting: Sequence[QueuedJob]) -> bool:
+def _is_lost(facts: RunSnapshot, launch: Launch, answer: SchedulerSnapshot, waiting: Sequence[QueuedJob]) -> bool:
     if any(each.job == launch.job and each.key > launch.key for each in facts.launches):
         return True
     job = next((each for each in facts.sent if launch.job in each.numbers), None)
@@ -224,15 +224,15 @@ def _is_of(launch: Launch, job: QueuedJob) -> bool:
 
 
 def judge(
-    facts: Facts,
-    answer: Answer,
+    facts: RunSnapshot,
+    answer: SchedulerSnapshot,
     waiting: Sequence[QueuedJob],
     tries: Sequence[Attempt],
     beats: Mapping[int, Beat],
     *,
     patience: float,
     total: int | None,
-) -> Verdict:
+) -> RunVerdict:
     """The state of a run.
 
     Args:
@@ -253,8 +253,8 @@ def judge(
     if (hand := facts.by_hand()) is not None:
         on = f"process {hand.pid} on {hand.host}, since {when(hand.start)}"
         if hand.stage == "train":
-            return Verdict("running", hand.stage, f"{on}; its first step is not begun")
-        return Verdict("evaluating" if hand.stage == "eval" else "preprocessing", hand.stage, on)
+            return RunVerdict("running", hand.stage, f"{on}; its first step is not begun")
+        return RunVerdict("evaluating" if hand.stage == "eval" else "preprocessing", hand.stage, on)
     in_queue = [job for job in waiting if job.waits and job.stage != "eval"]
     if in_queue:
         return _waits(facts, in_queue)
@@ -262,7 +262,7 @@ def judge(
     evaluation = _at_work(facts, [job for job in waiting if job.stage == "eval"])
     if evaluation is not None:
         after = f"training: {trained.state}" if trained is not None and trained.state != "done" else ""
-        return Verdict("evaluating", "eval", "; ".join(filter(None, (evaluation.why, after))))
+        return RunVerdict("evaluating", "eval", "; ".join(filter(None, (evaluation.why, after))))
     if trained is not None:
         return trained
     if waiting:
@@ -270,10 +270,10 @@ def judge(
     for group in (("preprocess", "finish"), ("eval",)):
         if (ended := _stage_ended(facts, answer, group)) is not None:
             return ended
-    return Verdict("nothing known", None, "no stage of the run has left a trace")
+    return RunVerdict("nothing known", None, "no stage of the run has left a trace")
 
 
-def _training(facts: Facts, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> Verdict:
+def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> RunVerdict:
     """Of an attempt that runs, or may."""
     told = []
     since = attempt.begin
@@ -286,24 +286,24 @@ def _training(facts: Facts, attempt: Attempt, beats: Mapping[int, Beat], patienc
     if not alive:
         silent = facts.now - since > patience
         text = "no process has given a sign of life yet" if not beats else "its processes have left the training"
-        return Verdict("stalled" if silent and not beats else "running", "train", "; ".join([*told, text]))
+        return RunVerdict("stalled" if silent and not beats else "running", "train", "; ".join([*told, text]))
     oldest = min(alive.values(), key=lambda beat: beat.time)
     least, most = facts.now - max(beat.time for beat in alive.values()), facts.now - oldest.time
     if least > patience:
         words = f"no sign of life for {duration(least)}"
         if len(alive) > 1:
             words += f"; the oldest is of {_who(facts, oldest)}, {duration(most)} ago"
-        return Verdict("stalled", "train", "; ".join([*told, words]))
+        return RunVerdict("stalled", "train", "; ".join([*told, words]))
     if most > patience:
         told.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
-    return Verdict("running", "train", "; ".join(told))
+    return RunVerdict("running", "train", "; ".join(told))
 
 
-def _who(facts: Facts, beat: Beat) -> str:
+def _who(facts: RunSnapshot, beat: Beat) -> str:
     return f"rank {beat.rank} on {node_of(facts, beat)}"
 
 
-def node_of(facts: Facts, beat: Beat) -> str:
+def node_of(facts: RunSnapshot, beat: Beat) -> str:
     """Where a rank runs, as the scheduler names it if it started it."""
     last = facts.launches[-1] if facts.launches else None
     if last is None or last.stage != "train" or last.end is not None or beat.time < last.time:
@@ -311,8 +311,8 @@ def node_of(facts: Facts, beat: Beat) -> str:
     return last.node_of(beat.rank) or beat.host
 
 
-def _suspended(job: QueuedJob) -> Verdict:
-    return Verdict(
+def _suspended(job: QueuedJob) -> RunVerdict:
+    return RunVerdict(
         "suspended",
         _stage_name(job.stage),
         f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job with precedence; it "
@@ -320,7 +320,7 @@ def _suspended(job: QueuedJob) -> Verdict:
     )
 
 
-def _at_work(facts: Facts, among: Sequence[QueuedJob]) -> Verdict | None:
+def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | None:
     """Of the first job that runs."""
     job = next((job for job in among if job.runs), None)
     if job is None:
@@ -346,10 +346,10 @@ def _at_work(facts: Facts, among: Sequence[QueuedJob]) -> Verdict | None:
     if job.state == UNKNOWN:
         why += "; by the files alone"
     stage = job.stage if last is None else last.stage
-    return Verdict(_BUSY[stage], _stage_name(stage), why)
+    return RunVerdict(_BUSY[stage], _stage_name(stage), why)
 
 
-def _waits(facts: Facts, waiting: Sequence[QueuedJob]) -> Verdict:
+def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
     """Of what waits next: not what waits for other jobs, if there is anything else."""
     job = next((job for job in waiting if "Dependency" not in job.reason), waiting[0])
     past = [launch for launch in facts.launches if _is_of(launch, job)]
@@ -368,7 +368,7 @@ def _waits(facts: Facts, waiting: Sequence[QueuedJob]) -> Verdict:
     before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
     if before is not None and (before.end is not None or before.key in facts.lost):
         words.append(f"the last end: {listed(before.end.reason) if before.end else LOST}")
-    return Verdict(state, _stage_name(job.stage), "; ".join(words))
+    return RunVerdict(state, _stage_name(job.stage), "; ".join(words))
 
 
 def _stuck(job: QueuedJob) -> str:
@@ -400,7 +400,9 @@ class _End:
     next: Next | None = None
 
 
-def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], total: int | None) -> Verdict | None:
+def _training_ended(
+    facts: RunSnapshot, answer: SchedulerSnapshot, tries: Sequence[Attempt], total: int | None
+) -> RunVerdict | None:
     """Of training of which nothing runs or waits; None if there was none."""
     end = _last_end(facts, "train")
     last = tries[-1] if tries else None
@@ -419,7 +421,7 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
         return None
     step = max((each.step for each in tries), default=0)
     if end is not None and end.code == EXIT_OK and lost is None:
-        return Verdict("done", "train", _too_late(facts.cancelled, end.time))
+        return RunVerdict("done", "train", _too_late(facts.cancelled, end.time))
     if facts.cancelled is not None and facts.cancelled.stages != ("eval",):
         return _cancelled(facts, facts.cancelled, end, tries)
     if lost is not None:
@@ -428,8 +430,8 @@ def _training_ended(facts: Facts, answer: Answer, tries: Sequence[Attempt], tota
     if end.next == "next link":
         of = f" of {total:,}" if total is not None else ""
         why = f"all links have ended, at step {step:,}{of}; submit the run again to go on; the last end: {end.reason}"
-        return Verdict("chain exhausted", "train", why)
-    return Verdict(_OF_CODE.get(end.code, "failed"), "train", end.reason)
+        return RunVerdict("chain exhausted", "train", why)
+    return RunVerdict(_OF_CODE.get(end.code, "failed"), "train", end.reason)
 
 
 def _too_late(by: Cancelled | None, end: float) -> str:
@@ -440,7 +442,7 @@ def _too_late(by: Cancelled | None, end: float) -> str:
     return f"{by.by} cancelled it at {when(by.time)}, {how}"
 
 
-def _cancelled(facts: Facts, by: Cancelled, end: _End | None, tries: Sequence[Attempt]) -> Verdict:
+def _cancelled(facts: RunSnapshot, by: Cancelled, end: _End | None, tries: Sequence[Attempt]) -> RunVerdict:
     """Who has cancelled what.
 
     Args:
@@ -460,10 +462,10 @@ def _cancelled(facts: Facts, by: Cancelled, end: _End | None, tries: Sequence[At
     elif stage == "train" and ended:
         own = [each.reason for each in tries[-1:] if each.end is not None and each.end >= by.time]
         who += ", after a save" if any("; saved" in text for text in (told, *own)) else ", without saving"
-    return Verdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
+    return RunVerdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
 
 
-def _stage_ended(facts: Facts, answer: Answer, group: Sequence[Stage]) -> Verdict | None:
+def _stage_ended(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
     """Of another stage of which nothing runs or waits; None if there was none."""
     ends = [end for stage in group if (end := _last_end(facts, stage)) is not None]
     end = max(ends, key=lambda each: each.time, default=None)
@@ -474,13 +476,13 @@ def _stage_ended(facts: Facts, answer: Answer, group: Sequence[Stage]) -> Verdic
     if end is None:
         return None
     if end.code == EXIT_OK:
-        return Verdict("done", group[0], "training has not begun" if group[0] == "preprocess" else "")
+        return RunVerdict("done", group[0], "training has not begun" if group[0] == "preprocess" else "")
     if facts.cancelled is not None:
-        return Verdict("cancelled", group[0], f"by {facts.cancelled.by} at {when(facts.cancelled.time)}")
-    return Verdict(_OF_CODE.get(end.code, "failed"), group[0], end.reason)
+        return RunVerdict("cancelled", group[0], f"by {facts.cancelled.by} at {when(facts.cancelled.time)}")
+    return RunVerdict(_OF_CODE.get(end.code, "failed"), group[0], end.reason)
 
 
-def _last_end(facts: Facts, stage: Stage) -> _End | None:
+def _last_end(facts: RunSnapshot, stage: Stage) -> _End | None:
     """Of the last launch of a stage; of the tasks of an array that of one that failed, if one has."""
     past = [launch for launch in facts.launches if launch.stage == stage]
     if not past:
@@ -495,7 +497,7 @@ def _last_end(facts: Facts, stage: Stage) -> _End | None:
     return _End(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
 
 
-def _by_itself(facts: Facts, stage: str, known: _End | None) -> _End | None:
+def _by_itself(facts: RunSnapshot, stage: str, known: _End | None) -> _End | None:
     """The end of a stage that the ledger has of its own, if it came after what is known."""
     last = next((each for each in reversed(facts.stages) if each.stage == stage), None)
     if last is None or (known is not None and last.start <= known.time):
@@ -506,7 +508,7 @@ def _by_itself(facts: Facts, stage: str, known: _End | None) -> _End | None:
     return _End(last.end, last.code, str(told) if told and stage == "train" else f"it left with exit code {last.code}")
 
 
-def _lost(facts: Facts, answer: Answer, group: Sequence[Stage], end: _End | None) -> Verdict | None:
+def _lost(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[Stage], end: _End | None) -> RunVerdict | None:
     """Of the newest job of a stage that has left the queue without a word in the ledger; None if there is none."""
     job = next((each for each in reversed(facts.sent) if each.stage in group), None)
     if job is None or job.where == "local" or facts.is_over(job) or answer.states is None:
@@ -529,18 +531,20 @@ def _lost(facts: Facts, answer: Answer, group: Sequence[Stage], end: _End | None
             text += f", exit code {accounted.exit_code}" if accounted.exit_code != "0:0" else ""
         if word.startswith("CANCELLED"):
             by = word.removeprefix("CANCELLED").removeprefix(" by ").strip()
-            return Verdict("cancelled", stage, f"job {number} was cancelled" + (f" by {_user(by)}" if by else ""))
-        return Verdict("failed", stage, "; ".join(filter(None, (text, end.reason if end else ""))))
+            return RunVerdict("cancelled", stage, f"job {number} was cancelled" + (f" by {_user(by)}" if by else ""))
+        return RunVerdict("failed", stage, "; ".join(filter(None, (text, end.reason if end else ""))))
     if end is not None:
         return None
-    return Verdict("failed", stage, f"job {job.job} has left the queue, and nothing in the ledger")
+    return RunVerdict("failed", stage, f"job {job.job} has left the queue, and nothing in the ledger")
 
 
-def _lost_here(facts: Facts, job: Job | None, end: _End | None) -> Verdict | None:
+def _lost_here(facts: RunSnapshot, job: Job | None, end: _End | None) -> RunVerdict | None:
     """Of a job on this machine, which nobody but the process table knows."""
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
-    return Verdict("failed", _stage_name(job.stage), f"process {job.job} on {job.host} has left nothing in the ledger")
+    return RunVerdict(
+        "failed", _stage_name(job.stage), f"process {job.job} on {job.host} has left nothing in the ledger"
+    )
 
 
 def _user(number: str) -> str:

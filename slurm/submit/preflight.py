@@ -34,7 +34,7 @@ from slurm.submit import sbatch_env
 from slurm.submit.disk_space import checkpoints_room
 from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
 from slurm.submit.preflight_cluster import check_cluster
-from slurm.submit.problems import Findings
+from slurm.submit.problems import PreflightReport
 from slurm.submit.stop_lead_time import signal_seconds
 
 _FEW_FILES = 10_000
@@ -60,7 +60,7 @@ def check(
 
 def look(
     config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
-) -> Findings:
+) -> PreflightReport:
     """Look for all that would end the jobs of a run at their start, or that is probably not meant.
 
     Args:
@@ -70,7 +70,7 @@ def look(
         where: on a cluster or on this machine.
         dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
     """
-    found = Findings()
+    found = PreflightReport()
     makes_data = any(job.stage in ("preprocess", "finish") for job in planned)
     _check_folder("run.dir", config.run.dir, found)
     if makes_data:
@@ -114,7 +114,7 @@ def _names_gpus(job: PlannedJob) -> bool:
     return "gpu" in options.get("gres", "") or any(name.startswith(("gpus-per-", "tres-per-")) for name in options)
 
 
-def _check_folder(key: str, path: Path, found: Findings) -> None:
+def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
     """Whether a folder can be written to, or made. Quotas are not known here."""
     there = nearest(path)
     todo = f"set {key} to a folder of yours on a disk that all nodes share"
@@ -130,7 +130,7 @@ def _check_folder(key: str, path: Path, found: Findings) -> None:
         found.warn(f"{key}={path}: there are only {files:,} inodes free; remove small files there")
 
 
-def _check_sources(config: Config, found: Findings) -> None:
+def _check_sources(config: Config, found: PreflightReport) -> None:
     """What preprocessing reads."""
     with found.collecting():
         for source in find_source_files(config):
@@ -142,7 +142,7 @@ def _check_sources(config: Config, found: Findings) -> None:
 
 
 def _check_training(
-    config: Config, site: SiteConfig, job: PlannedJob, makes_data: bool, where: Where, found: Findings
+    config: Config, site: SiteConfig, job: PlannedJob, makes_data: bool, where: Where, found: PreflightReport
 ) -> None:
     with found.collecting():
         layout = check_layout(config, job.processes)
@@ -175,7 +175,7 @@ def _check_training(
             _check_time(config, job, ahead, found)
 
 
-def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Findings) -> None:
+def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: PreflightReport) -> None:
     """Processes of a node against its GPUs."""
     if config.launch.device == "cpu" or not site.gpus_per_node:
         return
@@ -193,7 +193,7 @@ def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Fin
         )
 
 
-def _resume_point(config: Config, found: Findings) -> Checkpoint | None:
+def _resume_point(config: Config, found: PreflightReport) -> Checkpoint | None:
     """The checkpoint that training would go on from, by its name and the sizes of its files.
 
     Raises:
@@ -219,7 +219,7 @@ def _resume_point(config: Config, found: Findings) -> Checkpoint | None:
     return checkpoint
 
 
-def _check_start(config: Config, checkpoint: Checkpoint | None, found: Findings) -> None:
+def _check_start(config: Config, checkpoint: Checkpoint | None, found: PreflightReport) -> None:
     """What training does before its first step, short of building the model.
 
     Raises:
@@ -235,7 +235,7 @@ def _check_start(config: Config, checkpoint: Checkpoint | None, found: Findings)
 
 
 def _check_evaluation(
-    config: Config, job: PlannedJob, planned: Sequence[PlannedJob], makes_data: bool, found: Findings
+    config: Config, job: PlannedJob, planned: Sequence[PlannedJob], makes_data: bool, found: PreflightReport
 ) -> None:
     with found.collecting():
         check_evaluation_layout(config, job.processes)
@@ -252,7 +252,7 @@ def _check_evaluation(
             Checkpoints.of_run(config.run.dir).find(job.step)
 
 
-def _check_room(config: Config, ahead: Forecast, found: Findings) -> None:
+def _check_room(config: Config, ahead: Forecast, found: PreflightReport) -> None:
     """Disk for the checkpoints."""
     if ahead.disk is not None:
         problem, warning = checkpoints_room(config, ahead.disk, ahead.course)
@@ -262,7 +262,7 @@ def _check_room(config: Config, ahead: Forecast, found: Findings) -> None:
             found.warn(warning)
 
 
-def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Findings) -> None:
+def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: PreflightReport) -> None:
     """The time limit of a job against its stop and its saves."""
     limit, given = 60 * job.minutes, config.launch.stop_before_end_seconds
     if given is not None and limit <= 2 * given:

@@ -17,11 +17,11 @@ from slurm.jobs import user
 from slurm.scheduler import Association, Partition
 from slurm.submit import sbatch_env
 from slurm.submit.job_plan import PlannedJob, gpus_key
-from slurm.submit.problems import Findings
+from slurm.submit.problems import PreflightReport
 
 
 def check_cluster(
-    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], found: Findings, *, dry_run: bool = False
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], found: PreflightReport, *, dry_run: bool = False
 ) -> None:
     """Compare jobs with what the scheduler says, which is asked once for each thing.
 
@@ -93,7 +93,7 @@ class _Asked:
 
 
 def _check_partitions(
-    asked: _Asked, partitions: Mapping[str, Partition], settings: Mapping[str, str], found: Findings
+    asked: _Asked, partitions: Mapping[str, Partition], settings: Mapping[str, str], found: PreflightReport
 ) -> None:
     names = asked.job.resources.partition
     if names is None:
@@ -181,7 +181,7 @@ def _gpus(gres: str) -> int:
     return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
 
-def _check_array(asked: _Asked, settings: Mapping[str, str], found: Findings) -> None:
+def _check_array(asked: _Asked, settings: Mapping[str, str], found: PreflightReport) -> None:
     """The largest index of an array is one less than `MaxArraySize`."""
     most, tasks = settings.get("MaxArraySize", ""), asked.job.tasks
     if tasks > 1 and most.isdecimal() and tasks > int(most):
@@ -195,7 +195,7 @@ def _check_array(asked: _Asked, settings: Mapping[str, str], found: Findings) ->
         )
 
 
-def _check_features(asked: _Asked, partitions: Mapping[str, Partition], found: Findings) -> None:
+def _check_features(asked: _Asked, partitions: Mapping[str, Partition], found: PreflightReport) -> None:
     """A feature that no node has is refused."""
     constraint = asked.job.resources.constraint
     there = frozenset[str]().union(*(partition.features for partition in partitions.values()))
@@ -207,7 +207,7 @@ def _check_features(asked: _Asked, partitions: Mapping[str, Partition], found: F
         )
 
 
-def _check_accounts(jobs: Sequence[_Asked], settings: Mapping[str, str], found: Findings) -> None:
+def _check_accounts(jobs: Sequence[_Asked], settings: Mapping[str, str], found: PreflightReport) -> None:
     """Accounts and qualities of service against those of this user."""
     name = user()
     try:
@@ -263,7 +263,7 @@ def _check_preemption(
     trained: Sequence[_Asked],
     partitions: Mapping[str, Partition],
     settings: Mapping[str, str],
-    found: Findings,
+    found: PreflightReport,
     *,
     accounting: bool,
 ) -> None:

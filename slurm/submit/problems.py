@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pipeline.common.errors import MachineError, UserError
 
 
-class Findings:
+class PreflightReport:
     """Problems, each of which would end the run, and warnings."""
 
     def __init__(self) -> None:

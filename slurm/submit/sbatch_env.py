@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pipeline.common.errors import UserError
 from pipeline.config.slurm import ResourcesConfig, SiteConfig, SlurmConfig
 from slurm.submit.job_plan import KEYS, PlannedJob
-from slurm.submit.problems import Findings
+from slurm.submit.problems import PreflightReport
 
 _TAKEN = {
     "account": "SBATCH_ACCOUNT",
@@ -94,7 +94,9 @@ def resources(environment: Mapping[str, str], site: SiteConfig, run: SlurmConfig
     return found
 
 
-def check(environment: Mapping[str, str], site: SiteConfig, planned: Sequence[PlannedJob], found: Findings) -> None:
+def check(
+    environment: Mapping[str, str], site: SiteConfig, planned: Sequence[PlannedJob], found: PreflightReport
+) -> None:
     """Find variables that sbatch would obey, and that jobs of this plan do not get.
 
     Args:

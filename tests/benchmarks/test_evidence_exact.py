@@ -21,8 +21,8 @@ from evidence.catalog import ITEMS  # noqa: E402
 from evidence.documents import LIMIT, checks, differences, draw, reference, seen  # noqa: E402
 from evidence.exact import beside_cpu, beside_transformers, first_difference, furthest, same_bits  # noqa: E402
 
+from pipeline.train.model.kernels.attention_mask import AttentionMask  # noqa: E402
 from pipeline.train.model.kernels.sdpa import Sdpa  # noqa: E402
-from pipeline.train.model.kernels.sight import Sight  # noqa: E402
 
 CPU = torch.device("cpu")
 Rows = list[dict[str, Any]]
@@ -163,7 +163,7 @@ def test_a_kernel_that_keeps_to_other_documents_or_windows_is_seen() -> None:
     expected = reference(seen(2, 64, drawn, 6, CPU), inputs)
 
     def found(window: int | None, bounds: Any) -> dict[str, float]:
-        return differences(Sdpa(), Sight.of(2, (0, 64), window, CPU, bounds), inputs, expected)
+        return differences(Sdpa(), AttentionMask.of(2, (0, 64), window, CPU, bounds), inputs, expected)
 
     right = found(6, drawn)
     assert list(right) == ["output", "q", "k", "v"] and max(right.values()) < LIMIT["fp32"]

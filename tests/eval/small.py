@@ -14,7 +14,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.eval.engine import Engine, open_engine
+from pipeline.eval.engine import GenerationEngine, open_engine
 from pipeline.eval.scoring import Prompt, continue_greedily
 from pipeline.eval.wikitext import read_pages
 from pipeline.train.distributed.rank import of_environment
@@ -52,12 +52,12 @@ def exported(config: Config, to: Path) -> Path:
     return to
 
 
-def engine_alone(file: Path, overrides: Sequence[str] = ()) -> Engine:
+def engine_alone(file: Path, overrides: Sequence[str] = ()) -> GenerationEngine:
     """The model in this process."""
     return open_engine(load(file, overrides), None, ALONE)
 
 
-def engine_of_rank(file: Path, layout: str, overrides: Sequence[str] = ()) -> Engine:
+def engine_of_rank(file: Path, layout: str, overrides: Sequence[str] = ()) -> GenerationEngine:
     """The model on one of several processes, which call this together."""
     ranks = of_environment()
     values = [f"eval.processes={ranks.world_size}", f"eval.parallel={json.dumps(LAYOUTS[layout])}", *overrides]
@@ -69,7 +69,7 @@ def text(chance: random.Random, words: int) -> str:
     return " ".join(chance.choices(_WORDS, k=words))
 
 
-def write_lambada(file: Path, passages: int = 40, engine: Engine | None = None) -> Path:
+def write_lambada(file: Path, passages: int = 40, engine: GenerationEngine | None = None) -> Path:
     """Passages, some longer than the model reads at once; a third of them ends as the model of `engine` ends it."""
     chance = random.Random(5)
     texts = [text(chance, chance.choice([2, 5, 9, 40])) for _ in range(passages)]

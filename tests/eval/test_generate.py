@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.eval import generate as module
-from pipeline.eval.generate import Batch, Continuation, encode_prompt, generate, stream
+from pipeline.eval.generate import Continuation, GenerationBatch, encode_prompt, generate, stream
 from pipeline.eval.sampling import Sampling, probabilities
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
@@ -169,7 +169,7 @@ def test_texts_come_and_go_at_any_time() -> None:
     chance = random.Random(5)
     prompts = draw_prompts([chance.randint(1, 40) for _ in range(40)])
     hows = [Sampling(max_tokens=chance.randint(0, 15), seed=n, temperature=n % 3) for n in range(40)]
-    batch = Batch(model, tokenizer, slots=4, max_length=60)
+    batch = GenerationBatch(model, tokenizer, slots=4, max_length=60)
     running: dict[int, int] = {}
     texts: dict[int, str] = {}
     dropped = set[int]()
@@ -262,7 +262,7 @@ def test_learned_positions_end_the_text() -> None:
 
 
 def test_what_a_prompt_must_be() -> None:
-    batch = Batch(decoder("llama"), Letters(), slots=2, max_length=5)
+    batch = GenerationBatch(decoder("llama"), Letters(), slots=2, max_length=5)
     with pytest.raises(UserError, match=r"has 5 tokens, but there are 5 positions.*at most 4 tokens"):
         batch.start([1] * 5, GREEDY)
     with pytest.raises(UserError, match="no tokens; give one or more"):

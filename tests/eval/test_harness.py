@@ -26,7 +26,7 @@ from pipeline.config.eval import HarnessConfig
 from pipeline.config.load import load
 from pipeline.eval import harness as harness_module
 from pipeline.eval.benchmarks import benchmarks_are_made
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.harness import _files, _load, _made_with, _manager, harness_is_made, prefetch, run_harness
 from pipeline.eval.reports import read_evaluations
 from pipeline.eval.scoring import Request, Scored
@@ -114,7 +114,7 @@ def theirs(root: Path) -> dict[str, Any]:
     return answers(HFLM(pretrained=str(root / "hf"), device="cpu", batch_size=1, dtype="float32"))
 
 
-def ours(engine: Engine) -> dict[str, Any]:
+def ours(engine: GenerationEngine) -> dict[str, Any]:
     from pipeline.eval.harness_model import HarnessModel
 
     return answers(HarnessModel(engine, 3))

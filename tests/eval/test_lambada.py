@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.config.eval import EvalConfig, TaskConfig
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.lambada import encode_pair, last_word, read_passages
 from pipeline.eval.tasks import run_tasks
 from pipeline.train.model.decoder import Context
@@ -31,12 +31,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(root: Path) -> Engine:
+def engine(root: Path) -> GenerationEngine:
     task = [{"type": "lambada", "path": str(root / "lambada.jsonl")}]
     return small.engine_alone(root / "run.yaml", [f"eval.tasks={json.dumps(task)}"])
 
 
-def test_last_words_equal_a_forward_pass_each(root: Path, engine: Engine) -> None:
+def test_last_words_equal_a_forward_pass_each(root: Path, engine: GenerationEngine) -> None:
     found = run_tasks(engine, Console(quiet=True))["lambada"]
     right, nats = [], []
     for line in (root / "lambada.jsonl").read_text().splitlines():
@@ -59,13 +59,13 @@ def test_last_words_equal_a_forward_pass_each(root: Path, engine: Engine) -> Non
     assert found["perplexity"] == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-4)
 
 
-def test_a_word_of_several_tokens_is_right_as_a_whole(engine: Engine) -> None:
+def test_a_word_of_several_tokens_is_right_as_a_whole(engine: GenerationEngine) -> None:
     request = last_word(engine.tokenizer, "the boat sails harbourkeeper", engine.max_length)
     assert request.scored > 1
     assert engine.tokenizer.decode(request.tokens[-request.scored :]) == " harbourkeeper"
 
 
-def test_spaces_before_the_word_are_the_words(engine: Engine) -> None:
+def test_spaces_before_the_word_are_the_words(engine: GenerationEngine) -> None:
     encode = engine.tokenizer.encode
     before, word = encode_pair(encode, "the sea  ", "is")
     assert before == encode("the sea")
@@ -101,7 +101,7 @@ def test_two_tasks_of_a_name_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_those_of_the_harness(root: Path, engine: Engine, tmp_path: Path) -> None:
+def test_figures_are_those_of_the_harness(root: Path, engine: GenerationEngine, tmp_path: Path) -> None:
     found = run_tasks(engine, Console(quiet=True))["lambada"]
     hf = small.exported(engine.config, tmp_path / "hf")
     theirs = small.harness_figures(hf, root, tmp_path, ["local_lambada"])["local_lambada"]

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.common.errors import MachineError, UserError
 from pipeline.eval import scoring
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.generate import generate
 from pipeline.eval.sampling import Sampling
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
@@ -27,7 +27,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(file: Path) -> Engine:
+def engine(file: Path) -> GenerationEngine:
     return small.engine_alone(file)
 
 
@@ -53,7 +53,7 @@ def prompts_of(vocabulary: int) -> list[Prompt]:
     ]
 
 
-def by_hand(engine: Engine, request: Request) -> Scored:
+def by_hand(engine: GenerationEngine, request: Request) -> Scored:
     logits = engine.model.whole(torch.tensor([request.tokens[:-1]]), Context())[0].double()
     targets = torch.tensor(request.tokens[1:])
     chosen = slice(len(targets) - request.scored, None)
@@ -89,7 +89,7 @@ def test_shapes_come_again() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_scores_equal_a_forward_pass_each(engine: Engine, batch_size: int) -> None:
+def test_scores_equal_a_forward_pass_each(engine: GenerationEngine, batch_size: int) -> None:
     requests = requests_of(280, engine.max_length)
     done: list[int] = []
     scores = score(engine, requests, batch_size=batch_size, advance=done.append)
@@ -101,7 +101,7 @@ def test_scores_equal_a_forward_pass_each(engine: Engine, batch_size: int) -> No
     assert score(engine, [], batch_size=batch_size) == []
 
 
-def test_what_the_model_would_say_is_greedy(engine: Engine) -> None:
+def test_what_the_model_would_say_is_greedy(engine: GenerationEngine) -> None:
     prompts = prompts_of(280)
     new = continue_greedily(engine, prompts, batch_size=3)
     requests = [
@@ -113,7 +113,7 @@ def test_what_the_model_would_say_is_greedy(engine: Engine) -> None:
     assert not any(each.greedy for each in score(engine, other, batch_size=4))
 
 
-def test_continuations_equal_those_with_a_cache(engine: Engine) -> None:
+def test_continuations_equal_those_with_a_cache(engine: GenerationEngine) -> None:
     prompts = prompts_of(280)
     new = continue_greedily(engine, prompts, batch_size=2)
     settings = [Sampling(temperature=0, max_tokens=prompt.most) for prompt in prompts]
@@ -121,7 +121,7 @@ def test_continuations_equal_those_with_a_cache(engine: Engine) -> None:
     assert new == [[token.id for token in each.tokens] for each in cached]
 
 
-def test_a_continuation_ends_when_it_is_told_to(engine: Engine) -> None:
+def test_a_continuation_ends_when_it_is_told_to(engine: GenerationEngine) -> None:
     prompts = [Prompt([5, 6, 7], 8), Prompt([8], 8)]
     whole = continue_greedily(engine, prompts, batch_size=2)
     cut = continue_greedily(engine, prompts, batch_size=1, ended=lambda number, new: number == 1 and len(new) == 3)
@@ -144,7 +144,7 @@ def test_logits_that_are_not_finite_are_an_error(file: Path) -> None:
     assert found.nats != found.nats and not found.greedy
 
 
-def test_weights_in_training_stay_in_training(engine: Engine) -> None:
+def test_weights_in_training_stay_in_training(engine: GenerationEngine) -> None:
     engine.model.train(True)
     score(engine, [Request([1, 2], 1)], batch_size=1)
     assert engine.model.whole.training
@@ -172,7 +172,9 @@ def different_on_each_rank(file: Path) -> None:
 @pytest.mark.parallel
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", small.LAYOUTS)
-def test_every_layout_has_the_scores_of_one_process(file: Path, engine: Engine, pair: Ranks, layout: str) -> None:
+def test_every_layout_has_the_scores_of_one_process(
+    file: Path, engine: GenerationEngine, pair: Ranks, layout: str
+) -> None:
     expected = [by_hand(engine, request) for request in requests_of(280, engine.max_length)]
     continued = continue_greedily(engine, prompts_of(280), batch_size=2)
     for scores, new in pair.call(on_rank, file, layout):

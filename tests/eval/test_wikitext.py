@@ -15,7 +15,7 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.eval.engine import Engine
+from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path
 from pipeline.eval.tasks import run_tasks, tasks_are_made
 from pipeline.eval.wikitext import articles, detokenized, read_pages, words_and_bytes
@@ -43,13 +43,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def figures(root: Path, **keys: Any) -> tuple[Engine, dict[str, Any]]:
+def figures(root: Path, **keys: Any) -> tuple[GenerationEngine, dict[str, Any]]:
     task = {"type": "wikitext", "path": str(root / "wiki.txt"), **keys}
     engine = small.engine_alone(root / "run.yaml", [f"eval.tasks={json.dumps([task])}"])
     return engine, run_tasks(engine, Console(quiet=True))["wikitext"]
 
 
-def nats_by_hand(engine: Engine, text: str, stride: int) -> float:
+def nats_by_hand(engine: GenerationEngine, text: str, stride: int) -> float:
     """Token by token: each from what its window has before it, in fp64."""
     tokens = [engine.tokenizer.end_of_document, *engine.tokenizer.encode(text)]
     length, total = engine.max_length, 0.0

@@ -123,25 +123,25 @@ _VARIANTS = {
 
 CLASSES = {
     "pipeline.train.parallel.layout": ("Layout",),
-    "pipeline.train.planning.shares": ("Shares", "Measured"),
+    "pipeline.train.planning.shares": ("Shares", "MeasuredShares"),
     "pipeline.train.monitor.goodput": ("Goodput",),
     "pipeline.train.run.unsaved": ("Saves",),
     "pipeline.train.run.heartbeat": ("Beat",),
     "pipeline.train.checkpoint.commands": ("Row",),
-    "pipeline.data.work.leases": ("Record",),
+    "pipeline.data.work.leases": ("LeaseRecord",),
     "pipeline.data.loading.loader": (),  # Span
     "pipeline.data.order.windows": ("Span",),
     "pipeline.data.order.journal": ("Journal",),
     "pipeline.data.order.segments": ("Segment", "SourceState", "Skip"),
     "pipeline.data.order.consumption": ("SliceAccount",),
-    "pipeline.data.plan.build": ("Plan", "SliceRow", "SegmentRow", "PreviewRow"),
+    "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
     "pipeline.data.preprocess.tokenize_unit": (),  # Damage
     "pipeline.data.sources.records": ("Damage",),
     "pipeline.data.preprocess.report": ("SplitReport",),
     "pipeline.data.preprocess.run_tokenizer": (),  # TokenizerTrainConfig
     "pipeline.data.tokenization.engine_check": ("Proof",),
-    "pipeline.data.provenance.document_to_steps": ("Seen", "Unseen", "Without"),
+    "pipeline.data.provenance.document_to_steps": ("Occurrence", "Gap", "Without"),
     "pipeline.eval.perplexity": ("EvalReport", "Score"),
     "pipeline.eval.table": (),  # Evaluation
     "pipeline.eval.reports": ("Evaluation",),
@@ -155,7 +155,7 @@ CLASSES = {
     "slurm.status.run": ("RunStatus", "Try", "Pulse"),
     "slurm.status.state": ("QueuedJob",),
     "slurm.doctor.command": (),  # of the report
-    "slurm.doctor.report": ("Report", "Check", "Network", "Verdict"),
+    "slurm.doctor.report": ("Report", "NodeCheck", "Network", "NodeVerdict"),
     "slurm.sweep.table": ("Result",),
     "pipeline.config.slurm": ("SiteConfig", "ResourcesConfig"),
 }

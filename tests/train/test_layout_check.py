@@ -23,7 +23,7 @@ from pipeline.config.train import OptimizerConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.layout_check import check, world_size
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.model.decoder import Decoder, Part
+from pipeline.train.model.decoder import Decoder, ModelPart
 from pipeline.train.model.flops import layer_parameters, num_parameters
 from pipeline.train.parallel.footprint import end_parameters, footprint
 from pipeline.train.parallel.layout import Layout
@@ -124,10 +124,10 @@ def test_parameters_of_a_rank_are_those_of_the_module(family: str, tp: int) -> N
     spec = decoder_spec(FAMILIES[family].config, 97, 64)
     kv_heads = spec.layers[0].mixer.kv_heads
     for part in (
-        Part.whole(spec),
-        Part(range(1), True, False),
-        Part(range(1, 2), False, False),
-        Part(range(3, 3), False, True),
+        ModelPart.whole(spec),
+        ModelPart(range(1), True, False),
+        ModelPart(range(1, 2), False, False),
+        ModelPart(range(3, 3), False, True),
     ):
         with torch.device("meta"):
             model = Decoder(spec, part)
@@ -141,7 +141,7 @@ def test_parameters_of_a_rank_are_those_of_the_module(family: str, tp: int) -> N
             layer_parameters(spec.layers[index], tp) for index in part.layers
         )
         assert counted == expected
-    whole = Part.whole(spec)
+    whole = ModelPart.whole(spec)
     assert end_parameters(spec, whole, 1) + sum(layer_parameters(layer, 1) for layer in spec.layers) == num_parameters(
         spec
     )
@@ -155,14 +155,14 @@ def test_footprint_by_hand() -> None:
     everything = 4 * layer + ends
 
     def of(
-        layout: Layout, parts: list[Part], *, averages: bool = False, optimizer: Any = None, **keys: Any
+        layout: Layout, parts: list[ModelPart], *, averages: bool = False, optimizer: Any = None, **keys: Any
     ) -> tuple[int, int, int, int]:
         parallel = ParallelConfig.model_validate({**layout.degrees, **keys})
         how = OptimizerConfig.model_validate(optimizer or {})
         row = footprint(spec, parts, parallel, layout, "bf16", averages=averages, optimizer=how)
         return row.parameters, row.states, row.compute, row.accumulated
 
-    whole = [Part.whole(spec)]
+    whole = [ModelPart.whole(spec)]
     assert of(Layout(), whole) == (everything, 16 * everything, 2 * everything, 0)
     assert of(Layout(), whole, averages=True) == (everything, 20 * everything, 2 * everything, 0)
     assert of(Layout(dp_replicate=8), whole) == (everything, 16 * everything, 2 * everything, 0)
@@ -175,7 +175,7 @@ def test_footprint_by_hand() -> None:
     assert of(Layout(), whole, optimizer=muon)[1] == 16 * everything - 4 * 4 * (layer - 64)
     assert of(Layout(), whole, optimizer={**muon, "states": "bf16"})[1] == 12 * everything - 2 * 4 * (layer - 64)
     # With a pipeline whole gradients are added up before they are sharded.
-    middle = [Part(range(1, 3), False, False)]
+    middle = [ModelPart(range(1, 3), False, False)]
     assert of(Layout(pp=4, dp_shard=4), middle) == (2 * layer, 8 * layer, 4 * layer, 8 * layer)
     assert of(Layout(pp=4), middle) == (2 * layer, 32 * layer, 4 * layer, 0)
 

@@ -25,10 +25,10 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.distributed.process_group import part
 from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Kernel
 from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout

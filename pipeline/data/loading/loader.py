@@ -27,7 +27,7 @@ from pipeline.data.loading.objectives import FloatArray, Objective, make_objecti
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks
 from pipeline.data.order.journal import Journal
-from pipeline.data.order.locate import Located, Lookup, Share
+from pipeline.data.order.locate import Located, Lookup, RankShare
 from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.data.order.sampler import End, Sampler
 from pipeline.data.order.windows import Instances, bounds_of, windows_of
@@ -74,7 +74,7 @@ class Loader:
         self._prefetch = prefetch
         self._pin = device is not None and device.type == "cuda"
         self._shares = [
-            Share(segment.batch_size, micro, dp_rank, dp_size)
+            RankShare(segment.batch_size, micro, dp_rank, dp_size)
             for segment, micro in zip(journal.segments, micro_batch_size, strict=True)
         ]
         self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])

@@ -95,7 +95,7 @@ class Account:
 
 
 @dataclass
-class Stretch:
+class SliceStretch:
     """Laps of one slice with one sequence length, one after the other, the last of them perhaps partial."""
 
     state: SourceState
@@ -152,12 +152,12 @@ def accounts(sampler: Sampler, step: int) -> dict[str, Account]:
     return accounts_of(sampler.journal, stretches_of(sampler.journal, step))
 
 
-def accounts_of(journal: Journal, stretches: Mapping[str, list[Stretch]]) -> dict[str, Account]:
+def accounts_of(journal: Journal, stretches: Mapping[str, list[SliceStretch]]) -> dict[str, Account]:
     """`accounts`, from `stretches_of` the journal."""
     result = {}
     for name in journal.names:
         row = stretches.get(name) or [_first_stretch(journal, name)]
-        by_slice: dict[Documents, list[Stretch]] = {}
+        by_slice: dict[Documents, list[SliceStretch]] = {}
         for stretch in row:
             by_slice.setdefault(stretch.state.documents, []).append(stretch)
         parts = {documents: _account(journal.seed, name, found) for documents, found in by_slice.items()}
@@ -165,9 +165,9 @@ def accounts_of(journal: Journal, stretches: Mapping[str, list[Stretch]]) -> dic
     return result
 
 
-def stretches_of(journal: Journal, step: int) -> dict[str, list[Stretch]]:
+def stretches_of(journal: Journal, step: int) -> dict[str, list[SliceStretch]]:
     """What the steps before `step` have drawn by source, in the order of the run."""
-    found: dict[str, list[Stretch]] = {}
+    found: dict[str, list[SliceStretch]] = {}
     for number, (segment, samples) in enumerate(journal.drawn(step)):
         length = segment.sequence_length
         counts = dict(zip(segment.sources, segment.order().counts(samples), strict=True))
@@ -179,7 +179,7 @@ def stretches_of(journal: Journal, step: int) -> dict[str, list[Stretch]]:
             else:
                 if row:
                     row[-1].closed = number
-                stretch = Stretch(state, length)
+                stretch = SliceStretch(state, length)
                 row.append(stretch)
             stretch.windows += counts[name]
             stretch.limit = None if state.cap is None else state.cap - counts[name]
@@ -188,14 +188,14 @@ def stretches_of(journal: Journal, step: int) -> dict[str, list[Stretch]]:
     return found
 
 
-def _first_stretch(journal: Journal, name: str) -> Stretch:
+def _first_stretch(journal: Journal, name: str) -> SliceStretch:
     """Of a source that has not begun."""
     segment = next(segment for segment in journal.segments if name in segment.sources)
     state = segment.sources[name]
-    return Stretch(state, segment.sequence_length, limit=state.cap)
+    return SliceStretch(state, segment.sequence_length, limit=state.cap)
 
 
-def _account(seed: int, name: str, stretches: list[Stretch]) -> SliceAccount:
+def _account(seed: int, name: str, stretches: list[SliceStretch]) -> SliceAccount:
     """Of one slice."""
     last = stretches[-1]
     unique, exact = _unique(seed, name, stretches)
@@ -213,7 +213,7 @@ def _account(seed: int, name: str, stretches: list[Stretch]) -> SliceAccount:
     )
 
 
-def _unique(seed: int, name: str, stretches: list[Stretch]) -> tuple[int, bool]:
+def _unique(seed: int, name: str, stretches: list[SliceStretch]) -> tuple[int, bool]:
     """Tokens that were a target, and whether that is exact."""
     tokens = stretches[0].state.tokens
     complete = [stretch for stretch in stretches if stretch.full]
@@ -235,7 +235,7 @@ def _unique(seed: int, name: str, stretches: list[Stretch]) -> tuple[int, bool]:
     return round(tokens * (1 - missed)), False
 
 
-def _left_by_laps(seed: int, name: str, stretch: Stretch) -> IntArray:
+def _left_by_laps(seed: int, name: str, stretch: SliceStretch) -> IntArray:
     """The tokens that no complete lap of the stretch has among its targets, fewer than a window."""
     tokens, length = stretch.state.tokens, stretch.length
     rest = tokens % length
@@ -250,7 +250,7 @@ def _left_by_laps(seed: int, name: str, stretch: Stretch) -> IntArray:
     return np.arange(high + 1 - rest, low + 1) % tokens
 
 
-def _seen_in_last_lap(seed: int, name: str, stretch: Stretch, tokens: IntArray) -> npt.NDArray[np.bool_]:
+def _seen_in_last_lap(seed: int, name: str, stretch: SliceStretch, tokens: IntArray) -> npt.NDArray[np.bool_]:
     """Which of these tokens were targets in the partial lap at the end of the stretch."""
     lap = stretch.first_lap + stretch.full
     window = (tokens - lap_phase(seed, name, lap, stretch.length) - 1) % stretch.state.tokens // stretch.length

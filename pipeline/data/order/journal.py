@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.order.journal_diff import changed_past
-from pipeline.data.order.segments import Interval, Record, Seen, Segment, Skip, Stretch, What
+from pipeline.data.order.segments import DecidedSteps, Interval, Record, Segment, Skip, Stretch, What
 
 
 class Journal(Record):
@@ -175,7 +175,7 @@ class Journal(Record):
 
     # Going on
 
-    def seen(self, step: int) -> Seen:
+    def seen(self, step: int) -> DecidedSteps:
         """All that decided the steps before `step`.
 
         The end of the last segment is not part of it, nor is a limit that no source had reached, nor the way in which
@@ -196,7 +196,7 @@ class Journal(Record):
                 name: source.model_copy(update={"cap": caps[name], "stops": False}) for name, source in sources.items()
             }
             stretches.append(Stretch(first, segment.batch_size, segment.sequence_length, sources, drawn))
-        return Seen(self.seed, stretches, self._skipped_before(step))
+        return DecidedSteps(self.seed, stretches, self._skipped_before(step))
 
     def _skipped_before(self, step: int) -> dict[What, list[Interval]]:
         found: dict[What, list[Interval]] = {}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from pipeline.data.order.blend import UNIT
-from pipeline.data.order.segments import Interval, Seen, What
+from pipeline.data.order.segments import DecidedSteps, Interval, What
 
 
 class Past(Protocol):
     """What is compared of two journals."""
 
-    def seen(self, step: int) -> Seen:
+    def seen(self, step: int) -> DecidedSteps:
         """All that decided the steps before `step`."""
         ...
 
@@ -43,7 +43,7 @@ def changed_past(saved: Past, now: Past, step: int) -> str:
     )
 
 
-def _differences(old: Seen, new: Seen, step: int) -> tuple[list[str], str]:
+def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[str], str]:
     """What differs between two pasts that are equal but for their last step, and what to do."""
     if old.seed != new.seed:
         return [f"run.seed {old.seed} -> {new.seed}"], f"Set run.seed to {old.seed} again."
@@ -110,5 +110,5 @@ def _what(what: What) -> str:
     return f"documents {numbers} of {source!r}" if numbers else f"source {source!r}"
 
 
-def _count(seen: Seen, what: What) -> int:
+def _count(seen: DecidedSteps, what: What) -> int:
     return sum(end - first for first, end in seen.skips.get(what, []))

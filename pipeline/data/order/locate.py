@@ -26,7 +26,7 @@ _QUICK_S = 0.02
 """A group that takes longer is followed by a smaller one."""
 
 
-class Share:
+class RankShare:
     """A rank's samples of every step of a segment.
 
     The samples of a step, padded with masked ones to a multiple of ranks x micro-batch size, are cut in their order
@@ -107,7 +107,7 @@ class Lookup:
         journal: Journal,
         sampler: Sampler,
         instances: Sequence[Mapping[str, Instances]],
-        shares: Sequence[Share],
+        shares: Sequence[RankShare],
         *,
         everything: bool,
     ) -> None:

@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import percent
 from pipeline.config.root import Config
 from pipeline.data.order.blend import UNIT
-from pipeline.data.order.consumption import Account, Documents, Stretch, accounts_of, stretches_of
+from pipeline.data.order.consumption import Account, Documents, SliceStretch, accounts_of, stretches_of
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.phases import label, phase_at
 from pipeline.data.order.sampler import Sampler
@@ -130,7 +130,7 @@ class _Exhaustion(NamedTuple):
     documents: Documents
 
 
-def _exhaustions(sampler: Sampler, stretches: Mapping[str, list[Stretch]]) -> list[_Exhaustion]:
+def _exhaustions(sampler: Sampler, stretches: Mapping[str, list[SliceStretch]]) -> list[_Exhaustion]:
     """Where sources drop out, in the order of the run."""
     return sorted(
         _Exhaustion(last_window_step(sampler, name, segment), name, segment, stretch.state.documents)
@@ -151,7 +151,7 @@ def last_window_step(sampler: Sampler, name: str, segment: int) -> int:
 
 
 def _reached(
-    config: Config, sampler: Sampler, stretches: Mapping[str, list[Stretch]], last_step: int, first_step: int
+    config: Config, sampler: Sampler, stretches: Mapping[str, list[SliceStretch]], last_step: int, first_step: int
 ) -> Iterator[str]:
     """Sources that drop out."""
     limits = {source.name: source.max_epochs for source in config.data.sources}
@@ -232,9 +232,11 @@ def _common(one: Documents, two: Documents) -> tuple[int, int]:
     return max(one[0], two[0]), min(one[1], two[1])
 
 
-def _closed(config: Config, journal: Journal, stretches: Mapping[str, list[Stretch]], first_step: int) -> Iterator[str]:
+def _closed(
+    config: Config, journal: Journal, stretches: Mapping[str, list[SliceStretch]], first_step: int
+) -> Iterator[str]:
     """Laps that a change of the sequence length ended early, a line for each phase that does so."""
-    ended: dict[tuple[int, int, int], list[tuple[str, Stretch]]] = {}
+    ended: dict[tuple[int, int, int], list[tuple[str, SliceStretch]]] = {}
     for name, row in stretches.items():
         for stretch, after in pairwise(row):
             number = stretch.closed

@@ -143,7 +143,7 @@ class Stretch(NamedTuple):
     """Samples by source."""
 
 
-class Seen(NamedTuple):
+class DecidedSteps(NamedTuple):
     """All that decided the steps before some step: equal for two journals that agree on those steps."""
 
     seed: int

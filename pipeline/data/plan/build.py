@@ -136,7 +136,7 @@ class PreviewRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DataPlan:
     """Everything that `pipeline data plan` says."""
 
     run: Path
@@ -177,7 +177,7 @@ def make_plan(
     preview: int = 0,
     assume: Sequence[str] = (),
     check: Callable[[Journal, int], object] = lambda journal, steps: None,
-) -> Plan:
+) -> DataPlan:
     """The plan of a run.
 
     Args:
@@ -200,7 +200,7 @@ def make_plan(
     check(journal, length.steps)
     segments = _segment_rows(config, journal, length.steps, ranks)
     hashed = min(hashed_steps, length.steps)
-    return Plan(
+    return DataPlan(
         run=config.run.dir,
         ranks=ranks,
         steps=length.steps,

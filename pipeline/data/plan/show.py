@@ -16,7 +16,7 @@ from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import range_text
-from pipeline.data.plan.build import HASHED_STEPS, Plan, PreviewRow, SliceRow, make_plan
+from pipeline.data.plan.build import HASHED_STEPS, DataPlan, PreviewRow, SliceRow, make_plan
 from pipeline.data.sources.records import printable
 
 _WIDE = 1000
@@ -62,7 +62,7 @@ def print_plan(
         show(plan, console if console.is_terminal else Console(file=console.file, width=_WIDE))
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: DataPlan, console: Console) -> None:
     """Print a plan for people."""
     say(console, f"run: {plan.run}")
     say(console, f"length: {plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens ({plan.ends})")
@@ -83,7 +83,7 @@ def show(plan: Plan, console: Console) -> None:
         _show_window(row, console)
 
 
-def _tables(plan: Plan) -> Iterator[Table]:
+def _tables(plan: DataPlan) -> Iterator[Table]:
     yield _sources_table(plan)
     phases = [phase for phase, _ in groupby(row.phase for row in plan.segments)]
     if len(phases) > 1:
@@ -95,7 +95,7 @@ def _tables(plan: Plan) -> Iterator[Table]:
     yield _accounts_table(f"at the end, after {plan.steps:,} steps", [(row, row.end) for row in plan.sources])
 
 
-def _sources_table(plan: Plan) -> Table:
+def _sources_table(plan: DataPlan) -> Table:
     # The weights of several phases have tables of their own.
     weight = ["weight"] if len({row.phase for row in plan.segments}) == 1 else []
     table = _table("sources", "source", "slice", "documents", "tokens", *weight, "given", "epochs", "max_epochs")
@@ -117,7 +117,7 @@ def _sources_table(plan: Plan) -> Table:
     return table
 
 
-def _weights_table(plan: Plan, phases: Sequence[str]) -> Table:
+def _weights_table(plan: DataPlan, phases: Sequence[str]) -> Table:
     table = _table("weights", "source", "slice", *phases)
     for row in plan.sources:
         if not row.weights.keys().isdisjoint(phases):
@@ -134,7 +134,7 @@ def _given(row: SliceRow, phase: str) -> str:
     return _weight(weight) + given
 
 
-def _segments_table(plan: Plan) -> Table:
+def _segments_table(plan: DataPlan) -> Table:
     ranks = f", on {plan.ranks:,} data-parallel ranks" if plan.ranks > 1 else ""
     columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
     table = _table(f"segments{ranks}", *columns)

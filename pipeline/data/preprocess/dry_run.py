@@ -26,14 +26,14 @@ from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, is_begun, make_plan
 from pipeline.data.preprocess.split_counts import known_splits
 from pipeline.data.preprocess.splits import Splits, split_names
-from pipeline.data.preprocess.status import SourceState, read_state
+from pipeline.data.preprocess.status import SourceProgress, read_state
 from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
 from pipeline.data.sources.compression import FORMATS, MAGIC, compression_of
 from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import EMPTY, Unit
-from pipeline.data.tokenization.engine_choice import Choice, choose_engine
+from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.progress import NOTHING_TO_DO
@@ -51,7 +51,7 @@ _TOKENS_A_BYTE = 0.25
 
 
 @dataclass
-class Sample:
+class SourceSample:
     """A look at some documents of a source.
 
     Attributes:
@@ -200,11 +200,11 @@ def _tokenizer(config: Config) -> Tokenizer | None:
     return None if config.tokenizer.path is None else Tokenizer.load(config.tokenizer.path, config.tokenizer)
 
 
-def _engine(config: Config, tokenizer: Tokenizer) -> Choice:
+def _engine(config: Config, tokenizer: Tokenizer) -> EngineChoice:
     return choose_engine(config.data.preprocess.engine, tokenizer, cache_folder() / "engines", set())
 
 
-def _problem(config: Config, found: SourceFiles, sample: Sample) -> str:
+def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
     """What to do about a source of which no sampled record is a document."""
     key = f"data.sources.{config.data.sources.index(found.source)}"
     keys = f"{key}.type (now {found.reader.type})"
@@ -214,7 +214,7 @@ def _problem(config: Config, found: SourceFiles, sample: Sample) -> str:
     return f"{key} ({found.source.name}): {sample.in_words}; the first is in {sample.first_bad}; {advice}"
 
 
-def _hint(found: SourceFiles, sample: Sample) -> str:
+def _hint(found: SourceFiles, sample: SourceSample) -> str:
     """What the file of the first bad record is by its first bytes, if that is not what it is read as; else empty."""
     path = sample.first_bad
     if not path or found.reader.numbering == "row":  # of a table, a record was read
@@ -230,7 +230,7 @@ def _hint(found: SourceFiles, sample: Sample) -> str:
     return ""
 
 
-def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state: SourceState) -> str:
+def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state: SourceProgress) -> str:
     """What is there of a source's datasets, or why the stage would not go on with them; empty if nothing is there."""
     if not state.units:
         return f"would be refused: {state.problem}" if state.problem else ""
@@ -253,7 +253,7 @@ def _unknown(config: Config) -> Splits:
     return Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
 
 
-def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> Sample:
+def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> SourceSample:
     """Read from units in their keyed order until there is enough, and encode it in batches of bounded size.
 
     Args:
@@ -261,7 +261,7 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
         source: what they have in common.
         engine: what encodes; None if there is no tokenizer yet.
     """
-    sample = Sample()
+    sample = SourceSample()
     batches = None if engine is None else _Batches(engine, min(source.max_document_bytes, engine.batch_bytes))
     is_enough, started = False, time.perf_counter()
     for unit in units:

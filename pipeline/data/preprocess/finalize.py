@@ -22,7 +22,7 @@ from pipeline.data.datasets.files import TRAIN, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import CODE_VERSION, PART, write_dataset
 from pipeline.data.preprocess.report import SourceReport, SplitReport
-from pipeline.data.preprocess.source_plan import Plan, link_order
+from pipeline.data.preprocess.source_plan import SourcePlan, link_order
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.damage import DAMAGED_FILE, damage_in, damaged_error
 from pipeline.data.sources.records import EMPTY, Piece, Unit
@@ -47,7 +47,7 @@ class Finish:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SourcePlan,
         config: Config,
         tokenizer: Tokenizer,
         start_over: str,

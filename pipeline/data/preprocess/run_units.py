@@ -21,14 +21,14 @@ from pipeline.config.root import Config
 from pipeline.data.preprocess.tokenize_unit import (
     CONDEMNED_FILE,
     Busy,
-    Condemned,
+    EngineRejected,
     UnitDone,
     UnitJob,
     make_tokenize,
     read_condemned,
 )
 from pipeline.data.sources.records import EMPTY
-from pipeline.data.tokenization.engine_choice import Choice
+from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.leases import PATIENCE_S
 from pipeline.data.work.progress import ProgressLine
@@ -74,7 +74,7 @@ def tokenize_units(
     jobs: Sequence[UnitJob],
     units: int,
     tokenizer: Path,
-    choose_engine: Callable[[], Choice],
+    choose_engine: Callable[[], EngineChoice],
     *,
     waits: bool = True,
 ) -> Outcome:
@@ -148,7 +148,7 @@ class _Run:
             except EngineDiffers as error:
                 self._condemn(str(error))
                 return self._outcome
-            except Condemned as error:
+            except EngineRejected as error:
                 self._outcome.condemned = str(error)
                 return self._outcome
             waiting = [job for job, _ in held]
@@ -244,4 +244,4 @@ def _concerns_all(error: Exception) -> bool:
     everywhere = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
     if isinstance(error, OSError):
         return error.errno in everywhere
-    return isinstance(error, EngineDiffers | Condemned | UserError)
+    return isinstance(error, EngineDiffers | EngineRejected | UserError)

@@ -16,9 +16,9 @@ from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, make_shu
 from pipeline.data.global_shuffle.external_sort import Run, Shuffle
 from pipeline.data.preprocess.finalize import Finish
 from pipeline.data.preprocess.run_units import worker_count
-from pipeline.data.preprocess.source_plan import Plan
+from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.tokenize_unit import order_key
-from pipeline.data.work.leases import Holder, Watch, take_when_free
+from pipeline.data.work.leases import Holder, LeaseWatch, take_when_free
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
@@ -33,12 +33,12 @@ class Shuffling:
         self._dtype = dtype
         self._wanted = config.data.preprocess.shuffle == "global"
 
-    def has_left(self, plan: Plan) -> bool:
+    def has_left(self, plan: SourcePlan) -> bool:
         """Whether there is something to remove of the first pass."""
         folder = self._config.data_dir / plan.found.source.name
         return self._wanted and any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
 
-    def is_done(self, plan: Plan, receipts: Receipts, condemned: Mapping[str, str]) -> bool:
+    def is_done(self, plan: SourcePlan, receipts: Receipts, condemned: Mapping[str, str]) -> bool:
         """Whether all of a source was shuffled before, so that what the first pass wrote is not needed.
 
         Args:
@@ -52,16 +52,16 @@ class Shuffling:
         return shuffles is not None and all(shuffle.finished() for shuffle in shuffles.values())
 
     @contextmanager
-    def alone(self, plan: Plan) -> Iterator[None]:
+    def alone(self, plan: SourcePlan) -> Iterator[None]:
         """One command at a time shuffles, finishes and removes what the first pass wrote of a source."""
         if not self._wanted:
             yield
             return
         folder = self._config.data_dir / plan.found.source.name
-        with take_when_free(folder, "shuffle", Watch(), self._say_waiting) as lease, lease.beating():
+        with take_when_free(folder, "shuffle", LeaseWatch(), self._say_waiting) as lease, lease.beating():
             yield
 
-    def run(self, plan: Plan, receipts: Receipts, finish: Finish) -> None:
+    def run(self, plan: SourcePlan, receipts: Receipts, finish: Finish) -> None:
         """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
         if not self._wanted:
             return
@@ -73,13 +73,13 @@ class Shuffling:
     def _say_waiting(self, holder: Holder) -> None:
         say(self._console, f"waiting for {holder}, which shuffles")
 
-    def clean(self, plan: Plan, receipts: Receipts) -> None:
+    def clean(self, plan: SourcePlan, receipts: Receipts) -> None:
         """Remove what the first pass wrote of a source whose manifests are there."""
         for shuffle in ((self._wanted and self._shuffles(plan, receipts)) or {}).values():
             shuffle.remove_unshuffled()
 
     def _shuffles(
-        self, plan: Plan, receipts: Receipts, condemned: Mapping[str, str] | None = None
+        self, plan: SourcePlan, receipts: Receipts, condemned: Mapping[str, str] | None = None
     ) -> dict[str, Shuffle] | None:
         """The shuffles of a source by split; None if the first pass has units to make."""
         folder = self._config.data_dir / plan.found.source.name

@@ -52,7 +52,7 @@ class SourceFiles:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SourcePlan:
     """What will be done for a source."""
 
     found: SourceFiles
@@ -247,7 +247,7 @@ def link_order(seed: int, unit: Unit, link: int) -> int:
     return key(seed, "parts", identity(unit), link) if link else key(seed, "parts", identity(unit))
 
 
-def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> Plan:
+def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> SourcePlan:
     """Plan a source."""
     settings = _settings(found.source, config) | {
         "code_version": CODE_VERSION,
@@ -256,10 +256,10 @@ def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: 
         **found.reader.pins(),
     }
     units = cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes)
-    return Plan(found, units, splits, settings)
+    return SourcePlan(found, units, splits, settings)
 
 
-def source_job(plan: Plan, config: Config, start_over: str) -> SourceJob:
+def source_job(plan: SourcePlan, config: Config, start_over: str) -> SourceJob:
     """What workers need to know of a planned source."""
     return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over)
 

@@ -20,7 +20,7 @@ from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_
 from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.preprocess.tokenize_unit import Smallest, UnitJob, make_sample_hashes
 from pipeline.data.sources.records import EMPTY
-from pipeline.data.work.leases import Lease, Watch, take
+from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
 
@@ -118,7 +118,7 @@ def _counted(
 def _counting_lease(folder: Path) -> Iterator[None]:
     """A lease that only shows `--status` that somebody is at work; two commands may count at a time."""
     try:
-        lease = take(folder, "counting", Watch())
+        lease = take(folder, "counting", LeaseWatch())
     except OSError:  # a disk that cannot be written: whatever needs it says so
         lease = None
     if not isinstance(lease, Lease):

@@ -38,8 +38,8 @@ from pipeline.data.preprocess.run_tokenizer import (
 from pipeline.data.preprocess.run_units import FAILURES_FILE, Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import Shuffling
 from pipeline.data.preprocess.source_plan import (
-    Plan,
     SourceFiles,
+    SourcePlan,
     find_source_files,
     is_begun,
     is_planned,
@@ -60,9 +60,9 @@ from pipeline.data.preprocess.tokenize_unit import (
 )
 from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
 from pipeline.data.sources.records import START, Unit
-from pipeline.data.tokenization.engine_choice import Choice, choose_engine
+from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.data.work.leases import Watch, sweep, take_when_free
+from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.worker_pool import ATTEMPTS
@@ -125,11 +125,11 @@ def _preprocess(
         _remove_stale(config, plans)
 
 
-def _freeze(plan: Plan, folder: Path, console: Console) -> None:
+def _freeze(plan: SourcePlan, folder: Path, console: Console) -> None:
     """Freeze a plan; of two commands at a time with other plans, one is refused: here, or by its workers."""
     if (folder / PLAN_FILE).exists() and not plan.differences(folder):
         return
-    with take_when_free(folder, "plan", Watch(), lambda _: None):
+    with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
         if differences := plan.freeze(folder):
             (folder / FAILURES_FILE).unlink(missing_ok=True)
             what = "; ".join(differences)
@@ -149,7 +149,7 @@ class _Found:
 class _Stage:
     """From frozen plans to finished datasets."""
 
-    def __init__(self, config: Config, console: Console, tokenizer: Tokenizer, plans: list[Plan]) -> None:
+    def __init__(self, config: Config, console: Console, tokenizer: Tokenizer, plans: list[SourcePlan]) -> None:
         self._config = config
         self._console = console
         self._tokenizer = tokenizer
@@ -236,7 +236,7 @@ class _Stage:
     def _condemned(self) -> dict[str, str]:
         return read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
 
-    def _look(self, plan: Plan) -> list[UnitJob]:
+    def _look(self, plan: SourcePlan) -> list[UnitJob]:
         """The units that have a link without a complete receipt, or whose input has another time.
 
         Manifests are taken back if parts will be made again with other bytes, or by a whole first pass.
@@ -256,7 +256,7 @@ class _Stage:
             source = replace(source, has_parts=False)
         return [UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, found.receipts, condemned)]
 
-    def _find(self, plan: Plan, condemned: dict[str, str]) -> _Found:
+    def _find(self, plan: SourcePlan, condemned: dict[str, str]) -> _Found:
         """Read the receipts of a source."""
         receipts = Receipts(self._jobs[plan.found.source.name].folder)
         job = self._dropping(plan, receipts)
@@ -265,7 +265,7 @@ class _Stage:
         self._found[plan.found.source.name] = found
         return found
 
-    def _is_retracted(self, plan: Plan, found: _Found, condemned: dict[str, str]) -> bool:
+    def _is_retracted(self, plan: SourcePlan, found: _Found, condemned: dict[str, str]) -> bool:
         if self._config.data.preprocess.shuffle == "global":
             return not found.is_shuffled
         if not _damage_stands(found.job, plan, found.receipts):
@@ -274,7 +274,7 @@ class _Stage:
             receipt["engine"] in condemned for unit in plan.units for receipt in found.receipts.of(unit.index)
         )
 
-    def _dropping(self, plan: Plan, receipts: Receipts) -> SourceJob:
+    def _dropping(self, plan: SourcePlan, receipts: Receipts) -> SourceJob:
         """The job of a source; with `on_damaged_file: drop`, without the files that were seen to be damaged."""
         job = self._jobs[plan.found.source.name]
         if not job.drops_damaged:
@@ -289,13 +289,13 @@ class _Stage:
                         dropped.setdefault(damaged.file.name, (damaged.reason, damaged.detail))
         return replace(job, reader=replace(job.reader, dropped=dropped))
 
-    def _choose_engine(self) -> Choice:
+    def _choose_engine(self) -> EngineChoice:
         setting, condemned = self._config.data.preprocess.engine, set(self._condemned())
         choice = choose_engine(setting, self._tokenizer, cache_folder() / "engines", condemned)
         say(self._console, f"engine: {choice.name} ({choice.why})")
         return choice
 
-    def _finish(self, plan: Plan) -> SourceReport:
+    def _finish(self, plan: SourcePlan) -> SourceReport:
         found = self._found[plan.found.source.name]
         start_over = _start_over(self._config, plan)
         finish = Finish(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
@@ -311,7 +311,7 @@ class _Stage:
         return report
 
 
-def _damage_stands(source: SourceJob, plan: Plan, receipts: Receipts) -> bool:
+def _damage_stands(source: SourceJob, plan: SourcePlan, receipts: Receipts) -> bool:
     """Whether no link was made with other files dropped than are now, or of damaged files that are others by now."""
     return all(damage_stands(source, unit, receipt) for unit in plan.units for receipt in receipts.of(unit.index))
 
@@ -347,7 +347,10 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
             return _tokenizer(config, console, sources, splits)
     with (
         take_when_free(
-            folder, "train", Watch(), lambda holder: say(console, f"waiting for {holder}, which trains the tokenizer")
+            folder,
+            "train",
+            LeaseWatch(),
+            lambda holder: say(console, f"waiting for {holder}, which trains the tokenizer"),
         ) as lease,
         lease.beating(),
     ):
@@ -386,7 +389,7 @@ def _check_dataset(config: Config, number: int, source: SourceConfig, tokenizer:
         )
 
 
-def _start_over(config: Config, plan: Plan) -> str:
+def _start_over(config: Config, plan: SourcePlan) -> str:
     """How to begin a source again whose files have changed: its plan and a trained tokenizer are of the old ones."""
     folder = config.data_dir / plan.found.source.name
     if config.tokenizer.path is not None:
@@ -400,7 +403,7 @@ def _start_over(config: Config, plan: Plan) -> str:
     return f"remove {config.data_dir}, which was begun with the files as they are now"
 
 
-def _remove_stale(config: Config, plans: list[Plan]) -> None:
+def _remove_stale(config: Config, plans: list[SourcePlan]) -> None:
     """Remove what processes that were killed left half-written."""
     for folder in (tokenizer_folder(config), *(config.data_dir / plan.found.source.name for plan in plans)):
         with suppress(OSError):

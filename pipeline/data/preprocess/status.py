@@ -44,7 +44,7 @@ _BUSY = ("starting", "working")
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerProgress:
     """A process that has a lease.
 
     Attributes:
@@ -72,7 +72,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Failure:
+class UnitFailure:
     """The last failure of a unit that is not done."""
 
     unit: int
@@ -89,7 +89,7 @@ class Failure:
 
 
 @dataclass
-class SourceState:
+class SourceProgress:
     """How far a source is.
 
     Attributes:
@@ -132,8 +132,8 @@ class SourceState:
     damaged: list[DamagedFile] = field(default_factory=list)
     unreadable: int = 0
     rate: float | None = None
-    workers: list[Worker] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    workers: list[WorkerProgress] = field(default_factory=list)
+    failures: list[UnitFailure] = field(default_factory=list)
     problem: str = ""
 
     @property
@@ -163,7 +163,7 @@ class SourceState:
         return sum(split.documents for split in self.splits.values())
 
 
-def read_state(config: Config) -> list[SourceState]:
+def read_state(config: Config) -> list[SourceProgress]:
     """How far each source is that has files or a hub dataset."""
     now = time.time()
     condemned = frozenset(_condemned(config))
@@ -175,7 +175,7 @@ def read_state(config: Config) -> list[SourceState]:
     return states
 
 
-def read_workers(folder: Path, now: float) -> list[Worker]:
+def read_workers(folder: Path, now: float) -> list[WorkerProgress]:
     """Who has a lease in the folder of a source or of the tokenizer."""
     workers = []
     for what, record, beat in read_leases(folder):
@@ -185,7 +185,7 @@ def read_workers(folder: Path, now: float) -> list[Worker]:
         if record.is_stopped():
             state = "stopped"
         workers.append(
-            Worker(record.host, record.pid, what, record.began, record.since, age, record.done, state),
+            WorkerProgress(record.host, record.pid, what, record.began, record.since, age, record.done, state),
         )
     return workers
 
@@ -197,9 +197,9 @@ def _condemned(config: Config) -> dict[str, str]:
         return {}
 
 
-def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str], now: float) -> SourceState:
+def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str], now: float) -> SourceProgress:
     folder = config.data_dir / source.name
-    state = SourceState(source.name, folder, workers=read_workers(folder, now))
+    state = SourceProgress(source.name, folder, workers=read_workers(folder, now))
     working = [worker for worker in state.workers if worker.state == "works"]
     try:
         plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
@@ -251,7 +251,9 @@ def _damaged(plan: Any, unit: int, damage: Damage) -> DamagedFile:
     return DamagedFile(File(str(name), str(path), whole(size), 0), damage.reason, damage.detail, damage.lost)
 
 
-def _rate(tally: Tally, held: dict[int, Worker], reached: dict[int, int], planned: float, now: float) -> float | None:
+def _rate(
+    tally: Tally, held: dict[int, WorkerProgress], reached: dict[int, int], planned: float, now: float
+) -> float | None:
     """Bytes a second: of the last stretch while units are in work, else from the plan to the last receipt.
 
     Args:
@@ -284,12 +286,12 @@ def _rate(tally: Tally, held: dict[int, Worker], reached: dict[int, int], planne
     return amount / (now - start) if amount > 0 and now > start else None
 
 
-def _read_failures(folder: Path) -> list[Failure]:
+def _read_failures(folder: Path) -> list[UnitFailure]:
     """The last failure of each unit."""
-    last: dict[int, Failure] = {}
+    last: dict[int, UnitFailure] = {}
     for row in storage.read_json_lines(folder / FAILURES_FILE):
         try:
-            failure = Failure(
+            failure = UnitFailure(
                 whole(row["unit"]),
                 whole(row["attempt"]),
                 str(row["how"]),
@@ -338,7 +340,7 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
     _print_next(console, states, bool(making), run)
 
 
-def _print_table(console: Console, states: list[SourceState]) -> None:
+def _print_table(console: Console, states: list[SourceProgress]) -> None:
     table = Table("source", "state", "units", "bytes", "", "documents", "tokens", "rejected", "rate", "left")
     table.title = "preprocess: status"
     for column in table.columns[2:]:
@@ -359,12 +361,12 @@ def _print_table(console: Console, states: list[SourceState]) -> None:
     console.print(table)
 
 
-def _share(state: SourceState) -> str:
+def _share(state: SourceProgress) -> str:
     # Rounded down: what is shown as 100 % is all of it.
     return f"{100 * state.bytes_done // state.bytes}%" if state.bytes else "-"
 
 
-def _summary(state: SourceState) -> str:
+def _summary(state: SourceProgress) -> str:
     if state.state in ("not begun", "starting", "damaged"):
         return state.state
     text = f"{state.in_words}; {state.done:,} of {counted(state.units, 'unit')} done"
@@ -373,7 +375,7 @@ def _summary(state: SourceState) -> str:
     return text + ("" if state.eta_s is None else f", {duration(state.eta_s)} left")
 
 
-def _details(state: SourceState, now: float) -> Iterator[str]:
+def _details(state: SourceProgress, now: float) -> Iterator[str]:
     if state.problem:
         yield state.problem
     units = {"in work": state.in_work, "failed": state.failed, "to be made again": state.redo}
@@ -416,7 +418,7 @@ def _details(state: SourceState, now: float) -> Iterator[str]:
         yield f"and {len(state.failures) - SHOWN:,} more in {state.folder / FAILURES_FILE}"
 
 
-def _print_next(console: Console, states: list[SourceState], making: bool, run: str) -> None:
+def _print_next(console: Console, states: list[SourceProgress], making: bool, run: str) -> None:
     command = f"`pipeline preprocess {run}`"
     working = [state for state in states if state.state in _BUSY]
     rate = sum(state.rate or 0.0 for state in working)

@@ -27,7 +27,7 @@ from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import EMPTY, START, Document, Position, Unit, line_of
 from pipeline.data.tokenization.engines import Check, Engine, Which, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.leases import Lease, Watch, take
+from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.worker_pool import Progress
 
@@ -112,11 +112,11 @@ class Smallest(NamedTuple):
     damaged: list[DamagedFile]
 
 
-class Condemned(Exception):
+class EngineRejected(Exception):
     """The engine was condemned by another process while this one used it."""
 
 
-class Bench:
+class WorkerContext:
     """What a worker process has at hand for every unit.
 
     Args:
@@ -129,7 +129,7 @@ class Bench:
         self.words = FrequentWords(self.tokenizer)
         self.verify_rate = verify_rate
         self.condemned = tokenizer / CONDEMNED_FILE
-        self.watch = Watch()
+        self.watch = LeaseWatch()
         self._engines: dict[Which, Engine] = {}
 
     def engine(self, which: Which) -> Engine:
@@ -141,7 +141,7 @@ class Bench:
 
 def make_tokenize(tokenizer: Path, verify_rate: float) -> Any:
     """In a worker process: open the tokenizer once; returns the function that runs a `UnitJob`."""
-    bench = Bench(tokenizer, verify_rate)
+    bench = WorkerContext(tokenizer, verify_rate)
     return lambda job, progress: tokenize_unit(job, bench, progress)
 
 
@@ -150,7 +150,7 @@ def make_sample_hashes(wanted: int) -> Any:
     return lambda job, progress: smallest_hashes(job, wanted, progress)
 
 
-def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | Busy:
+def tokenize_unit(job: UnitJob, bench: WorkerContext, progress: Progress) -> UnitDone | Busy:
     """Make the links of a unit that have no receipt: commit their parts, then the receipt.
 
     The parts are a function of the unit's bytes, the tokenizer and the config alone.
@@ -158,7 +158,7 @@ def tokenize_unit(job: UnitJob, bench: Bench, progress: Progress) -> UnitDone | 
     Raises:
         UserError: with `fail_on_error`, the first rejected record; or the input has changed.
         EngineDiffers: a document has other ids than `tokenizers` gives it.
-        Condemned: another process saw that.
+        EngineRejected: another process saw that.
         OSError: the disk is full, say; nothing half-written stays.
     """
     try:
@@ -252,7 +252,7 @@ def cut_text(raw: bytes, limit: int) -> Iterator[str]:
 class _Worker:
     """Goes through the links of one unit."""
 
-    def __init__(self, job: UnitJob, bench: Bench, progress: Progress, beat: Progress) -> None:
+    def __init__(self, job: UnitJob, bench: WorkerContext, progress: Progress, beat: Progress) -> None:
         self._job = job
         self._source = job.source
         self._unit = job.unit
@@ -434,7 +434,7 @@ class _Worker:
 
     def _refuse_condemned(self) -> None:
         if self._engine.name in read_condemned(self._bench.condemned):
-            raise Condemned(self._engine.name)
+            raise EngineRejected(self._engine.name)
 
     def _earlier_receipt(self, link: int, input_hash: str) -> Any:
         """The receipt of the same link and input: some of its files are gone, or another process was faster."""

@@ -18,9 +18,9 @@ from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Windows
 from pipeline.data.provenance.document_search import documents_of_record, documents_with_id, hash_of_id
 from pipeline.data.provenance.run import (
-    AskedRun,
-    Described,
+    DocumentInfo,
     Range,
+    RunView,
     Say,
     hint_of_ids,
     in_brackets,
@@ -37,7 +37,7 @@ _LINES = 50
 
 
 @dataclass(frozen=True)
-class Seen:
+class Occurrence:
     """Tokens of a document as targets.
 
     Attributes:
@@ -63,7 +63,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Unseen:
+class Gap:
     """Tokens of a document that are no targets in a lap.
 
     Attributes:
@@ -79,14 +79,14 @@ class Unseen:
         due = f"due at {numbered('step', *self.due)}, " if self.due else ""
         return f"lap {self.lap:,}: tokens {in_brackets(self.tokens)} not seen: {due}{self.why}"
 
-    def and_next(self, other: Unseen) -> Unseen | None:
+    def and_next(self, other: Gap) -> Gap | None:
         """One of both, if they touch and have one reason."""
         together = self.lap == other.lap and self.tokens[1] == other.tokens[0] and self.why == other.why
         if not together or (self.due is None) != (other.due is None):
             return None
         steps = [*(self.due or ()), *(other.due or ())]
         due = (min(steps), max(steps)) if steps else None
-        return Unseen(self.lap, (self.tokens[0], other.tokens[1]), self.why, due)
+        return Gap(self.lap, (self.tokens[0], other.tokens[1]), self.why, due)
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class Times:
         without: the steps that have none of these laps.
     """
 
-    about: Described
-    seen: list[Seen] = field(default_factory=list)
-    masked: list[Seen] = field(default_factory=list)
-    unseen: list[Unseen] = field(default_factory=list)
+    about: DocumentInfo
+    seen: list[Occurrence] = field(default_factory=list)
+    masked: list[Occurrence] = field(default_factory=list)
+    unseen: list[Gap] = field(default_factory=list)
     without: list[Without] = field(default_factory=list)
 
     @property
@@ -149,7 +149,7 @@ class Times:
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         yield self.summary()
-        told: list[Seen | Unseen] = [*self.seen, *self.masked, *self.unseen]
+        told: list[Occurrence | Gap] = [*self.seen, *self.masked, *self.unseen]
         told.sort(key=lambda one: one.lap)
         lines = [*map(str, told), *map(str, self.without)]
         yield from lines[:_LINES]
@@ -203,7 +203,7 @@ class When:
 
 
 def when(
-    run: AskedRun,
+    run: RunView,
     source: str,
     *,
     id: str | None = None,
@@ -300,7 +300,7 @@ def _split_of(folder: Path, find: Callable[[Path], list[int]]) -> str:
 class _Search:
     """Looks for the steps of one document."""
 
-    def __init__(self, run: AskedRun, source: str, about: Described) -> None:
+    def __init__(self, run: RunView, source: str, about: DocumentInfo) -> None:
         self._run = run
         self._source = source
         self._times = Times(about)
@@ -340,10 +340,10 @@ class _Search:
                     why = _BEYOND
                 elif (step := self._due.get((lap, position))) is not None:
                     why, due = f"after the end of the run (step {run.steps:,})", (step + 1, step + 1)
-                times.unseen += [Unseen(lap, tokens, why, due) for tokens in ranges]
+                times.unseen += [Gap(lap, tokens, why, due) for tokens in ranges]
         for seen in (times.seen, times.masked):
             seen.sort(key=lambda one: (one.lap, one.step, one.sample))
-        merged: list[Unseen] = []
+        merged: list[Gap] = []
         for unseen in sorted(times.unseen, key=lambda one: (one.lap, one.tokens)):
             both = merged[-1].and_next(unseen) if merged else None
             merged[-1:] = [both] if both else [*merged[-1:], unseen]
@@ -409,7 +409,7 @@ class _Search:
                 masked = run.masked(step, sample, self._source, self._times.about.document)
                 into = self._times.seen if masked is None else self._times.masked
                 for tokens in self._open[lap].pop(position):
-                    into.append(Seen(lap, step + 1, sample, tokens, step < run.done, masked))
+                    into.append(Occurrence(lap, step + 1, sample, tokens, step < run.done, masked))
         if drawn == state.cap:
             self._closed |= self._open.keys()
         return ""
@@ -431,5 +431,5 @@ class _Search:
         end = 0
         for first, after in [*sorted(itertools.chain(*positions.values())), (about.tokens, about.tokens)]:
             if first > end:
-                self._times.unseen.append(Unseen(lap, (end, first), why))
+                self._times.unseen.append(Gap(lap, (end, first), why))
             end = max(end, after)

@@ -40,7 +40,7 @@ Range = tuple[int, int]
 Say = Callable[[str], None]
 
 
-class Described(NamedTuple):
+class DocumentInfo(NamedTuple):
     """A document: its number in the dataset, where it came from, and its id if that is known."""
 
     document: int
@@ -76,7 +76,7 @@ class Described(NamedTuple):
 
 
 @dataclass
-class AskedRun:
+class RunView:
     """A run to ask.
 
     Attributes:
@@ -102,7 +102,7 @@ class AskedRun:
     windows: Sequence[Mapping[str, Windows]]
     sampler: Sampler
     done: int
-    trained: AskedRun | None = None
+    trained: RunView | None = None
 
     @cached_property
     def length(self) -> RunLength:
@@ -154,7 +154,7 @@ class AskedRun:
         opened = lru_cache(maxsize=None)(lambda fingerprint: Tokenizer.open(folders[fingerprint]))
         return lambda source: opened(self.datasets[source].manifest.tokenizer.fingerprint)
 
-    def describe(self, source: str, documents: Iterable[int], ids: bool, say: Say) -> dict[int, Described]:
+    def describe(self, source: str, documents: Iterable[int], ids: bool, say: Say) -> dict[int, DocumentInfo]:
         """What is known of documents, by their number in the source's dataset.
 
         Args:
@@ -186,11 +186,11 @@ class AskedRun:
         for document in [*records, *damage]:
             tokens = dataset.document_start(document + 1) - dataset.document_start(document)
             if document in damage:
-                described[document] = Described(document, tokens, None, None, None, None, None, damage[document])
+                described[document] = DocumentInfo(document, tokens, None, None, None, None, None, damage[document])
                 continue
             unit, row, _, id_hash = records[document]
             place = places.get((unit, row))
-            described[document] = Described(document, tokens, unit, row, known[document], id_hash, place)
+            described[document] = DocumentInfo(document, tokens, unit, row, known[document], id_hash, place)
         return described
 
     def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
@@ -203,7 +203,7 @@ class AskedRun:
         kept = dataset.metadata(document).get(origins.id_key)
         return str(kept) if type(kept) in (str, int) and hash_of_id(str(kept)) == id_hash else None
 
-    def words(self, source: str, about: Described, tokens: Range) -> str:
+    def words(self, source: str, about: DocumentInfo, tokens: Range) -> str:
         """The beginning of some tokens of a document as text."""
         dataset, (start, end) = self.datasets[source], tokens
         # The token that closes the document is left out where there is something else to see.
@@ -271,7 +271,7 @@ def in_brackets(tokens: Range) -> str:
     return f"[{tokens[0]}, {tokens[1]})"
 
 
-def unknown_origins(described: Iterable[Described]) -> list[str]:
+def unknown_origins(described: Iterable[DocumentInfo]) -> list[str]:
     """What to say of documents whose `.prov` records cannot be read."""
     damage = {about.document: about.damage for about in described if about.damage}
     if not damage:
@@ -279,7 +279,7 @@ def unknown_origins(described: Iterable[Described]) -> list[str]:
     return [f"the origin of {counted(len(damage), 'document')} is unknown: {next(iter(damage.values()))}"]
 
 
-def hint_of_ids(described: Iterable[Described], ids: bool) -> list[str]:
+def hint_of_ids(described: Iterable[DocumentInfo], ids: bool) -> list[str]:
     """What to say to people where ids are not known and have not been asked for."""
     if ids or not any(about.id is None and about.origin and about.origin.file for about in described):
         return []
@@ -294,7 +294,7 @@ def _inclusive(noun: str, half_open: tuple[int, int]) -> str:
     return numbered(noun, half_open[0], half_open[1] - 1)
 
 
-def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
+def ask(run: Path, overrides: Sequence[str] = ()) -> RunView:
     """Open a run to ask about its data.
 
     Args:
@@ -309,9 +309,9 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> AskedRun:
     datasets = open_datasets(config, TRAIN)
     path = RunFiles(folder).journal
 
-    def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> AskedRun:
+    def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> RunView:
         windows = windows_of(journal, datasets)
-        return AskedRun(config, folder, journal, warnings, about, datasets, windows, Sampler.of_windows(journal), done)
+        return RunView(config, folder, journal, warnings, about, datasets, windows, Sampler.of_windows(journal), done)
 
     done = _steps_done(folder)
     if not path.exists():

@@ -9,12 +9,12 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import numbered
-from pipeline.data.order.locate import Share
+from pipeline.data.order.locate import RankShare
 from pipeline.data.order.phases import micro_batch_size
 from pipeline.data.provenance.run import (
-    AskedRun,
-    Described,
+    DocumentInfo,
     Range,
+    RunView,
     Say,
     hint_of_ids,
     in_brackets,
@@ -25,7 +25,7 @@ from pipeline.data.sources.records import printable
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentInSample:
     """A document in a sample.
 
     Attributes:
@@ -36,7 +36,7 @@ class Piece:
         masked: why they have no weight; None if they have.
     """
 
-    about: Described
+    about: DocumentInfo
     tokens: Range
     targets: Range
     words: str
@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleInfo:
     """A sample of a step.
 
     Attributes:
@@ -59,7 +59,7 @@ class Sample:
     position: int
     micro_batch: int | None
     masked: str | None
-    pieces: list[Piece]
+    pieces: list[DocumentInSample]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Where:
     samples: Range
     tokens: Range
     rank: tuple[int, int, int] | None
-    shown: list[Sample]
+    shown: list[SampleInfo]
     warnings: list[str]
     notes: list[str]
     hints: list[str]
@@ -162,7 +162,7 @@ class Where:
 
 
 def where(
-    run: AskedRun, step: int, *, rank: int | None = None, ranks: int | None = None, ids: bool = False, say: Say
+    run: RunView, step: int, *, rank: int | None = None, ranks: int | None = None, ids: bool = False, say: Say
 ) -> Where:
     """The samples of a step, and the documents in them.
 
@@ -190,7 +190,7 @@ def where(
     chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
     share = _share(run, number, rank, ranks)
     if share is not None:
-        micro_batches = Share(len(samples), share[2], *share[:2]).micro_batches
+        micro_batches = RankShare(len(samples), share[2], *share[:2]).micro_batches
         chosen = [(index, micro_batch) for micro_batch, part in enumerate(micro_batches) for index in part]
     drawn = []
     for index, micro_batch in chosen:
@@ -209,7 +209,7 @@ def where(
             tokens = span.start, span.start + span.length
             about = described[name][span.document]
             pieces.append(
-                Piece(
+                DocumentInSample(
                     about,
                     tokens,
                     (tokens[0] + (place == 0), tokens[1]),  # the first token of a window is an input only
@@ -217,7 +217,7 @@ def where(
                     run.masked(step, sample, name, span.document),
                 )
             )
-        shown.append(Sample(sample, name, lap, position, micro_batch, run.masked(step, sample, name), pieces))
+        shown.append(SampleInfo(sample, name, lap, position, micro_batch, run.masked(step, sample, name), pieces))
     everything = [about for of_source in described.values() for about in of_source.values()]
     return Where(
         step=step + 1,
@@ -234,7 +234,7 @@ def where(
     )
 
 
-def _share(run: AskedRun, segment: int, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
+def _share(run: RunView, segment: int, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
     """(rank, ranks, micro-batch size) that were asked for; None if nothing was."""
     if rank is None and ranks is None:
         return None

@@ -14,7 +14,7 @@ FAST: tuple[Which, ...] = ("gigatoken", "fastokens")
 """What `auto` tries, in this order, before it takes `tokenizers`."""
 
 
-class Choice(NamedTuple):
+class EngineChoice(NamedTuple):
     """The engine of a run."""
 
     which: Which
@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     """One sentence."""
 
 
-def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condemned: set[str]) -> Choice:
+def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condemned: set[str]) -> EngineChoice:
     """The engine of a run, after it has proved itself on hard texts.
 
     Args:
@@ -39,9 +39,9 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
     """
     reference = open_engine(tokenizer, "tokenizers")
     if setting == "tokenizers":
-        return Choice("tokenizers", reference.name, "as asked for")
+        return EngineChoice("tokenizers", reference.name, "as asked for")
     if guilty := condemned & {installed(which) for which in FAST}:
-        return Choice("tokenizers", reference.name, f"because {min(guilty)} gave other ids")
+        return EngineChoice("tokenizers", reference.name, f"because {min(guilty)} gave other ids")
     reasons = []
     for which in FAST if setting == "auto" else (cast(Which, setting),):
         try:
@@ -50,13 +50,13 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
             if setting != "auto":
                 raise
             reasons.append(str(error).removeprefix(KEY).removesuffix(ADVICE))
-    return Choice("tokenizers", reference.name, f"because {' and '.join(reasons)}")
+    return EngineChoice("tokenizers", reference.name, f"because {' and '.join(reasons)}")
 
 
-def _proved(which: Which, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> Choice:
+def _proved(which: Which, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> EngineChoice:
     """An engine that loads and proves itself; a `UserError` otherwise."""
     engine = open_engine(tokenizer, which)
     proof = prove(engine, which, tokenizer, cache_folder)
     if proof.failure:
         raise UserError(f"{KEY}{engine.name} {proof.failure}{ADVICE}")
-    return Choice(which, engine.name, f"its ids of {proof.texts:,} hard texts are those of {reference}")
+    return EngineChoice(which, engine.name, f"its ids of {proof.texts:,} hard texts are those of {reference}")

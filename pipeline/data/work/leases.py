@@ -54,7 +54,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Record:
+class LeaseRecord:
     """What a lease file says.
 
     Attributes:
@@ -106,7 +106,7 @@ class Record:
         return (self.boot or self.host, self.namespace) == here
 
 
-class Watch:
+class LeaseWatch:
     """Remembers since when leases of other machines, and of stopped processes, have not changed.
 
     Keep one as long as the process works.
@@ -147,7 +147,7 @@ class Lease:
         lost: another process took it over, or somebody removed it. The work may go on; it is done twice at worst.
     """
 
-    def __init__(self, path: Path, record: Record) -> None:
+    def __init__(self, path: Path, record: LeaseRecord) -> None:
         self.path = path
         self.lost = False
         self._record = record
@@ -218,7 +218,7 @@ def lease_path(folder: Path, unit: int | str) -> Path:
     return folder / LEASES / f"{unit}.json"
 
 
-def take(folder: Path, unit: int | str, watch: Watch) -> Lease | Holder:
+def take(folder: Path, unit: int | str, watch: LeaseWatch) -> Lease | Holder:
     """Take the lease on a unit or on other work, also in place of a stale one.
 
     Args:
@@ -251,7 +251,7 @@ def take(folder: Path, unit: int | str, watch: Watch) -> Lease | Holder:
     return holder  # others are always faster
 
 
-def take_when_free(folder: Path, unit: int | str, watch: Watch, waiting: Callable[[Holder], None]) -> Lease:
+def take_when_free(folder: Path, unit: int | str, watch: LeaseWatch, waiting: Callable[[Holder], None]) -> Lease:
     """Wait for a lease.
 
     Args:
@@ -281,7 +281,7 @@ def sweep(folder: Path) -> None:
                 _remove(path, data)
 
 
-def read_leases(folder: Path) -> Iterator[tuple[int | str, Record, float]]:
+def read_leases(folder: Path) -> Iterator[tuple[int | str, LeaseRecord, float]]:
     """All leases of a source's folder: number or name, content, time of the last beat by the file system's clock.
 
     Damaged ones are passed over.
@@ -296,11 +296,11 @@ def read_leases(folder: Path) -> Iterator[tuple[int | str, Record, float]]:
             yield int(path.stem) if path.stem.isdecimal() else path.stem, record, time_s
 
 
-def parse(data: bytes) -> Record | None:
+def parse(data: bytes) -> LeaseRecord | None:
     """The content of a lease file; None if it is none."""
     try:
         value = orjson.loads(data)
-        record = Record(**{field.name: value[field.name] for field in fields(Record)})
+        record = LeaseRecord(**{field.name: value[field.name] for field in fields(LeaseRecord)})
     except (orjson.JSONDecodeError, TypeError, KeyError):
         return None
     strings = (record.host, record.boot, record.namespace, record.nonce)
@@ -321,8 +321,8 @@ def _lease_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _new_record() -> Record:
-    return Record(
+def _new_record() -> LeaseRecord:
+    return LeaseRecord(
         **process_identity.identity(),
         nonce=secrets.token_hex(8),
         began=_BEGAN,
@@ -332,7 +332,7 @@ def _new_record() -> Record:
     )
 
 
-def _create(path: Path, record: Record) -> bool:
+def _create(path: Path, record: LeaseRecord) -> bool:
     """Make the file of a lease; False if there is one."""
     data = orjson.dumps(asdict(record))
     # On network file systems a link is what either comes into being as a whole or finds that the name is taken.
@@ -367,7 +367,7 @@ def _create_exclusively(path: Path, data: bytes) -> bool:
     return True
 
 
-def _write(path: Path, record: Record) -> None:
+def _write(path: Path, record: LeaseRecord) -> None:
     """Replace the file of a lease. It is not flushed: after a crash of the machine nobody holds it anyway."""
     tmp = storage.temporary(path)
     try:

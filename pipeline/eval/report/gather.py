@@ -26,7 +26,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.provenance.run import read_journal
-from pipeline.eval.report.scores import Score, read_made_with, read_scores
+from pipeline.eval.report.scores import ReportedScore, read_made_with, read_scores
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
 from pipeline.eval.reports import Evaluation, read_evaluations
@@ -77,7 +77,7 @@ class RunFacts:
     evaluations: list[Evaluation]
     made_with: dict[tuple[int, str], dict[str, Any]]
     """How each evaluation was made, by step and weights."""
-    scores: list[Score]
+    scores: list[ReportedScore]
     checkpoint: dict[str, Any]
     """The state that the newest checkpoint has written down."""
     problems: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ def gather(run: Path) -> RunFacts:
     steps, tokens, why = _length(folder, config, read)
     no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
     evaluations, damaged = read("eval", lambda: read_evaluations(folder), no_evaluations)
-    no_scores: tuple[list[Score], list[Path]] = ([], [])
+    no_scores: tuple[list[ReportedScore], list[Path]] = ([], [])
     scores, damaged_scores = read("eval", lambda: read_scores(folder), no_scores)
     damaged += damaged_scores
     problems += [f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again" for path in damaged]

@@ -89,7 +89,7 @@ class LineChart:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A piece of a bar."""
 
     label: str
@@ -104,7 +104,7 @@ class Bar:
     """A horizontal bar."""
 
     label: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     text: str = ""
     """At its end."""
 
@@ -120,7 +120,7 @@ class BarChart:
     table: Table
     axis: Axis | Literal["share"] = "tokens"
     note: str = ""
-    legend: tuple[Part, ...] = field(default=())
+    legend: tuple[BarPart, ...] = field(default=())
 
 
 Chart = LineChart | BarChart

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
-from pipeline.eval.report.model import Bar, BarChart, Chart, Line, LineChart, Look, Part, Table
+from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look, Table
 from pipeline.eval.report.words import NONE, count, figure, seconds, share, si
 from pipeline.eval.reports import WINDOWS, Evaluation
 
@@ -53,13 +53,13 @@ def _goodput(runs: Sequence[RunFacts]) -> BarChart:
         bars.append(
             Bar(
                 each.name,
-                tuple(Part(label, value / wall, look) for _, label, look, value in parts if value > 0),
+                tuple(BarPart(label, value / wall, look) for _, label, look, value in parts if value > 0),
                 f"{spent.share:.1%} of {seconds(spent.wall)}",
             )
         )
         used += [key for key, _, _, value in parts if value > 0]
         rows += [(each.name, label, seconds(value), share(value / wall)) for _, label, _, value in parts]
-    legend = tuple(Part(label, 0, Look(slot)) for key, label, slot in _SPENT if key in used)
+    legend = tuple(BarPart(label, 0, Look(slot)) for key, label, slot in _SPENT if key in used)
     return BarChart(
         title="Goodput",
         description="Where the time went: "
@@ -85,10 +85,10 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
     drawn = sum(_drawn(row) for row in rows) or 1
     bars = []
     for row in rows[:_MOST_BARS]:
-        parts = [Part("drawn", float(_drawn(row)), Look("s0"))]
+        parts = [BarPart("drawn", float(_drawn(row)), Look("s0"))]
         epochs = f"{row.by_now.epochs:.3g}" if row.by_now else NONE
         if row.in_all:
-            parts.insert(0, Part("planned", float(row.in_all.drawn), Look("s0"), outline=True))
+            parts.insert(0, BarPart("planned", float(row.in_all.drawn), Look("s0"), outline=True))
             epochs += f" of {row.in_all.epochs:.3g}"
         bars.append(Bar(row.source, tuple(parts), f"{si(_drawn(row))} tokens, {epochs} epochs"))
     cells = [
@@ -117,7 +117,7 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
         bars=tuple(bars),
         table=Table((*head, "epochs", "epochs at the end", "seen at least once", "left out"), tuple(cells), 1),
         note=left + "Frame: the plan of the whole run. Left out: tokens of laps that ended early.",
-        legend=(Part("drawn", 0, Look("s0")), Part("planned", 0, Look("s0"), outline=True)),
+        legend=(BarPart("drawn", 0, Look("s0")), BarPart("planned", 0, Look("s0"), outline=True)),
     )
 
 

@@ -13,7 +13,7 @@ from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.drawing import DARK, LIGHT, UNDRAWN, svg
 from pipeline.eval.report.facts import Fact, attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
-from pipeline.eval.report.model import BarChart, Chart, LineChart, Look, Part, Table
+from pipeline.eval.report.model import BarChart, BarPart, Chart, LineChart, Look, Table
 from pipeline.eval.report.outcomes import others
 from pipeline.eval.report.words import clean, moment
 
@@ -157,7 +157,7 @@ def _line(look: Look) -> str:
     )
 
 
-def _box(part: Part) -> str:
+def _box(part: BarPart) -> str:
     opacity = "fill-opacity:.18;stroke-width:1.4" if part.outline else "stroke-width:0"
     colour = f"var(--{part.look.slot})"
     return (

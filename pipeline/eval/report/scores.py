@@ -18,7 +18,7 @@ _COUNTS = ("nats", "passages", "documents", "words", "bytes", "targets", "tokens
 
 
 @dataclass(frozen=True)
-class Score:
+class ReportedScore:
     """A figure of a benchmark at a step."""
 
     step: int
@@ -35,9 +35,9 @@ class Score:
         return 0 <= self.value <= 1 and not any(word in self.figure for word in words)
 
 
-def read_scores(run: Path) -> tuple[list[Score], list[Path]]:
+def read_scores(run: Path) -> tuple[list[ReportedScore], list[Path]]:
     """What the files of benchmarks in a run folder say, by step; and the files that say nothing, being damaged."""
-    found: list[Score] = []
+    found: list[ReportedScore] = []
     damaged = []
     for kind in ("tasks", "harness"):
         for path in sorted(RunFiles(run).evaluations.glob(f"{kind}-step-*.json")):
@@ -65,19 +65,19 @@ def read_made_with(run: Path) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
-def _of_tasks(step: int, value: Any) -> Iterator[Score]:
+def _of_tasks(step: int, value: Any) -> Iterator[ReportedScore]:
     for task, entry in value["tasks"].items():
         yield from _scores(step, entry["made_with"]["weights"], task, entry["results"])
 
 
-def _of_harness(step: int, value: Any) -> Iterator[Score]:
+def _of_harness(step: int, value: Any) -> Iterator[ReportedScore]:
     for entry in [value, *value.get("others", [])]:
         weights = entry["made_with"]["weights"]
         for task, results in entry["results"].items():
             yield from _scores(step, weights, task, results)
 
 
-def _scores(step: int, weights: str, task: str, results: dict[str, Any]) -> Iterator[Score]:
+def _scores(step: int, weights: str, task: str, results: dict[str, Any]) -> Iterator[ReportedScore]:
     """Figures of a task; the harness names them `figure,filter`, and their errors `figure_stderr,filter`."""
     for name, value in results.items():
         figure, comma, of = name.partition(",")
@@ -85,7 +85,7 @@ def _scores(step: int, weights: str, task: str, results: dict[str, Any]) -> Iter
             continue
         stderr = results.get(f"{figure}_stderr{comma}{of}")
         shown = figure if of in ("", "none") else f"{figure} ({of})"
-        yield Score(step, weights, task, shown.replace("_", " "), value, stderr if _is_number(stderr) else None)
+        yield ReportedScore(step, weights, task, shown.replace("_", " "), value, stderr if _is_number(stderr) else None)
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from pipeline.config.serve import ServeConfig
 from pipeline.eval.server.bodies import Body
 from pipeline.eval.server.guard import COUNTS
 from pipeline.eval.server.refusal import Refusal
-from pipeline.eval.server.watch import Watch
+from pipeline.eval.server.watch import CheckpointWatcher
 from pipeline.eval.server.worker import Event, Served, Wanted, Worker
 
 GONE = 499
@@ -30,7 +30,7 @@ class Serving:
     worker: Worker
     settings: ServeConfig
     log: Callable[[str], None]
-    watch: Watch | None = None
+    watch: CheckpointWatcher | None = None
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Of requests whose prompts become tokens, which takes memory and processors."""
 

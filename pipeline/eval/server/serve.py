@@ -23,7 +23,7 @@ from pipeline.config import Config
 from pipeline.eval.server.app import create_app, max_open
 from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.connection import limited
-from pipeline.eval.server.watch import Watch, load_served
+from pipeline.eval.server.watch import CheckpointWatcher, load_served
 from pipeline.eval.server.worker import Worker
 
 KEY_VARIABLE = "PIPELINE_API_KEY"
@@ -95,7 +95,7 @@ def opened(config: Config, step: int | None, key: str | None, console: Console) 
             queue=settings.queue,
             report=log,
         )
-        watch = Watch(config, worker, log) if settings.watch else None
+        watch = CheckpointWatcher(config, worker, log) if settings.watch else None
         serving = Serving(worker, settings, log, watch)
         hosts = _LOOPBACK_NAMES | {settings.host.lower()} if _is_loopback(listening) else None
         of = ", moving average" if config.eval.weights == "ema" else ""

@@ -57,7 +57,7 @@ def _bytes_of_a_token(tokenizer: Tokenizer) -> int:
     return _GENEROUS * max(len(entry.encode()) for entry in (*entries, *(each["content"] for each in added)))
 
 
-class Watch:
+class CheckpointWatcher:
     """A thread that looks for a newer checkpoint every few seconds, loads it and hands it to the worker.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pipeline.common.errors import UserError
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.eval.generate import Batch, Piece, Token
+from pipeline.eval.generate import GeneratedText, GenerationBatch, Token
 from pipeline.eval.sampling import Sampling
 from pipeline.eval.server.refusal import Refusal
 from pipeline.train.model.decoder import Decoder
@@ -62,7 +62,7 @@ class Event:
     index: int
     """Which of the request's texts."""
     served: Served
-    piece: Piece
+    piece: GeneratedText
     prompt: tuple[Token, ...]
     """In the first event of a text with `prompt_logprobs`: its prompt."""
 
@@ -292,9 +292,9 @@ class Worker:
     def _gone(self) -> Refusal:
         return Refusal(503, self._dead or "the server is ending")
 
-    def _new_batch(self) -> Batch:
+    def _new_batch(self) -> GenerationBatch:
         served = self.served
-        return Batch(served.model, served.tokenizer, slots=self.slots, max_length=self.max_length)
+        return GenerationBatch(served.model, served.tokenizer, slots=self.slots, max_length=self.max_length)
 
     def _send(self, ticket: Ticket, events: Sequence[Event | Refusal]) -> None:
         """Hand events over to the loop that waits for them."""

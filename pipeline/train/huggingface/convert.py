@@ -23,7 +23,7 @@ from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
 from pipeline.train.huggingface.configs import Json, to_hf_config
-from pipeline.train.huggingface.families import Plan, plan_tensors
+from pipeline.train.huggingface.families import TensorPlan, plan_tensors
 from pipeline.train.huggingface.folder import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -201,7 +201,9 @@ def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None) -> Toke
     return tokenizer
 
 
-def _their_tensors(source: WeightSource, plan: Plan, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+def _their_tensors(
+    source: WeightSource, plan: TensorPlan, wanted: Mapping[str, Stored]
+) -> Iterator[tuple[str, Tensor]]:
     """In order; a group of them at a time is in memory."""
     for group in groups(wanted):
         ours = {name: source.tensors[name] for theirs in group for name in plan.theirs[theirs].ours}

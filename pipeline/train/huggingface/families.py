@@ -30,7 +30,7 @@ _VOCABULARY = ("embedding.weight", "head.weight")
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """`theirs` is `ours`, one below the other, and transposed then if `transposed`."""
 
     theirs: str
@@ -46,17 +46,17 @@ class Names:
     """By which kinds of mixers and mlps say their own names within a layer, see `LayerPartSpec.huggingface`."""
     layer: str
     """Before all names of a layer."""
-    before: tuple[Rule, ...]
+    before: tuple[TensorRule, ...]
     """Of what is ahead of the layers."""
     norms: Mapping[str, str]
     """Of a layer: theirs, and the part that ours is before."""
-    behind: tuple[Rule, ...]
+    behind: tuple[TensorRule, ...]
     """Of norm and head."""
     norm_bias: bool = False
     transposed: bool = False
     """Matrices of layers."""
 
-    def rules(self, layers: Sequence[Mapping[str, LayerPartSpec]]) -> list[Rule]:
+    def rules(self, layers: Sequence[Mapping[str, LayerPartSpec]]) -> list[TensorRule]:
         """Those of a model in its order, given the parts of its layers.
 
         Raises:
@@ -65,9 +65,9 @@ class Names:
         of_layers = [rule for index, parts in enumerate(layers) for rule in self.of_layer(str(index), parts)]
         return [*self.before, *of_layers, *self.behind]
 
-    def of_layer(self, index: str, parts: Mapping[str, LayerPartSpec | type[LayerPartSpec]]) -> list[Rule]:
+    def of_layer(self, index: str, parts: Mapping[str, LayerPartSpec | type[LayerPartSpec]]) -> list[TensorRule]:
         """Rules of a layer with this number, in the order of the model."""
-        theirs, found = self.layer.replace(LAYER, index), list[Rule]()
+        theirs, found = self.layer.replace(LAYER, index), list[TensorRule]()
         for norm, place in self.norms.items():
             found += _parameters(theirs + norm, (f"layers.{index}.{place}_norm",), False, self.norm_bias)
             part = parts[place]
@@ -76,32 +76,32 @@ class Names:
             for their, ours in part.huggingface[self.style]:
                 names = tuple(f"layers.{index}.{place}.{name}" for name in ours)
                 if "." in ours[0]:
-                    found.append(Rule(theirs + their, names))
+                    found.append(TensorRule(theirs + their, names))
                 else:
                     found += _parameters(theirs + their, names, self.transposed)
         return found
 
 
-def _parameters(theirs: str, ours: tuple[str, ...], transposed: bool, bias: bool = True) -> list[Rule]:
+def _parameters(theirs: str, ours: tuple[str, ...], transposed: bool, bias: bool = True) -> list[TensorRule]:
     """Rules of the weights of modules, and of their biases."""
-    weight = Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
-    return [weight, *[Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))] * bias]
+    weight = TensorRule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
+    return [weight, *[TensorRule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))] * bias]
 
 
-_HEAD = Rule(HEAD, ("head.weight",))
+_HEAD = TensorRule(HEAD, ("head.weight",))
 _LLAMA_LIKE = Names(
     "llama",
     "model.layers.{i}.",
-    (Rule("model.embed_tokens.weight", ("embedding.weight",)),),
+    (TensorRule("model.embed_tokens.weight", ("embedding.weight",)),),
     {"input_layernorm": "mixer", "post_attention_layernorm": "mlp"},
-    (Rule("model.norm.weight", ("norm.weight",)), _HEAD),
+    (TensorRule("model.norm.weight", ("norm.weight",)), _HEAD),
 )
 _GPT2 = Names(
     "gpt2",
     "transformer.h.{i}.",
     (
-        Rule("transformer.wte.weight", ("embedding.weight",)),
-        Rule("transformer.wpe.weight", ("position_embedding.weight",)),
+        TensorRule("transformer.wte.weight", ("embedding.weight",)),
+        TensorRule("transformer.wpe.weight", ("position_embedding.weight",)),
     ),
     {"ln_1": "mixer", "ln_2": "mlp"},
     (*_parameters("transformer.ln_f", ("norm",), False), _HEAD),
@@ -146,7 +146,7 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Where a tensor of ours is in one of theirs."""
 
     theirs: str
@@ -166,13 +166,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """The tensors of one model, by their names and by ours."""
 
-    theirs: dict[str, Rule]
+    theirs: dict[str, TensorRule]
     """Name -> which of ours it is made of, with the numbers of layers in it."""
     their_shapes: dict[str, Shape]
-    ours: dict[str, Part]
+    ours: dict[str, TensorPart]
     """Name -> where it is."""
     our_shapes: dict[str, Shape]
 
@@ -194,13 +194,13 @@ class Plan:
         return padded
 
 
-def plan_tensors(family: Family, spec: DecoderSpec) -> Plan:
+def plan_tensors(family: Family, spec: DecoderSpec) -> TensorPlan:
     """The rules of a family with the names and shapes of one model."""
     with torch.device("meta"):
         our_shapes = {name: tuple(value.shape) for name, value in Decoder(spec).named_parameters()}
-    theirs: dict[str, Rule] = {}
+    theirs: dict[str, TensorRule] = {}
     their_shapes: dict[str, Shape] = {}
-    ours: dict[str, Part] = {}
+    ours: dict[str, TensorPart] = {}
     for rule in family.names.rules([layer.parts for layer in spec.layers]):
         found = [name for name in rule.ours if name in our_shapes]
         if not found:
@@ -208,16 +208,16 @@ def plan_tensors(family: Family, spec: DecoderSpec) -> Plan:
         assert len(found) == len(rule.ours), rule
         rows = [spec.vocab_size if name in _VOCABULARY else our_shapes[name][0] for name in rule.ours]
         for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=0)), strict=True):
-            ours[name] = Part(rule.theirs, first, stop - first, rule.transposed)
+            ours[name] = TensorPart(rule.theirs, first, stop - first, rule.transposed)
         shape = (sum(rows), *our_shapes[rule.ours[0]][1:])
         theirs[rule.theirs] = rule
         their_shapes[rule.theirs] = shape[::-1] if rule.transposed else shape
     missing = our_shapes.keys() - ours.keys()
     assert not missing, f"{family.model_type} has no place for {sorted(missing)}"
-    return Plan(theirs, their_shapes, ours, our_shapes)
+    return TensorPlan(theirs, their_shapes, ours, our_shapes)
 
 
-def names_in_files(family: Family, plan: Plan, found: Mapping[str, Sequence[int]], where: str) -> dict[str, str]:
+def names_in_files(family: Family, plan: TensorPlan, found: Mapping[str, Sequence[int]], where: str) -> dict[str, str]:
     """Names of `plan.theirs` -> names that the files have for them.
 
     Args:

@@ -20,7 +20,7 @@ from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.checkpoint.weight_source import read_tensors, tensors_of
 from pipeline.train.huggingface.configs import from_hf_config
-from pipeline.train.huggingface.families import HEAD, Family, Plan, names_in_files, plan_tensors
+from pipeline.train.huggingface.families import HEAD, Family, TensorPlan, names_in_files, plan_tensors
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = "config.json"
@@ -75,7 +75,7 @@ class HuggingFaceFolder:
         return decoder_spec(self.model, self.model.vocab_size, self.model.max_positions or self.positions)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> TensorPlan:
         """Its tensors and ours."""
         return plan_tensors(self.family, self.spec)
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
-from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
 
-Attended = tuple[Tensor, Tensor, Sight, float]
-"""Queries and keys of an attention, what is seen and the scale, as `Watch` is shown them, without gradients."""
+Attended = tuple[Tensor, Tensor, AttentionMask, float]
+"""Queries, keys, what is seen and the scale of an attention: what an `ActivationObserver` gets, without gradients."""
 
 
 class Block(nn.Module):
@@ -70,12 +70,12 @@ class Block(nn.Module):
 
 
 class _Recorder:
-    """Stands in for a `Watch` while a layer computes, and notes what it is shown."""
+    """Stands in for an `ActivationObserver` while a layer computes, and notes what it is shown."""
 
     def __init__(self, attended: list[Attended]) -> None:
         self._attended = attended
 
-    def attention(self, _: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
+    def attention(self, _: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: AttentionMask, scale: float) -> None:
         self._attended.append((q_BSHE.detach(), k_BTKE.detach(), sight, scale))
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:

@@ -12,23 +12,23 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Kernel, Sight
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.states import MixerState, Places, States
 
 
-class Watch(Protocol):
+class ActivationObserver(Protocol):
     """Is shown what a forward pass computes in its layers, and changes nothing of it."""
 
-    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
+    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: AttentionMask, scale: float) -> None:
         """Queries and keys as they are multiplied, which keys a query sees, and the factor on the products."""
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
         """The residual stream behind a block."""
 
 
-Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """Attention itself: q [B, C, H, E], k and v [B, T, K, E] and which piece of the queries this is -> [B, C, H, E]."""
 
 
@@ -41,7 +41,7 @@ class SequenceCut(Protocol):
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: AttentionFn) -> Tensor:
         """Attention of this process's queries to the whole sequence, [B, L, H, E]; every process calls this."""
 
 
@@ -73,7 +73,7 @@ class Context:
     last_only: bool = False
     length: int | None = None
     criterion: Criterion | None = None
-    watch: Watch | None = None
+    watch: ActivationObserver | None = None
     cut: SequenceCut | None = None
 
 
@@ -94,11 +94,11 @@ class LayerContext:
     bounds_BS: Tensor | None
     states: States | None
     counts: Sequence[int] | None
-    watch: Watch | None
+    watch: ActivationObserver | None
     cut: SequenceCut | None
     rope: tuple[Tensor, Tensor] | None = None
     kernel: Kernel = field(default_factory=Sdpa)
-    sights: dict[int | None, tuple[Sight, ...]] = field(default_factory=dict)
+    sights: dict[int | None, tuple[AttentionMask, ...]] = field(default_factory=dict)
     prepared: dict[int | None, tuple[Any, ...]] = field(default_factory=dict)
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     places: Places | None = None

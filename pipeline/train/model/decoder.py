@@ -16,18 +16,25 @@ from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.context import Context, LayerContext, Mixer
 from pipeline.train.model.head import Head
+from pipeline.train.model.kernels.attention_mask import (
+    AttentionMask,
+    Documents,
+    Kernel,
+    Prepared,
+    attention_mask,
+    mask_by_row,
+)
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Documents, Kernel, Prepared, Sight, attention_mask, mask_by_row
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.states import Places, States
 
-__all__ = ["Context", "Decoder", "Part"]
+__all__ = ["Context", "Decoder", "ModelPart"]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Which piece of a decoder a pipeline stage has."""
 
     layers: range
@@ -38,7 +45,7 @@ class Part:
     """It has norm and head: its output is logits [B, S, V], and otherwise the residual stream."""
 
     @classmethod
-    def whole(cls, spec: DecoderSpec) -> Part:
+    def whole(cls, spec: DecoderSpec) -> ModelPart:
         """All of a decoder."""
         return cls(range(len(spec.layers)), first=True, last=True)
 
@@ -55,10 +62,10 @@ class Decoder(nn.Module):
         kernel: What computes attention, where there are no states.
     """
 
-    def __init__(self, spec: DecoderSpec, part: Part | None = None) -> None:
+    def __init__(self, spec: DecoderSpec, part: ModelPart | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.part = part = part or Part.whole(spec)
+        self.part = part = part or ModelPart.whole(spec)
         self.kernel: Kernel = Sdpa()
         self._prepared = Prepared()
         if part.first or (part.last and spec.tie_embeddings):
@@ -72,7 +79,7 @@ class Decoder(nn.Module):
             self.head = Head(spec)
 
     def forward(self, x: Tensor, context: Context) -> Tensor | TokenLosses:
-        """The part's output for its input, see `Part`; logits of the vocabulary's padding are -inf.
+        """The part's output for its input, see `ModelPart`; logits of the vocabulary's padding are -inf.
 
         Where the context has a criterion, the last part gives the losses in place of the logits.
 
@@ -161,7 +168,8 @@ class Decoder(nn.Module):
         """Put into a context what the queries see, and what the kernel prepares for it."""
         pieces = ((0, length),) if context.cut is None else context.cut.pieces(length)
         context.sights = {
-            window: tuple(Sight.of(samples, piece, window, device, documents) for piece in pieces) for window in windows
+            window: tuple(AttentionMask.of(samples, piece, window, device, documents) for piece in pieces)
+            for window in windows
         }
         context.prepared = {
             window: tuple(self._prepared(self.kernel, sight) for sight in sights)

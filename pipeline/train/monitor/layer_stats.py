@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.context import Watch
-from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.context import ActivationObserver
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.parallel.parallelize import ParallelModel
 
@@ -70,7 +70,7 @@ class Observer:
         observes = self._every_steps is not None and step % self._every_steps == 0
         self._seen = _Seen(self._places, self._layers, self._device) if observes else None
 
-    def watch(self, batch: Batch) -> Watch | None:
+    def watch(self, batch: Batch) -> ActivationObserver | None:
         """What the forward pass of a micro-batch has to be shown to; None if nothing is observed."""
         # Padding fills up the micro-batches of some layouts, and is none of the step's samples.
         return None if self._seen is None else _Watch(self._seen, batch.sources >= 0)
@@ -117,7 +117,7 @@ class _Seen:
 
 
 class _Watch:
-    """Takes in the forward pass of a micro-batch, see `Watch`."""
+    """Takes in the forward pass of a micro-batch, see `ActivationObserver`."""
 
     def __init__(self, seen: _Seen, counts_B: Tensor) -> None:
         self._seen = seen
@@ -132,7 +132,7 @@ class _Watch:
         seen.counts[place] += self._counts_B.sum() * (x_BSD.numel() // x_BSD.shape[0])
 
     @torch.no_grad()
-    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: Sight, scale: float) -> None:
+    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: AttentionMask, scale: float) -> None:
         """Queries and keys of an attention, as they are multiplied."""
         place, seen = self._seen.places[mixer], self._seen
         peaks_B = largest_logits(q_BSHE, k_BTKE, sight.mask()).double() * scale

@@ -16,7 +16,7 @@ _LEAST_DEVIATION = 1e-3
 """A standard deviation counts as this share of the mean at least: of values that hardly differ, none is a spike."""
 
 
-class Verdict(NamedTuple):
+class SpikeVerdict(NamedTuple):
     """What is known of a step before its update, on the device."""
 
     spike: Tensor
@@ -46,7 +46,7 @@ class SpikeGuard:
             self._forget()
         self._kind = kind
 
-    def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> Verdict:
+    def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> SpikeVerdict:
         """Whether this step is a spike; if not, and if it is finite, it joins the window.
 
         Args:
@@ -67,7 +67,7 @@ class SpikeGuard:
         spike = finite & enough & (zscores_2 > self._zscore).any()
         longer_2W = torch.cat((self._window_2W[:, 1:], values_2[:, None]), dim=1)
         self._window_2W = torch.where(finite & ~spike, longer_2W, self._window_2W)
-        return Verdict(spike, zscores_2)
+        return SpikeVerdict(spike, zscores_2)
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint; reads the device."""

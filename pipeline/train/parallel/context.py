@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.context import Core, SequenceCut
+from pipeline.train.model.context import AttentionFn, SequenceCut
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, reduce_scatter
 
@@ -67,7 +67,7 @@ class GatheredKeys:
         size = length // (2 * self.size)
         return tuple((place * size, (place + 1) * size) for place in self._places(self.rank))
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: AttentionFn) -> Tensor:
         """See `SequenceCut`."""
         k_BSKE, v_BSKE = cast(Tensor, _Gather.apply(torch.stack((k_BLKE, v_BLKE)), self)).unbind()  # type: ignore[no-untyped-call]
         outs = []
@@ -131,7 +131,7 @@ class ExchangedHeads:
         """See `SequenceCut`: one, as without cp."""
         return ((0, length),)
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: Core) -> Tensor:
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: AttentionFn) -> Tensor:
         """See `SequenceCut`. Consecutive query heads share a key head, so that those of a rank stay with theirs."""
         if k_BLKE.shape[2] % self.size:
             assert self.size % k_BLKE.shape[2] == 0, f"{k_BLKE.shape[2]} key heads over cp {self.size}"

@@ -11,11 +11,11 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import Fp8Config, OptimizerConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import Part
+from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 
 MASTER_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 4, 4
 """Of a parameter: the fp32 weight, the fp32 gradient, the fp32 moving average if there is one."""
@@ -46,7 +46,7 @@ class Footprint:
 
 def footprint(
     spec: DecoderSpec,
-    parts: Sequence[Part],
+    parts: Sequence[ModelPart],
     parallel: ParallelConfig,
     layout: Layout,
     compute: Literal["fp32", "bf16", "fp16"],
@@ -82,7 +82,7 @@ def footprint(
     copies = sorted(
         COMPUTE_BYTES[compute] * size - rounded.get(index, 0) for index, size in zip(indices, layers, strict=True)
     )
-    together = 1 + layers_ahead(parallel.overlap) if Kind.of(parallel, layout).reshard else len(copies)
+    together = 1 + layers_ahead(parallel.overlap) if LayoutKind.of(parallel, layout).reshard else len(copies)
     whole = COMPUTE_BYTES[compute] * ends + sum(copies[::-1][:together])
     accumulates = reduction(parallel, layout) != "each" and layout.shards > 1
     return Footprint(parameters, states, whole, GRADIENT_BYTES * parameters if accumulates else 0)
@@ -107,7 +107,7 @@ def checkpoint_bytes(config: Config, spec: DecoderSpec) -> int:
     return weights * parameters + MOMENT_BYTES[optimizer.states] * kept
 
 
-def end_parameters(spec: DecoderSpec, part: Part, tp: int) -> int:
+def end_parameters(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
     """Parameters of a part besides its layers, on one rank of the tp axis: embeddings, the last norm, the head."""
     table = spec.dim * spec.vocab_padded // tp
     total = 0

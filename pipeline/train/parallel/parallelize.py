@@ -23,7 +23,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import init_weights
-from pipeline.train.model.kernels.choice import Choice, Need, choose_on
+from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements, choose_on
 from pipeline.train.model.loss import VocabShard
 from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
@@ -33,7 +33,7 @@ from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.tensor import apply_tensor_parallel
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.parallel.torch_compat.core import prepare_async_tp
 
 # The logits are a view of the head's product, and nothing changes them in place.
@@ -126,7 +126,7 @@ def parallelize(
                 apply_tensor_parallel(part, mesh.role("tp"), sequence_parallel=parallel.sequence_parallel)
             if train is not None:
                 _prepare_training(part, train, parallel, mesh.role("tp") if tp > 1 else None, device)
-            _shard(part, mesh, precision, reshard=Kind.of(parallel, mesh.layout).reshard or False)
+            _shard(part, mesh, precision, reshard=LayoutKind.of(parallel, mesh.layout).reshard or False)
             set_prefetch(part, parallel.overlap)
             parts[stage.index] = part.to_empty(device=device)
     shard = None
@@ -181,9 +181,9 @@ def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bo
 
 def attention_choice(
     config: ModelConfig, spec: DecoderSpec, train: TrainConfig, parallel: ParallelConfig, device: torch.device
-) -> Choice:
+) -> KernelChoice:
     """What computes attention in a training, see `choose_on`."""
-    need = Need.of(config, spec, train, compiles(train, parallel, device))
+    need = KernelRequirements.of(config, spec, train, compiles(train, parallel, device))
     return choose_on(train.attention, need, device)
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import Part
+from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import head_flops, layer_flops
 
 EMBEDDING_WEIGHT = 0.1
@@ -25,7 +25,7 @@ class Stage:
     """From the embedding (0) to the head."""
     rank: int
     """Coordinate on the pp axis of the processes that have it."""
-    part: Part
+    part: ModelPart
     """What it has of the model."""
 
 
@@ -43,14 +43,14 @@ def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_
         sequence_length: Tokens of the windows that the stages are balanced for.
     """
     if pp == 1:
-        return [Stage(0, 0, Part.whole(spec))]
+        return [Stage(0, 0, ModelPart.whole(spec))]
     count = pp * pipeline.stages_per_rank
     given = pipeline.layers_per_stage
     sizes = balance(tuple(layer_costs(spec, sequence_length)), count) if given is None else tuple(given)
     assert len(sizes) == count and sum(sizes) == len(spec.layers)
     ends = list(accumulate(sizes))
     return [
-        Stage(index, rank_of(index, pp, pipeline), Part(range(end - size, end), index == 0, index == count - 1))
+        Stage(index, rank_of(index, pp, pipeline), ModelPart(range(end - size, end), index == 0, index == count - 1))
         for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
 

@@ -20,7 +20,7 @@ _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayoutKind:
     """What two layouts have in common if they take the same ways through the program: all but the degrees.
 
     Families of models are not part of it; the tests of a kind alternate between them.
@@ -38,7 +38,7 @@ class Kind:
     """None without cp."""
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, layout: Layout) -> Kind:
+    def of(cls, parallel: ParallelConfig, layout: Layout) -> LayoutKind:
         """The kind of a layout."""
         axes = frozenset(axis for axis, degree in layout.degrees.items() if degree > 1)
         reshard = parallel.reshard_after_forward
@@ -51,7 +51,7 @@ class Kind:
             parallel.cp_method if "cp" in axes else None,
         )
 
-    def changes(self, to: Kind) -> list[str]:
+    def changes(self, to: LayoutKind) -> list[str]:
         """The settings that make another kind of this one."""
         changes = [f"parallel.{axis}=1" for axis in _AXES if axis in self.axes - to.axes]
         changes += [f"parallel.{axis} above 1" for axis in _AXES if axis in to.axes - self.axes]
@@ -112,9 +112,9 @@ class Combination:
         return "-".join(words) or "one"
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LayoutKind:
         """What it stands for."""
-        return Kind.of(self.parallel, self.layout)
+        return LayoutKind.of(self.parallel, self.layout)
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -294,12 +294,12 @@ OVERLAPPED: tuple[Combination, ...] = tuple(_overlapped())
 
 
 @lru_cache(maxsize=1)
-def tested_kinds() -> frozenset[Kind]:
+def tested_kinds() -> frozenset[LayoutKind]:
     """What is allowed: the kinds of all rows, and one process."""
-    return frozenset(row.kind for row in TESTED) | {Kind.of(ParallelConfig(), Layout())}
+    return frozenset(row.kind for row in TESTED) | {LayoutKind.of(ParallelConfig(), Layout())}
 
 
-def nearest_tested(kind: Kind) -> list[str]:
+def nearest_tested(kind: LayoutKind) -> list[str]:
     """What to change, in words, to come to the tested kinds that differ least; empty if the kind itself is tested."""
     kinds = tested_kinds()
     if kind in kinds:

@@ -23,8 +23,8 @@ from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Kernel, Sight
 from pipeline.train.model.kernels.tiles import Tiles
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.optim.optimizers import Optimizers
@@ -33,7 +33,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
 from pipeline.train.planning.fake import fake_mesh
-from pipeline.train.planning.ledger import KINDS, Ledger, Memory, Passes
+from pipeline.train.planning.ledger import KINDS, Memory, MemoryLedger, Passes
 from pipeline.train.step import Stepper
 
 DeviceType = Literal["cpu", "cuda"]
@@ -57,7 +57,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StageMemory:
     """Bytes of a stage, where in a step which kind of memory takes how many. Linear in the number of layers."""
 
     points: Mapping[tuple[str, Memory], float]
@@ -86,7 +86,7 @@ class Measured:
         """Between passes."""
         return min(self.points[label, "unsharded"] for label in self.labels if label != "optimizer")
 
-    def plus(self, times: float, less: Measured, more: Measured) -> Measured:
+    def plus(self, times: float, less: StageMemory, more: StageMemory) -> StageMemory:
         """This one, and so many times what `more` has and `less` has not."""
 
         def mix(mine: float, without: float, with_it: float) -> float:
@@ -97,7 +97,7 @@ class Measured:
             # While the head is at work, the layers take what they do while the last one begins.
             there = label if (label, kind) in more.points else "backward of the last layer"
             points[label, kind] = mix(value, less.points[there, kind], more.points[there, kind])
-        return Measured(points, mix(self.kept, less.kept, more.kept), mix(self.count, less.count, more.count))
+        return StageMemory(points, mix(self.kept, less.kept, more.kept), mix(self.count, less.count, more.count))
 
 
 def measure(
@@ -108,7 +108,7 @@ def measure(
     ends: Ends,
     layers: Sequence[int],
     device_type: DeviceType,
-) -> list[Measured]:
+) -> list[StageMemory]:
     """Run a step of a stage on fake tensors, once for each number of layers.
 
     Stages of a pipeline are run in the shortest one that has such a stage, in the order forward, backward (1F1B).
@@ -136,7 +136,7 @@ def _measure(
     ends: Ends,
     layers: int,
     device_type: DeviceType,
-) -> Measured:
+) -> StageMemory:
     pp, rank = _PIPELINES[ends]
     pieces = [layers if place == rank else 1 for place in range(pp)]
     small = replace(spec, layers=tuple(islice(cycle(spec.layers), sum(pieces))))
@@ -144,7 +144,7 @@ def _measure(
     parallel = config.parallel.model_copy(update={**mesh.layout.degrees, "pipeline": pipeline})
     train = _plain(config.train)
     model = parallelize(small, mesh, parallel, train.precision, torch.device("meta"), shape.length, train)
-    ledger = Ledger()
+    ledger = MemoryLedger()
     if device_type == "cuda":
         _use_gpu_kernels(model)
     for part in model.parts.values():
@@ -195,7 +195,7 @@ def _batches(shape: Shape, count: int) -> Callable[[], list[Batch]]:
 class _Recording:
     """A step, and the parts that it has."""
 
-    def __init__(self, model: ParallelModel, optimizers: Optimizers, stepper: Stepper, ledger: Ledger) -> None:
+    def __init__(self, model: ParallelModel, optimizers: Optimizers, stepper: Stepper, ledger: MemoryLedger) -> None:
         self._model, self._optimizers, self._stepper, self._ledger = model, optimizers, stepper, ledger
         self._passes = Passes()
         self._layers = len(model.whole.layers)
@@ -203,7 +203,7 @@ class _Recording:
         self._in_backward = False
         self._kept_at = 0
 
-    def run(self, batches: Callable[[], list[Batch]]) -> Measured:
+    def run(self, batches: Callable[[], list[Batch]]) -> StageMemory:
         """The second step; the first one makes states and shapes."""
         self._stepper.step(batches(), 1, 1.0)
         self._attach()
@@ -224,7 +224,7 @@ class _Recording:
         self._stepper.step(mine, 1, 1.0)
         return self._sum_up(parameters, len(mine))
 
-    def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> Measured:
+    def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> StageMemory:
         ledger = self._ledger
         known: dict[Memory, set[Any]] = {"parameters": ledger.find(parameters), "moments": ledger.find(self._states())}
         shards = {_local(parameter).numel() for parameter in parameters}
@@ -252,7 +252,7 @@ class _Recording:
                 if sum(own.values()) > peaks.get(label, -1.0):
                     peaks[label] = sum(own.values())
                     points |= {(label, kind): value for kind, value in own.items()}
-        return Measured(points, kept, sum(map(_whole_numel, parameters)))
+        return StageMemory(points, kept, sum(map(_whole_numel, parameters)))
 
     def _states(self) -> list[Tensor]:
         states = [
@@ -367,7 +367,7 @@ def _kernel(config: Config, device_type: DeviceType) -> Kernel:
 class _Masked(Sdpa):
     """`Sdpa` on a GPU with flash kernels, whose pieces without documents need no mask."""
 
-    def prepare(self, sight: Sight) -> Tensor | Tiles | None:
+    def prepare(self, sight: AttentionMask) -> Tensor | Tiles | None:
         self._flash = True
         return None if sight.causal else sight.mask()
 
@@ -375,7 +375,7 @@ class _Masked(Sdpa):
 class _Fused(Sdpa):
     """A kernel that needs no mask for what is not seen, on fake tensors, which say nothing of documents."""
 
-    def prepare(self, sight: Sight) -> Tensor | Tiles | None:
+    def prepare(self, sight: AttentionMask) -> Tensor | Tiles | None:
         if sight.causal:
             return None
         return Tiles(torch.empty(1, sight.queries, dtype=torch.int64), torch.empty(2, 6, dtype=torch.int64))

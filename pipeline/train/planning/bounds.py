@@ -23,7 +23,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.timing import step_time
 
@@ -48,7 +48,7 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     element, averages = COMPUTE_BYTES[config.train.precision.compute], config.train.ema is not None
     weights, optimizer = MASTER_BYTES + (AVERAGE_BYTES if averages else 0), config.train.optimizer
-    reshards = Kind.of(config.parallel, layout).reshard
+    reshards = LayoutKind.of(config.parallel, layout).reshard
     most = 0
     for rank in range(layout.pp):
         parts = [stage.part for stage in stages if stage.rank == rank]

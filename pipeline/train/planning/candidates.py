@@ -15,7 +15,7 @@ from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import step_shapes
-from pipeline.train.parallel.tested import Kind, tested_kinds
+from pipeline.train.parallel.tested import LayoutKind, tested_kinds
 from pipeline.train.parallel.torch_compat import pipeline_stage
 
 Overrides = dict[str, Any]
@@ -160,7 +160,7 @@ def _schedules(config: Config, pp: int) -> list[Overrides]:
 
 
 def _is_tested(config: Config, layout: Layout, parallel: Overrides) -> bool:
-    return Kind.of(overridden(config, parallel).parallel, layout) in tested_kinds()
+    return LayoutKind.of(overridden(config, parallel).parallel, layout) in tested_kinds()
 
 
 def _micro_batches(config: Config, dp: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.common.errors import UserError
-from pipeline.train.planning.shares import Measured, Shares, measured
+from pipeline.train.planning.shares import MeasuredShares, Shares, measured
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Device:
     """The same for what sites call them in SLURM's gres, in lower case."""
     card: str = field(default="", repr=False)
     """Full name by the driver of the one device that all figures are of: only its measurements count."""
-    measured: Measured | None = None
+    measured: MeasuredShares | None = None
     """Shares that were measured on it; see `calibrated`."""
 
     @property

@@ -59,7 +59,7 @@ class Passes:
     """All of them had ended, and gradients were reduced."""
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Books each storage that is made or given back while it is on, above a `FakeTensorMode`.
 
     Only local tensors are looked at: a DTensor says it had the memory of the whole.

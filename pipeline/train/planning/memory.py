@@ -13,9 +13,9 @@ from pipeline.train.parallel.overlap import layers_ahead
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
-from pipeline.train.planning.activations import DeviceType, Ends, Measured, Shape, measure
+from pipeline.train.planning.activations import DeviceType, Ends, Shape, StageMemory, measure
 from pipeline.train.planning.traffic import ACTIVE_STAGES
 
 
@@ -85,15 +85,15 @@ def _ends(stage: Stage) -> Ends:
 
 def _measure_stages(
     config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage], shape: Shape, device_type: DeviceType
-) -> Mapping[tuple[Ends, int], Measured]:
+) -> Mapping[tuple[Ends, int], StageMemory]:
     """By ends and number of layers, all different stages there are."""
     recompute = config.train.recompute
-    ahead = layers_ahead(config.parallel.overlap) if Kind.of(config.parallel, layout).reshard else 0
+    ahead = layers_ahead(config.parallel.overlap) if LayoutKind.of(config.parallel, layout).reshard else 0
     few, more = _runs(recompute.every, ahead)
     sizes: dict[Ends, set[int]] = defaultdict(set)
     for stage in stages:
         sizes[_ends(stage)].add(len(stage.part.layers))
-    runs: dict[Ends, dict[int, Measured]] = {}
+    runs: dict[Ends, dict[int, StageMemory]] = {}
     # Those in the middle first: a layer more is the same in all of them.
     for ends in sorted(sizes, key=lambda ends: ends != "middle"):
         known = few in runs.get("middle", {}) and more in runs["middle"]
@@ -127,10 +127,10 @@ def _run(
     ends: Ends,
     counts: Sequence[int],
     device_type: DeviceType,
-) -> dict[int, Measured]:
+) -> dict[int, StageMemory]:
     recompute = config.train.recompute
 
-    def of_mode(mode: str) -> dict[int, Measured]:
+    def of_mode(mode: str) -> dict[int, StageMemory]:
         changed = recompute.model_copy(update={"mode": mode, "offload": False})
         train = config.train.model_copy(update={"recompute": changed})
         some = config.model_copy(update={"train": train})
@@ -179,7 +179,7 @@ class _Question:
         return cls(settings, replace(layout, pp=1), spec, shape, ends, count, device_type)
 
 
-_answers: dict[_Question, Measured] = {}
+_answers: dict[_Question, StageMemory] = {}
 """What was measured before: whoever compares layouts asks for the same stages again and again."""
 _MOST_ANSWERS = 512
 
@@ -233,7 +233,7 @@ _EARLY = ("forward", "backward of the head", "backward of the last layer")
 """Parts of the first passes of a step in which there are no gradients yet."""
 
 
-def _peak(rank: int, stages: Mapping[int, Measured], order: Order, micro_batches: int) -> RankMemory:
+def _peak(rank: int, stages: Mapping[int, StageMemory], order: Order, micro_batches: int) -> RankMemory:
     """The fullest part of a step of a rank with these stages, by index."""
     others = _others(order, {index: stage.kept for index, stage in stages.items()})
     options: list[tuple[float, str, dict[str, float]]] = []
@@ -254,7 +254,7 @@ def _peak(rank: int, stages: Mapping[int, Measured], order: Order, micro_batches
     return RankMemory(rank, round(sum(stage.count for stage in stages.values())), **rounded, when=when)
 
 
-def _at(label: str, index: int, stages: Mapping[int, Measured], has_gradients: bool) -> dict[str, float]:
+def _at(label: str, index: int, stages: Mapping[int, StageMemory], has_gradients: bool) -> dict[str, float]:
     """While a stage of a pipeline is at a part of the step, the other stages of the rank rest.
 
     Of those, torch keeps some gathered: which ones the order decides, at most the largest.

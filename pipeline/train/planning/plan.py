@@ -61,7 +61,7 @@ class PhasePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResourcePlan:
     """A run on so many devices."""
 
     config: Config
@@ -152,7 +152,7 @@ class Plan:
         return sum(phase.steps * phase.seconds.total for phase in self.phases) / 3600
 
 
-def plan(config: Config, device: Device, world_size: int, job_seconds: float | None = None) -> Plan:
+def plan(config: Config, device: Device, world_size: int, job_seconds: float | None = None) -> ResourcePlan:
     """Price a run.
 
     Args:
@@ -170,7 +170,7 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
     padded = num_parameters(spec)
     tables = 1 if spec.tie_embeddings else 2
     parameters = [rank.count for rank in needed]
-    return Plan(
+    return ResourcePlan(
         config=config,
         layout=layout,
         device=device,
@@ -189,7 +189,7 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
 
 
 def mean_mfu(config: Config, device: Device, world_size: int) -> float:
-    """`Plan.mfu` as the mean of all steps, without an estimate of memory, which takes seconds.
+    """`ResourcePlan.mfu` as the mean of all steps, without an estimate of memory, which takes seconds.
 
     Raises:
         UserError: See `plan`.

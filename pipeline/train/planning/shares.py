@@ -43,7 +43,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredShares:
     """An entry of the file: shares, and where they come from."""
 
     driver: str
@@ -65,7 +65,7 @@ class Measured:
         return {**vars(self), "shares": self.shares.to_json()}
 
 
-def measured(device: str) -> Measured | None:
+def measured(device: str) -> MeasuredShares | None:
     """The entry of a device, by the name that `pipeline plan --device` takes; None where nothing was measured."""
     entry = json.loads(FILE.read_text()).get(device)
-    return None if entry is None else Measured(**{**entry, "shares": Shares(**entry["shares"])})
+    return None if entry is None else MeasuredShares(**{**entry, "shares": Shares(**entry["shares"])})

@@ -7,14 +7,14 @@ from typing import Any
 
 from pipeline.common.format import counted, duration, size
 from pipeline.train.parallel.step_shapes import StepShape
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.memory import RankMemory
-from pipeline.train.planning.plan import RESERVE, PhasePlan, Plan
+from pipeline.train.planning.plan import RESERVE, PhasePlan, ResourcePlan
 from pipeline.train.planning.suggest import as_arguments
 from pipeline.train.planning.timing import basis
 
-Suggestions = Sequence[tuple[Mapping[str, Any], Plan]]
+Suggestions = Sequence[tuple[Mapping[str, Any], ResourcePlan]]
 """Keys to change, and the plan of the run with them."""
 
 _PARTS = ("parameters", "moments", "gradients", "unsharded", "activations", "working")
@@ -27,7 +27,7 @@ _TIGHT = 0.97
 """Of the limit: what needs more is called tight, as an estimate may be off by some percent."""
 
 
-def plan_lines(plan: Plan, nodes: bool = False, default_time: bool = False) -> Iterator[str]:
+def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = False) -> Iterator[str]:
     """A plan in words.
 
     Args:
@@ -74,7 +74,7 @@ def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
         )
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: ResourcePlan) -> dict[str, Any]:
     """The same for programs. Names are stable; bytes, seconds and FLOPs without prefixes."""
     return {
         "fits": plan.fits,
@@ -128,7 +128,7 @@ def _memory_json(rank: RankMemory) -> dict[str, Any]:
     return {"pp_rank": rank.pp_rank, "parameters": rank.count, **parts, "total": rank.total, "when": rank.when}
 
 
-def _phase_json(plan: Plan, phase: PhasePlan) -> dict[str, Any]:
+def _phase_json(plan: ResourcePlan, phase: PhasePlan) -> dict[str, Any]:
     shape, seconds = phase.shape, phase.seconds
     return {
         "steps": phase.steps,
@@ -162,7 +162,7 @@ def _seconds(phase: PhasePlan) -> dict[str, float]:
     }
 
 
-def _verdict(plan: Plan, nodes: bool) -> Iterator[str]:
+def _verdict(plan: ResourcePlan, nodes: bool) -> Iterator[str]:
     rank = max(plan.memory, key=lambda each: each.total)
     where = f"a process of pp rank {rank.pp_rank}" if plan.layout.pp > 1 else "a process"
     limit = (
@@ -187,7 +187,7 @@ def _section(shape: StepShape) -> str:
     return max((key.rpartition(".")[0] for key in (shape.length_key, shape.batch_key)), key=len)
 
 
-def _ways_out(plan: Plan, rank: RankMemory, nodes: bool) -> Iterator[str]:
+def _ways_out(plan: ResourcePlan, rank: RankMemory, nodes: bool) -> Iterator[str]:
     """What makes the largest part smaller, and is not set already."""
     shape, layout, train = plan.memory_shape, plan.layout, plan.config.train
     more = f"{'parallel.tp or ' if layout.tp < plan.device.node_devices else ''}parallel."
@@ -204,14 +204,18 @@ def _ways_out(plan: Plan, rank: RankMemory, nodes: bool) -> Iterator[str]:
             yield "a smaller train.loss.chunk_tokens"
         yield f"{more}cp"
         return
-    if rank.unsharded > rank.total / 2 and not Kind.of(plan.config.parallel, layout).reshard and layout.shards > 1:
+    if (
+        rank.unsharded > rank.total / 2
+        and not LayoutKind.of(plan.config.parallel, layout).reshard
+        and layout.shards > 1
+    ):
         yield "parallel.reshard_after_forward=true"
     elif rank.unsharded <= rank.total / 2:
         yield "more nodes (--nodes) in parallel.dp_shard" if nodes else "more processes in parallel.dp_shard"
     yield f"{more}pp"
 
 
-def _memory_lines(plan: Plan) -> Iterator[str]:
+def _memory_lines(plan: ResourcePlan) -> Iterator[str]:
     yield "memory of a process at the peak of a step, GiB:"
     heads = "".join(f" {name:>{max(9, len(name))}}" for name in _HEADS)
     yield f"  {'pp rank':>7} {'parameters':>15}{heads} {'total':>9} {'of limit':>8}  peak"
@@ -239,7 +243,7 @@ def _alike(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
     return groups
 
 
-def _phase_lines(plan: Plan, phase: PhasePlan) -> Iterator[str]:
+def _phase_lines(plan: ResourcePlan, phase: PhasePlan) -> Iterator[str]:
     shape, total = phase.shape, phase.seconds.total
     yield (
         f"step ({counted(phase.steps, 'step')}): {counted(shape.batch_size, 'window')} of {shape.sequence_length:,} = "
@@ -268,7 +272,7 @@ def _phase_lines(plan: Plan, phase: PhasePlan) -> Iterator[str]:
     )
 
 
-def _run_lines(plan: Plan, default_time: bool) -> Iterator[str]:
+def _run_lines(plan: ResourcePlan, default_time: bool) -> Iterator[str]:
     hours = plan.hours * plan.layout.world_size
     line = (
         f"run: {counted(plan.steps, 'step')}, {plan.tokens:,} tokens: {duration(plan.hours * 3600)}, {hours:,.1f} "

@@ -23,7 +23,7 @@ from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, least_seconds, micro_batch
 from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden
 from pipeline.train.planning.devices import Device
-from pipeline.train.planning.plan import RESERVE, Plan, plan, planned_spec
+from pipeline.train.planning.plan import RESERVE, ResourcePlan, plan, planned_spec
 from pipeline.train.planning.timing import rank_parameters, step_time
 
 _ROUNDS = (3, 4)
@@ -40,7 +40,7 @@ def suggest(
     world_size: int,
     best: int = 5,
     advance: Callable[[int], None] = lambda _: None,
-) -> list[tuple[Overrides, Plan]]:
+) -> list[tuple[Overrides, ResourcePlan]]:
     """The fastest layouts that fit, at most one for each set of degrees.
 
     Model, batch, lengths and data stay as they are; see `candidates` for what changes. "Fastest" is by the estimate of
@@ -60,7 +60,7 @@ def suggest(
         UserError: No layout is allowed or none fits; the message says how much is missing.
     """
     search = _Search(config, device, world_size)
-    found: list[tuple[Overrides, Plan]] = []
+    found: list[tuple[Overrides, ResourcePlan]] = []
     done: set[Layout] = set()
     plans = 0
     for candidate in search.by_time(done):
@@ -117,7 +117,7 @@ class _Search:
         self._costs: dict[tuple[Any, ...], MicroBatch] = {}
         self._limit = int(device.memory_bytes * (1 - RESERVE))
         self._kept: dict[tuple[Any, ...], float] = {}
-        self._failed: list[tuple[_Candidate, Plan]] = []
+        self._failed: list[tuple[_Candidate, ResourcePlan]] = []
         self._least: tuple[int, _Candidate] | None = None
         self._refused: UserError | None = None
 
@@ -146,7 +146,7 @@ class _Search:
         kept = self._kept.get(candidate.layer)
         return kept is not None and self._least_bytes(candidate, kept) > self._limit
 
-    def learn(self, candidate: _Candidate, priced: Plan) -> None:
+    def learn(self, candidate: _Candidate, priced: ResourcePlan) -> None:
         """How much a layer keeps, from an estimate."""
         config, layout, shape = candidate.config, candidate.layout, candidate.shape
         stages = split_stages(self._spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
@@ -159,7 +159,7 @@ class _Search:
         shapes = step_shapes(candidate.config, candidate.layout.dp)
         return max(least_bytes(candidate.config, candidate.layout, self._spec, shape, kept) for shape in shapes)
 
-    def failed(self, candidate: _Candidate, priced: Plan) -> None:
+    def failed(self, candidate: _Candidate, priced: ResourcePlan) -> None:
         """One that does not fit."""
         self._failed.append((candidate, priced))
 

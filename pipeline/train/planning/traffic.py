@@ -25,7 +25,7 @@ from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_schedules import actions_of
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 
 Axis = Literal["tp", "cp", "pp", "dp_shard", "dp_replicate"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
@@ -277,7 +277,7 @@ class _Counter:
 
     def _gathers(self) -> tuple[tuple[int, int], int]:
         """How often whole weights are collected in a step: of layers in forward and in backward passes, of the rest."""
-        reshards = Kind.of(self._parallel, self._layout).reshard or False
+        reshards = LayoutKind.of(self._parallel, self._layout).reshard or False
         if self._layout.pp == 1:
             return (self._micro, self._micro if reshards else 0), self._micro
         if self._shards == 1:

@@ -26,7 +26,7 @@ _UNKNOWN = 120.0
 """Seconds for a step and a save of which none was measured yet."""
 
 
-class Wish(NamedTuple):
+class StopRequest(NamedTuple):
     """What one process, or any of them, asks for at the end of a step."""
 
     stop: bool
@@ -98,9 +98,9 @@ class Requests:
         on_stop(number)
         self._signal = number
 
-    def wish(self) -> Wish:
+    def wish(self) -> StopRequest:
         """What this process asks for now."""
-        return Wish(self.reason() is not None, self._wants_save())
+        return StopRequest(self.reason() is not None, self._wants_save())
 
     def reason(self) -> str | None:
         """Why the run should stop now, or None."""

@@ -19,7 +19,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_fold
 from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import Bench, UnitJob, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data import mixed
 from tests.data.runs import both, make_config, tree, write_jsonl
@@ -86,7 +86,7 @@ class TestWhatIsMissing:
         splits = find_splits(config, Console(quiet=True), files)
         made = make_plan(files[0], run_tokenizer(config), config, splits["t"])
         job = UnitJob(source_job(made, config, "start over"), made.units[1])
-        bench = Bench(tokenizer_folder(config), 0.0)
+        bench = WorkerContext(tokenizer_folder(config), 0.0)
         with pytest.raises(UserError, match=r"unit 1 of t .* gave other tokens than when .*00000001\.json was written"):
             tokenize_unit(job, bench, lambda _: None)
         assert tree(config.data_dir) == before

@@ -17,7 +17,7 @@ from pipeline.data.preprocess.run_units import Outcome
 from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import Bench, UnitJob, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
 from pipeline.data.work.receipts import read_receipts
 from tests.data.runs import datasets, make_config, write_jsonl
 
@@ -188,7 +188,7 @@ def test_a_link_ends_after_so_many_records(tmp_path, corpus, monkeypatch):
     folder = tmp_path / "links"
     job = source_job(plan, config.model_copy(update={"data": config.data.model_copy(update={"dir": folder})}), "")
     plan.freeze(folder / "s")
-    bench = Bench(config.data_dir / "tokenizer", 0.0)
+    bench = WorkerContext(config.data_dir / "tokenizer", 0.0)
     assert tokenize_unit(UnitJob(job, plan.units[0]), bench, lambda _: None).made == 3
     links = list(read_receipts(folder / "s", 0))
     assert [link["records"] for link in links] == [25, 25, 10]

@@ -14,8 +14,8 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_fold
 from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import Bench, UnitJob, tokenize_unit
-from pipeline.data.work.leases import Watch, take
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.work.leases import LeaseWatch, take
 from tests.data.runs import make_config, tree, write_jsonl
 from tests.data.tokenization.test_tokenizer import byte_vocabulary, write
 
@@ -110,7 +110,7 @@ class TestNoUnitWasBegun:
         config = self.config(tmp_path, path)
         self.refused(monkeypatch, config)
         if begun == "lease":
-            take(config.data_dir / "s", 0, Watch())
+            take(config.data_dir / "s", 0, LeaseWatch())
         else:
             (config.data_dir / "s" / begun).parent.mkdir(parents=True)
             (config.data_dir / "s" / begun).touch()
@@ -127,7 +127,7 @@ class TestNoUnitWasBegun:
         config = self.config(tmp_path, path)
         self.refused(monkeypatch, config)
         plan = make_plan(find_source_files(config)[0], run_tokenizer(config), config, make_splits(config.data))
-        bench = Bench(tokenizer_folder(config), 0.0)
+        bench = WorkerContext(tokenizer_folder(config), 0.0)
         kept = {"path": str(tokenizer_folder(config) / "tokenizer.json")}
         self.refused(monkeypatch, self.config(tmp_path, path, kept, id_key="key"))
         before = tree(config.data_dir)

@@ -19,7 +19,7 @@ from pipeline.common import process_identity, storage
 from pipeline.config import Config
 from pipeline.data.datasets.files import receipt_path
 from pipeline.data.preprocess.status import duration, print_status, read_state
-from pipeline.data.work.leases import Watch, lease_path, take
+from pipeline.data.work.leases import LeaseWatch, lease_path, take
 
 SIZE = 1000
 """Bytes of every unit."""
@@ -88,7 +88,7 @@ def write_receipt(folder, unit, link=0, age=0.0, **values):
 
 def write_lease(folder, unit, beat_age=0.0, **values):
     """A lease of this process, but for what is given."""
-    lease = take(folder, unit, Watch())
+    lease = take(folder, unit, LeaseWatch())
     path = lease_path(folder, unit)
     path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | values))
     os.utime(path, (time.time() - beat_age,) * 2)
@@ -384,7 +384,7 @@ def test_finished(tmp_path):
 def test_the_tokenizer(tmp_path):
     config = config_of(tmp_path, "sea")
     folder = config.data_dir / "tokenizer"
-    with take(folder, "train", Watch()):
+    with take(folder, "train", LeaseWatch()):
         said = shown(config)
         assert f"tokenizer: being made by process {os.getpid()} on" in said
         assert "pipeline preprocess" not in said
@@ -405,7 +405,7 @@ def test_a_tokenizer_that_is_given(tmp_path):
 def test_before_there_is_a_plan(tmp_path):
     """Documents are counted, say."""
     config = config_of(tmp_path, "sea", "land")
-    with take(config.data_dir / "sea", "counting", Watch()):
+    with take(config.data_dir / "sea", "counting", LeaseWatch()):
         assert [state.state for state in read_state(config)] == ["starting", "not begun"]
         said = shown(config)
     assert f"sea: starting\n  process {os.getpid()} on {socket.gethostname()}: counting, for 0 s" in said

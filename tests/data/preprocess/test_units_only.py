@@ -9,7 +9,7 @@ import pytest
 from pipeline.data.datasets.files import MANIFEST_FILE
 from pipeline.data.datasets.manifest import verify
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.work.leases import Lease, Watch, take
+from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import Receipts
 from tests.data import mixed
 from tests.data.runs import datasets, make_config
@@ -86,7 +86,7 @@ def test_three_share_the_units_and_a_plain_one_finishes(run, done):
 
 def test_units_that_others_hold_are_left_to_them(run, done):
     config, file = run
-    with take(config.data_dir / "zst", 0, Watch()) as lease:
+    with take(config.data_dir / "zst", 0, LeaseWatch()) as lease:
         assert isinstance(lease, Lease)
         said = finished(start(file, "--units"))
     assert counts(said)[1] == 1

@@ -8,7 +8,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_fold
 from pipeline.data.preprocess.source_plan import cut_units, find_source_files, make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import Bench, UnitJob, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
 from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.tokenization.hard_texts import hard_texts
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def test_a_unit_is_the_same(tmp_path, monkeypatch):
     (found,) = find_source_files(config)
     plan = make_plan(found, run_tokenizer(config), config, make_splits(config.data))
     monkeypatch.setattr(word_cache, "UNIT_BYTES", 1)
-    bench = Bench(tokenizer_folder(config), 0.0)
+    bench = WorkerContext(tokenizer_folder(config), 0.0)
     for path in [*config.data_dir.rglob("*.bin"), *config.data_dir.glob("s/receipts/*/*.json")]:
         path.unlink()
     samples = []

@@ -33,7 +33,7 @@ from pipeline.data.order.phases import plan_journal
 from pipeline.data.plan.build import make_plan
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import When, when
-from pipeline.data.provenance.run import AskedRun, ask
+from pipeline.data.provenance.run import RunView, ask
 from pipeline.data.provenance.step_to_documents import Where, where
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -45,11 +45,11 @@ def _quiet(_: str) -> None:
     pass
 
 
-def _where(run: AskedRun, step: int, **options: Any) -> Where:
+def _where(run: RunView, step: int, **options: Any) -> Where:
     return where(run, step, say=_quiet, **options)
 
 
-def _when(run: AskedRun, source: str, **options: Any) -> When:
+def _when(run: RunView, source: str, **options: Any) -> When:
     return when(run, source, say=_quiet, **options)
 
 
@@ -92,13 +92,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(root: Path) -> AskedRun:
+def run(root: Path) -> RunView:
     """The run, before it was begun."""
     return ask(root / "run.yaml")
 
 
 @pytest.fixture(scope="module")
-def steps(run: AskedRun) -> list[Where]:
+def steps(run: RunView) -> list[Where]:
     """All its steps."""
     return [_where(run, step + 1, ids=True) for step in range(run.steps)]
 
@@ -123,7 +123,7 @@ def _texts(corpus: Path) -> Callable[[str, int | None], tuple[str, str]]:
     return record
 
 
-def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: AskedRun, steps: list[Where]) -> None:
+def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: RunView, steps: list[Where]) -> None:
     record = _texts(root / "corpus")
     tokenizer = Tokenizer.open(run.datasets["plain"].folder)
     laps = defaultdict(set)
@@ -155,7 +155,7 @@ def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: Asked
     assert {source: max(seen) for source, seen in laps.items()} == {"plain": 3, "gz": 5, "pq": 0, "text": 1}
 
 
-def test_the_samples_are_the_loaders(run: AskedRun, steps: list[Where]) -> None:
+def test_the_samples_are_the_loaders(run: RunView, steps: list[Where]) -> None:
     from pipeline.data.loading.loader import open_loader
 
     share: dict[tuple[int, int], Any] = {}
@@ -195,7 +195,7 @@ def test_the_samples_are_the_loaders(run: AskedRun, steps: list[Where]) -> None:
         assert next(rows, None) is None
 
 
-def test_masks_are_those_of_the_run_file(run: AskedRun, steps: list[Where]) -> None:
+def test_masks_are_those_of_the_run_file(run: RunView, steps: list[Where]) -> None:
     masked = 0
     for answer in steps:
         assert answer.skipped == (answer.step in (7, 8))
@@ -210,7 +210,7 @@ def test_masks_are_those_of_the_run_file(run: AskedRun, steps: list[Where]) -> N
     assert masked > 10
 
 
-def test_when_is_the_inverse_of_where(run: AskedRun, steps: list[Where]) -> None:
+def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
     expected: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
     for answer in steps:
         for sample in answer.shown:
@@ -348,7 +348,7 @@ def test_a_document_whose_prov_record_is_lost(root: Path, tmp_path: Path) -> Non
         _when(run, "text", id="x")
 
 
-def test_documents_by_id_and_row(root: Path, run: AskedRun, steps: list[Where]) -> None:
+def test_documents_by_id_and_row(root: Path, run: RunView, steps: list[Where]) -> None:
     chosen = {}
     for answer in steps[::17]:
         for sample in answer.shown:
@@ -377,7 +377,7 @@ def test_documents_by_id_and_row(root: Path, run: AskedRun, steps: list[Where]) 
         assert (found.documents, found.never) == ([], "it is document 2 of the split 'heldout'")
 
 
-def test_ids_are_shown_where_they_can_be_proved(run: AskedRun) -> None:
+def test_ids_are_shown_where_they_can_be_proved(run: RunView) -> None:
     about = run.describe("plain", [0], True, _quiet)[0]
     assert str(about._replace(id=1000 * "\n")).endswith(", id " + 200 * r"\n" + "…")
     for source, known in (("plain", 63), ("gz", 0), ("pq", 12), ("text", 34)):
@@ -393,7 +393,7 @@ def test_ids_are_shown_where_they_can_be_proved(run: AskedRun) -> None:
             assert f"id xxh3:{unknown.id_hash:016x}" in str(unknown)
 
 
-def test_questions_without_an_answer(run: AskedRun) -> None:
+def test_questions_without_an_answer(run: RunView) -> None:
     with pytest.raises(UserError, match=r"--source: 'plian' is none of the run's sources \(plain, gz, pq, text\)"):
         _when(run, "plian", document=0)
     with pytest.raises(
@@ -424,7 +424,7 @@ def test_questions_without_an_answer(run: AskedRun) -> None:
         _where(run, 3, ranks=2)
 
 
-def test_a_rank_that_has_padding_alone(run: AskedRun) -> None:
+def test_a_rank_that_has_padding_alone(run: RunView) -> None:
     answer = _where(run, 1, rank=1, ranks=2)  # the ramp begins with 2 samples
     assert [len(_where(run, 1, rank=0, ranks=2).shown), len(answer.shown)] == [1, 1]
     answer = _where(run, 1, rank=2, ranks=3)
@@ -618,6 +618,6 @@ def test_nothing_heavy_is_imported(root: Path) -> None:
     assert found.returncode == 2 and "no document of source 'plain' has the id 'nobody'" in found.stderr
 
 
-def test_the_plan_is_that_of_the_journal(run: AskedRun) -> None:
+def test_the_plan_is_that_of_the_journal(run: RunView) -> None:
     assert run.journal == plan_journal(run.config, open_datasets(run.config, "train"))
     assert len(run.journal.segments) == 5

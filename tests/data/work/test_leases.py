@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from pipeline.data.work import leases
-from pipeline.data.work.leases import Holder, Lease, Watch, lease_path, read_leases, sweep, take, take_when_free
+from pipeline.data.work.leases import Holder, Lease, LeaseWatch, lease_path, read_leases, sweep, take, take_when_free
 
 HOLD = """
     from pipeline.data.work.leases import Watch, take
@@ -59,7 +59,7 @@ def holder(tmp_path):
 
 def forge(folder, unit=3, **values):
     """A lease as this process would write it, but for `values`; its path."""
-    with take(folder, unit, Watch()) as lease:
+    with take(folder, unit, LeaseWatch()) as lease:
         value = orjson.loads(lease.path.read_bytes())
     lease.path.write_bytes(orjson.dumps(value | {"nonce": "forged"} | values))
     return lease.path
@@ -70,17 +70,17 @@ def files(folder):
 
 
 def test_one_holder(tmp_path):
-    with take(tmp_path, 1234, Watch()) as lease:
+    with take(tmp_path, 1234, LeaseWatch()) as lease:
         assert isinstance(lease, Lease)
         assert files(tmp_path) == ["leases/00001/00001234.json"]
-        found = take(tmp_path, 1234, Watch())
+        found = take(tmp_path, 1234, LeaseWatch())
         assert isinstance(found, Holder)
         assert (found.pid, str(found)) == (os.getpid(), f"process {os.getpid()} on {found.host}")
         assert abs(found.since - time.time()) < 60
-        with take(tmp_path, 1235, Watch()) as other:
+        with take(tmp_path, 1235, LeaseWatch()) as other:
             assert isinstance(other, Lease)
     assert files(tmp_path) == []
-    with take(tmp_path, 1234, Watch()) as lease:
+    with take(tmp_path, 1234, LeaseWatch()) as lease:
         assert isinstance(lease, Lease)
 
 
@@ -110,7 +110,7 @@ def test_racing_processes_never_hold_the_same(tmp_path, stale):
 
 
 def test_a_killed_process_is_followed_at_once(tmp_path, holder):
-    watch = Watch(patience=1e9)
+    watch = LeaseWatch(patience=1e9)
     assert take(tmp_path, 3, watch).pid == holder.pid
     holder.kill()
     # It is still a zombie here: its parent has not waited for it yet.
@@ -131,7 +131,7 @@ def test_a_stopped_process_is_watched(tmp_path, holder):
     """It is there, but for how long nobody knows: as one of another machine that says nothing."""
     stop(holder)
     now = 0.0
-    watch = Watch(clock=lambda: now)
+    watch = LeaseWatch(clock=lambda: now)
     assert isinstance(take(tmp_path, 3, watch), Holder)
     now = 119.0
     assert take(tmp_path, 3, watch).pid == holder.pid
@@ -145,15 +145,15 @@ def test_a_stopped_process_is_watched(tmp_path, holder):
 
 def test_a_pid_that_is_used_again(tmp_path):
     forge(tmp_path, pid=os.getpid(), started=12345)
-    assert isinstance(take(tmp_path, 3, Watch(patience=1e9)), Lease)
+    assert isinstance(take(tmp_path, 3, LeaseWatch(patience=1e9)), Lease)
 
 
 def test_a_process_of_another_user_is_there(tmp_path):
     """Without the start time, which the system may hide, a pid that exists is only waited for."""
     forge(tmp_path, started=None)
-    assert isinstance(take(tmp_path, 3, Watch()), Holder)
-    assert isinstance(take(tmp_path, 3, Watch(patience=0)), Holder)
-    watch = Watch(patience=0)
+    assert isinstance(take(tmp_path, 3, LeaseWatch()), Holder)
+    assert isinstance(take(tmp_path, 3, LeaseWatch(patience=0)), Holder)
+    watch = LeaseWatch(patience=0)
     assert isinstance(take(tmp_path, 3, watch), Holder)
     assert isinstance(take(tmp_path, 3, watch), Lease)
 
@@ -162,7 +162,7 @@ def test_a_process_of_another_user_is_there(tmp_path):
 def test_another_machine_is_watched(tmp_path, elsewhere):
     """Another host, a kernel booted again or elsewhere, a container: stale after 120 s of our clock without a beat."""
     now = 5000.0
-    watch = Watch(clock=lambda: now)
+    watch = LeaseWatch(clock=lambda: now)
     path = forge(tmp_path, pid=2**30, since=time.time() + 1e6, **elsewhere)  # its clock is wrong
     assert isinstance(take(tmp_path, 3, watch), Holder)
     now += 119
@@ -174,7 +174,7 @@ def test_another_machine_is_watched(tmp_path, elsewhere):
     assert isinstance(take(tmp_path, 3, watch), Holder)
     now += 2
     assert isinstance(take(tmp_path, 3, watch), Lease)
-    assert isinstance(take(tmp_path, 3, Watch()), Holder)
+    assert isinstance(take(tmp_path, 3, LeaseWatch()), Holder)
 
 
 @pytest.mark.parametrize("data", [b"", b'{"host": "a", "pid"', b"[]", b"7", b'{"pid": -1}', b"x" * 10**5])
@@ -182,7 +182,7 @@ def test_a_damaged_lease(tmp_path, data):
     path = forge(tmp_path)
     path.write_bytes(data)
     now = 0.0
-    watch = Watch(clock=lambda: now)
+    watch = LeaseWatch(clock=lambda: now)
     assert "not written its name" in str(take(tmp_path, 3, watch))
     assert list(read_leases(tmp_path)) == []
     now = 121.0
@@ -192,7 +192,7 @@ def test_a_damaged_lease(tmp_path, data):
 
 
 def test_release_leaves_what_others_took(tmp_path):
-    lease = take(tmp_path, 3, Watch())
+    lease = take(tmp_path, 3, LeaseWatch())
     path = forge_over = lease_path(tmp_path, 3)
     theirs = orjson.dumps(orjson.loads(path.read_bytes()) | {"nonce": "theirs"})
     forge_over.write_bytes(theirs)
@@ -202,7 +202,7 @@ def test_release_leaves_what_others_took(tmp_path):
 
 
 def test_beats(tmp_path, monkeypatch):
-    with take(tmp_path, 3, Watch()) as lease:
+    with take(tmp_path, 3, LeaseWatch()) as lease:
         before = lease.path.read_bytes()
         lease.beat(100)
         assert lease.path.read_bytes() == before  # not yet
@@ -212,7 +212,7 @@ def test_beats(tmp_path, monkeypatch):
         [(unit, record, time_s)] = read_leases(tmp_path)
         assert (unit, record.beat, record.done, record.pid) == (3, 2, 250, os.getpid())
         assert abs(time_s - time.time()) < 60
-        assert isinstance(take(tmp_path, 3, Watch()), Holder)
+        assert isinstance(take(tmp_path, 3, LeaseWatch()), Holder)
         assert files(tmp_path) == ["leases/00000/00000003.json"]
     lease.beat(300)
     assert files(tmp_path) == []
@@ -220,7 +220,7 @@ def test_beats(tmp_path, monkeypatch):
 
 def test_a_lost_lease_stops_beating(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.0)
-    lease = take(tmp_path, 3, Watch())
+    lease = take(tmp_path, 3, LeaseWatch())
     forge(tmp_path, 4)
     theirs = lease_path(tmp_path, 4).read_bytes()
     lease.path.write_bytes(theirs)
@@ -228,7 +228,7 @@ def test_a_lost_lease_stops_beating(tmp_path, monkeypatch):
     assert lease.lost
     lease.beat(2)
     assert lease.path.read_bytes() == theirs
-    removed = take(tmp_path, 5, Watch())
+    removed = take(tmp_path, 5, LeaseWatch())
     for path in sorted(tmp_path.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     removed.beat(1)
@@ -239,7 +239,7 @@ def test_a_lost_lease_stops_beating(tmp_path, monkeypatch):
 
 def test_beating_from_a_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.01)
-    with take(tmp_path, 3, Watch()) as lease, lease.beating():
+    with take(tmp_path, 3, LeaseWatch()) as lease, lease.beating():
         deadline = time.monotonic() + 20
         while next(read_leases(tmp_path))[1].beat < 3:
             assert time.monotonic() < deadline
@@ -259,7 +259,7 @@ def test_named_work_is_waited_for(tmp_path):
         told.append(who.pid)
         process.kill()
 
-    with take_when_free(tmp_path, "train", Watch(), waiting) as lease:
+    with take_when_free(tmp_path, "train", LeaseWatch(), waiting) as lease:
         assert [name for name, _, _ in read_leases(tmp_path)] == ["train"]
         assert not lease.lost
     assert told == [process.pid]
@@ -296,9 +296,9 @@ def test_without_links(tmp_path, monkeypatch):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    with take(tmp_path, 3, Watch()) as lease:
+    with take(tmp_path, 3, LeaseWatch()) as lease:
         assert isinstance(lease, Lease)
-        assert isinstance(take(tmp_path, 3, Watch()), Holder)
+        assert isinstance(take(tmp_path, 3, LeaseWatch()), Holder)
         assert not leases._create(lease.path, leases._new_record())
         data = lease.path.read_bytes()
         leases._remove(lease.path, b"as it was before")
@@ -319,7 +319,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_is_harmless(small_disk, monkeypatch):
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.0)
-    with take(small_disk, 3, Watch()) as lease:
+    with take(small_disk, 3, LeaseWatch()) as lease:
         before = lease.path.read_bytes()
         with pytest.raises(OSError, match="No space"), (small_disk / "filler").open("wb", buffering=0) as file:
             while True:
@@ -328,7 +328,7 @@ def test_a_full_disk_is_harmless(small_disk, monkeypatch):
         assert not lease.lost
         assert lease.path.read_bytes() == before
         with pytest.raises(OSError, match="No space") as error:
-            take(small_disk, 4, Watch())
+            take(small_disk, 4, LeaseWatch())
         assert str(small_disk) in str(error.value.filename)
         (small_disk / "filler").unlink()
         lease.beat(200)

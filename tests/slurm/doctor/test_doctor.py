@@ -23,8 +23,8 @@ from slurm.doctor import gpu
 from slurm.doctor.command import doctor_command, verdict
 from slurm.doctor.gpu import devices, driver_views, judge_driver_views, parse_driver_views, products, wrong_elements
 from slurm.doctor.network import NotMet, meet
-from slurm.doctor.node import Place, disks, software, space
-from slurm.doctor.report import Check, Network, Report, Verdict, compare, parse_report, report_file
+from slurm.doctor.node import NodeRank, disks, software, space
+from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 from tests.tiny import pipeline, write_run
 
 _FILE_LIMIT_KIB = 512
@@ -124,7 +124,7 @@ def test_a_check_that_hangs_is_ended() -> None:
 
 
 def test_nodes_that_do_not_come_in_time() -> None:
-    first = Place(0, 3, "127.0.0.1", _free_port())
+    first = NodeRank(0, 3, "127.0.0.1", _free_port())
     other = replace(first, rank=1, serves=False)
     with pytest.raises(NotMet) as nobody:
         meet(other, gpus=0, seconds=0.2)
@@ -151,19 +151,19 @@ def test_the_place_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert Place.of_environment() == Place(), "each for itself"
+    assert NodeRank.of_environment() == NodeRank(), "each for itself"
     monkeypatch.setenv("MASTER_ADDR", "n1")
     monkeypatch.setenv("MASTER_PORT", "20000")
-    assert Place.of_environment() == Place(1, 2, "n1", 20_000, serves=False)
+    assert NodeRank.of_environment() == NodeRank(1, 2, "n1", 20_000, serves=False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert Place.of_environment() == Place(0, 4, "n1", 20_000, serves=True)
+    assert NodeRank.of_environment() == NodeRank(0, 4, "n1", 20_000, serves=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="start one on a node"):
-        Place.of_environment()
+        NodeRank.of_environment()
     monkeypatch.setenv("RANK", "4")
     with pytest.raises(UserError, match="RANK=4, WORLD_SIZE=4"):
-        Place.of_environment()
+        NodeRank.of_environment()
 
 
 def test_products_that_are_wrong_are_seen() -> None:
@@ -253,7 +253,7 @@ def test_rocm_has_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     _, (check,) = driver_views()
     assert check.severity == "warning" and "amd-smi" in check.message
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "AMD Instinct MI300X")
-    assert devices(1, 0) == Check("GPUs", True, "1 x AMD Instinct MI300X")
+    assert devices(1, 0) == NodeCheck("GPUs", True, "1 x AMD Instinct MI300X")
     assert "built without" not in devices(2, 0).message
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert software("")["hip"] == versions()["hip"] == "6.4.43484"
@@ -264,7 +264,7 @@ def test_gpus_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert devices(2, 2) == Check("GPUs", True, "2 x NVIDIA H200")
+    assert devices(2, 2) == NodeCheck("GPUs", True, "2 x NVIDIA H200")
     assert "nvidia-smi sees 8; look at CUDA_VISIBLE_DEVICES" in devices(8, 8).message
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert devices(3, 3).value == "NVIDIA H100 80GB HBM3, NVIDIA H200"
@@ -285,7 +285,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reports_survive_the_disk(tmp_path: Path) -> None:
     report = Report(
-        "n1", "disks", (Check("GPUs", True, "none"),), {"CPU": 0.1}, {"torch": "2"}, Network("ok", missing=(1,))
+        "n1", "disks", (NodeCheck("GPUs", True, "none"),), {"CPU": 0.1}, {"torch": "2"}, Network("ok", missing=(1,))
     )
     storage.put_json(report_file(tmp_path, "n1"), asdict(report))
     assert _read(tmp_path, "n1") == report
@@ -301,7 +301,7 @@ def test_where_a_node_hung_or_was_killed() -> None:
 
 def test_slow_devices() -> None:
     reports = {f"n{number}": Report(f"n{number}", products={"GPU 0": 0.010, "GPU 1": 0.011}) for number in range(2)}
-    assert compare(reports) == Verdict()
+    assert compare(reports) == NodeVerdict()
     slow = compare({**reports, "n2": Report("n2", products={"GPU 0": 0.010, "GPU 1": 0.030})})
     assert slow.unhealthy == {
         "n2": ["slow: GPU 1 takes 30.0 ms for a matrix product, 3.0 times as long as is usual here (10.0 ms)"]
@@ -311,10 +311,10 @@ def test_slow_devices() -> None:
 
 
 def test_versions_that_differ() -> None:
-    def of(*versions: str, fact: str = "torch") -> Verdict:
+    def of(*versions: str, fact: str = "torch") -> NodeVerdict:
         return compare({f"n{i}": Report(f"n{i}", facts={fact: version}) for i, version in enumerate(versions, 1)})
 
-    assert of("2", "2", "2") == Verdict()
+    assert of("2", "2", "2") == NodeVerdict()
     assert of("2", "3", "2").unhealthy == {"n2": ["torch: it has 3, other nodes have 2"]}
     assert set(of("2", "3").unhealthy) == {"n1", "n2"}, "nobody knows which one is right"
     assert of("2", "3", "2", fact="driver").warnings == ["n2: driver: it has 3, other nodes have 2"]
@@ -382,7 +382,7 @@ def _limited(command: list[str]) -> list[str]:
     return ["bash", "-c", f"ulimit -f {_FILE_LIMIT_KIB} && exec {shlex.join(command)}"]
 
 
-def _assert_n3_cannot_write(found: Verdict, folder: Path) -> None:
+def _assert_n3_cannot_write(found: NodeVerdict, folder: Path) -> None:
     assert list(found.unhealthy) == ["n3"], found
     assert found.unhealthy["n3"] == [
         f"run.dir ({folder}/run): a file of 1 MiB cannot be written and read (File too large)"

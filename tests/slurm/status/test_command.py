@@ -31,13 +31,13 @@ from slurm.local.stages import evaluate, preprocess, train
 from slurm.scheduler import Accounted, JobState
 from slurm.status import run as status_run
 from slurm.status.command import show_status, status
-from slurm.status.files import Facts
+from slurm.status.files import RunSnapshot
 from slurm.status.run import RunStatus, describe
-from slurm.status.state import Answer
+from slurm.status.state import SchedulerSnapshot
 from tests import tiny
 from tests.config.runfile import MINIMAL, write
 
-SILENT = Answer(None, problem="squeue: no answer")
+SILENT = SchedulerSnapshot(None, problem="squeue: no answer")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-def say(run: Path, answer: Answer | None = None) -> RunStatus:
-    return describe(Facts(run), answer or Answer({}))
+def say(run: Path, answer: SchedulerSnapshot | None = None) -> RunStatus:
+    return describe(RunSnapshot(run), answer or SchedulerSnapshot({}))
 
 
 def send(run: Path, stage: jobs.Stage = "train", job: str = "77", **more: Any) -> None:
@@ -77,8 +77,8 @@ def end(run: Path, begun: launch_log.Launch, code: int, following: launch_log.Ne
     launch_log.end(run, begun, how)
 
 
-def answered(job: str = "77", state: str = "PENDING", **more: Any) -> Answer:
-    return Answer({job: JobState(job, state, **more)})
+def answered(job: str = "77", state: str = "PENDING", **more: Any) -> SchedulerSnapshot:
+    return SchedulerSnapshot({job: JobState(job, state, **more)})
 
 
 def test_a_run_that_is_done(made: Path) -> None:
@@ -199,7 +199,7 @@ def test_jobs_that_run(tmp_path: Path) -> None:
     send(tmp_path, "train", "77", after=("70",))
     states = {f"70_{task}": JobState(f"70_{task}", "RUNNING", nodes="n1") for task in range(2)}
     states |= {"70_2": JobState("70_2", "PENDING", "Resources"), "77": JobState("77", "PENDING", "Dependency")}
-    found = say(tmp_path, Answer(states))
+    found = say(tmp_path, SchedulerSnapshot(states))
     assert found.state == "preprocessing"
     assert found.queue[0].tasks == {"RUNNING": 2, "PENDING": 1} and found.nodes == ["n1"]
     found = say(tmp_path, answered(state="RUNNING"))
@@ -223,8 +223,8 @@ def test_jobs_that_run(tmp_path: Path) -> None:
 def test_how_a_training_ended(tmp_path: Path, code: int, state: str) -> None:
     send(tmp_path)
     end(tmp_path, launch(tmp_path), code, "done" if code == 0 else "end")
-    assert not Facts(tmp_path).questions(), "nobody needs to be asked"
-    for answer in (Answer({}), SILENT):
+    assert not RunSnapshot(tmp_path).questions(), "nobody needs to be asked"
+    for answer in (SchedulerSnapshot({}), SILENT):
         found = say(tmp_path, answer)
         assert found.state == state
         assert found.attempts[0].number is None and found.attempts[0].outcome == state
@@ -268,7 +268,11 @@ def test_a_launch_that_was_lost_with_its_node(tmp_path: Path) -> None:
     (row,) = say(tmp_path, answered(state="RUNNING", start=first.time - 5)).attempts
     assert row.outcome == "running"
     again = answered(state="RUNNING", start=first.time + 100)
-    for answer, state in ((answered(reason="BeginTime"), "requeued"), (again, "running"), (Answer({}), "failed")):
+    for answer, state in (
+        (answered(reason="BeginTime"), "requeued"),
+        (again, "running"),
+        (SchedulerSnapshot({}), "failed"),
+    ):
         found = say(tmp_path, answer)
         assert found.state == state and [each.outcome for each in found.attempts] == ["lost"]
         assert not found.attempts[0].seconds and found.nodes != ["n1", "n2"]
@@ -304,15 +308,15 @@ def test_tasks_that_are_over_do_not_start_again(tmp_path: Path) -> None:
     for task, following in ((1, "scheduler"), (2, "done")):
         end(tmp_path, launch(tmp_path, f"70_{task}", "preprocess"), 75, following)  # type: ignore[arg-type]
         states = {"70_0": JobState("70_0", "RUNNING", nodes="n1"), "70_1": JobState("70_1", "CANCELLED")}
-        found = say(tmp_path, Answer(states))
+        found = say(tmp_path, SchedulerSnapshot(states))
         assert found.state == "preprocessing" and "has started" in found.why
     begun = launch(tmp_path, "70_0", "preprocess")
     end(tmp_path, launch(tmp_path, "70_1", "preprocess", restarts=1), 75, "scheduler")
-    found = say(tmp_path, Answer(states))
+    found = say(tmp_path, SchedulerSnapshot(states))
     assert found.why.startswith("job 70, since ")
     end(tmp_path, begun, 75, "requeue")
     end(tmp_path, launch(tmp_path, "70_0", "preprocess", restarts=1), 75, "requeue")
-    assert "starts again" in say(tmp_path, Answer(states)).why
+    assert "starts again" in say(tmp_path, SchedulerSnapshot(states)).why
     send(tmp_path, "train", "80")
     end(tmp_path, launch(tmp_path, "80"), 75, "scheduler")
     assert "is about to leave" in say(tmp_path, answered("80", "COMPLETING")).why
@@ -339,7 +343,7 @@ def test_a_chain_that_is_exhausted(tmp_path: Path) -> None:
     assert say(tmp_path).state == "chain exhausted"
     send(tmp_path, job="79", link=3)
     assert say(tmp_path, answered("79")).state == "pending"
-    assert Facts(tmp_path).questions() == ["79"]
+    assert RunSnapshot(tmp_path).questions() == ["79"]
 
 
 @pytest.mark.parametrize(
@@ -354,12 +358,12 @@ def test_a_chain_that_is_exhausted(tmp_path: Path) -> None:
 )
 def test_jobs_that_left_without_a_word(tmp_path: Path, accounted: Accounted | None, state: str, words: str) -> None:
     send(tmp_path)
-    found = say(tmp_path, Answer({}, {"77": accounted} if accounted else {}))
+    found = say(tmp_path, SchedulerSnapshot({}, {"77": accounted} if accounted else {}))
     assert found.state == state and words in found.why
     # A launch without an end changes nothing.
     launch(tmp_path)
     if accounted is not None:
-        assert say(tmp_path, Answer({}, {"77": accounted})).state == state
+        assert say(tmp_path, SchedulerSnapshot({}, {"77": accounted})).state == state
 
 
 def test_a_scheduler_that_does_not_answer(tmp_path: Path) -> None:
@@ -408,7 +412,7 @@ def test_another_machine_holds_the_lock(elsewhere: Path) -> None:
     beats(elsewhere, 2, 1, 5)
     launch(elsewhere)
     clock = JobState("77", "RUNNING", nodes="n1", start=time.time() + 5)  # of the controller, which is ahead
-    for answer in (answered(state="RUNNING"), Answer({"77": clock}), SILENT, Answer({})):
+    for answer in (answered(state="RUNNING"), SchedulerSnapshot({"77": clock}), SILENT, SchedulerSnapshot({})):
         found = say(elsewhere, answer)
         assert found.state == "running", "heartbeats count even where the scheduler does not tell of others' jobs"
     assert (found.step, found.tokens, found.ranks, found.beating) == (3, 3 * 4 * 32, 2, 2), "later steps are lost"
@@ -418,7 +422,7 @@ def test_another_machine_holds_the_lock(elsewhere: Path) -> None:
     beats(elsewhere, 2, 400, 500)
     found = say(elsewhere, answered(state="RUNNING"))
     assert found.state == "stalled" and "rank 1 on host-1" in found.why
-    found = say(elsewhere, Answer({}, {"77": Accounted("NODE_FAIL", "0:0", "00:10:00", "n1")}))
+    found = say(elsewhere, SchedulerSnapshot({}, {"77": Accounted("NODE_FAIL", "0:0", "00:10:00", "n1")}))
     assert found.state == "failed" and "NODE_FAIL" in found.why
 
 
@@ -565,7 +569,7 @@ def test_secrets_of_the_reader_are_not_resolved(tmp_path: Path, monkeypatch: pyt
     text = MINIMAL + "generate: {prompt: '${oc.env:HARMLESS}'}\n"
     for file in (tmp_path / "config.yaml", tmp_path / "slurm/submissions/x.yaml"):
         write(file.parent, text, file.name)
-        facts = Facts(tmp_path)
+        facts = RunSnapshot(tmp_path)
         assert facts.config is None and "HIDDEN" not in "".join(facts.problems)
         with pytest.raises(UserError, match="nothing in its files is resolved"):
             load_written(file)

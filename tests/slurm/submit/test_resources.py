@@ -25,7 +25,7 @@ from slurm.job.srun_step import Step
 from slurm.submit import preflight, sbatch_env, submitit_backend
 from slurm.submit.dry_run import job_lines
 from slurm.submit.job_plan import PlannedJob, StageName, plan
-from slurm.submit.problems import Findings
+from slurm.submit.problems import PreflightReport
 from slurm.submit.site_profile import site_of
 from slurm.submit.submission import Submission
 from slurm.submit.submit import submit
@@ -112,7 +112,7 @@ def test_places_of_processes_are_named_to_the_srun_of_a_training(tmp_path: Path)
 
 def looked_at(config: Config, environment: dict[str, str], *stages: StageName) -> tuple[list[str], list[str]]:
     """Problems and warnings that variables of the shell are for the jobs of a run."""
-    found, site = Findings(), site_of(config, "slurm", environment)
+    found, site = PreflightReport(), site_of(config, "slurm", environment)
     sbatch_env.check(environment, site, plan(config, site, stages or ["train"], "slurm"), found)
     return found.problems, found.warnings
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.data.work.leases import Lease, Watch, take
+from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.train.run.lock import Lock
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
@@ -255,7 +255,7 @@ def test_without_slurm_one_message_says_what_to_do(tmp_path: Path, monkeypatch: 
 def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path, {"launch.device": "cpu"})
     # It cannot be over before it is looked at.
-    held = take(load(file).data_dir / "sea", "plan", Watch())
+    held = take(load(file).data_dir / "sea", "plan", LeaseWatch())
     assert isinstance(held, Lease)
     with held:
         # A rank's environment does not reach it, the GPUs that the user chose do.

@@ -23,7 +23,7 @@ from pipeline.train.distributed.process_group import part
 from pipeline.train.fp8.convert import check_fp8, use_fp8
 from pipeline.train.fp8.matrices import fp8_lines, fp8_matrices, fp8_share, gathers_fp8
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.decoder import Context, Decoder, Part
+from pipeline.train.model.decoder import Context, Decoder, ModelPart
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.compile import compiles
@@ -444,7 +444,14 @@ def test_copies_in_fp8_take_a_byte() -> None:
     parallel = ParallelConfig(reshard_after_forward=False)
     rows = [
         footprint(
-            spec, [Part.whole(spec)], parallel, layout, "bf16", averages=False, optimizer=OptimizerConfig(), fp8=fp8
+            spec,
+            [ModelPart.whole(spec)],
+            parallel,
+            layout,
+            "bf16",
+            averages=False,
+            optimizer=OptimizerConfig(),
+            fp8=fp8,
         )
         for fp8 in (None, config_of(), config_of(all_gather=False))
     ]

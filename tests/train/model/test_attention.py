@@ -11,7 +11,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.model.kernels.sight import attention_mask
+from pipeline.train.model.kernels.attention_mask import attention_mask
 from tests.train.huggingface.hf_mapping import randomize
 from tests.train.models import FAMILIES, VOCAB
 

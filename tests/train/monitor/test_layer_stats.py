@@ -16,8 +16,8 @@ from pipeline.data.loading.batch import Batch
 from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.kernels.attention_mask import attention_mask
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import attention_mask
 from pipeline.train.monitor.layer_stats import largest_logits
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout

@@ -28,10 +28,10 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import RecomputeConfig, TrainConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Kernel
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel import compile
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles, settle

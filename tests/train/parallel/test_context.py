@@ -20,8 +20,8 @@ from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context, SequenceCut
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Documents, Sight
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, share_of
 from tests import tiers
@@ -88,7 +88,7 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
         expected.backward(factor)
         mine = [cut.share(x.detach()).requires_grad_() for x in whole]
         documents = Documents(bounds(length)) if case.documents else None
-        sights = [Sight.of(SAMPLES, piece, case.window, CPU, documents) for piece in cut.pieces(length)]
+        sights = [AttentionMask.of(SAMPLES, piece, case.window, CPU, documents) for piece in cut.pieces(length)]
         work: list[int] = []
 
         def core(q: Tensor, k: Tensor, v: Tensor, piece: int, sights: Any = sights, work: Any = work) -> Tensor:
@@ -138,9 +138,11 @@ def pieces_of_one(compiled: bool) -> None:
 
     cut = GatheredKeys(group, 0, 1)
     model.kernel = kernel = Sdpa(on_gpu=True)
-    prepared = [kernel.prepare(Sight.of(SAMPLES, piece, None, CPU)) for piece in cut.pieces(16)]
+    prepared = [kernel.prepare(AttentionMask.of(SAMPLES, piece, None, CPU)) for piece in cut.pieces(16)]
     assert prepared[0] is None and isinstance(prepared[1], CausalBias)
-    assert not any(isinstance(kernel.prepare(Sight.of(2, piece, 3, CPU)), CausalBias) for piece in cut.pieces(16))
+    assert not any(
+        isinstance(kernel.prepare(AttentionMask.of(2, piece, 3, CPU)), CausalBias) for piece in cut.pieces(16)
+    )
     if compiled:
         compile_layers(model, RecomputeConfig())
     found = model(tokens, Context(cut=cut))[..., :61]
@@ -155,7 +157,7 @@ def gather_bf16() -> None:
     for method in (GatheredKeys, ExchangedHeads):
         cut = method(group, dist.get_rank(), dist.get_world_size())
         x = [torch.randn(1, 8, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-        prepared = [KERNEL.prepare(Sight.of(1, piece, None, CPU)) for piece in cut.pieces(16)]
+        prepared = [KERNEL.prepare(AttentionMask.of(1, piece, None, CPU)) for piece in cut.pieces(16)]
         out = cut.attend(*x, lambda q, k, v, piece, prepared=prepared: KERNEL(q, k, v, prepared[piece], HEAD**-0.5))
         assert out.dtype == torch.bfloat16
         out.sum().backward()

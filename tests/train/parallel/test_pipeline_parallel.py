@@ -21,7 +21,7 @@ from pipeline.config.parallel import V_SHAPED, ZERO_BUBBLE, PipelineConfig, Sche
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.context import Context
-from pipeline.train.model.decoder import Decoder, Part
+from pipeline.train.model.decoder import Decoder, ModelPart
 from pipeline.train.model.init import init_weights
 from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.pipeline_parallel import Action, PipelineRunner, TiedEmbedding, forward_order
@@ -136,13 +136,13 @@ def stages_of(case: Case, pp: int) -> list[Stage]:
     for index, layers in enumerate(case.layers):
         last = index == len(case.layers) - 1
         rank = index % pp if case.schedule not in V_SHAPED or index < pp else 2 * pp - 1 - index
-        stages.append(Stage(index, rank, Part(range(first, first + layers), index == 0, last)))
+        stages.append(Stage(index, rank, ModelPart(range(first, first + layers), index == 0, last)))
         first += layers
     assert first == LAYERS
     return stages
 
 
-def sharded(case: Case, part: Part, params: DeviceMesh, spec: DecoderSpec | None = None) -> Decoder:
+def sharded(case: Case, part: ModelPart, params: DeviceMesh, spec: DecoderSpec | None = None) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec or spec_of(case.tied), part)
     policy = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)

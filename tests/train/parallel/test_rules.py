@@ -21,7 +21,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS, check_evaluation_layout, check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import step_shapes
-from pipeline.train.parallel.tested import TESTED, Kind, nearest_tested
+from pipeline.train.parallel.tested import TESTED, LayoutKind, nearest_tested
 from pipeline.train.parallel.torch_compat import pipeline_stage
 from tests.config.runfile import write
 
@@ -272,7 +272,7 @@ def test_tested_rows_are_accepted(run_file: Path, row: Any) -> None:
     )
     config = config.model_copy(update={"parallel": row.parallel})
     assert check_layout(config, row.layout.world_size) == row.layout
-    assert row.kind == Kind.of(config.parallel, row.layout)
+    assert row.kind == LayoutKind.of(config.parallel, row.layout)
 
 
 def test_tested_rows() -> None:
@@ -314,12 +314,12 @@ def test_tested_rows() -> None:
 
 
 def test_kinds(run_file: Path) -> None:
-    def kind(**keys: Any) -> Kind:
+    def kind(**keys: Any) -> LayoutKind:
         config = load(run_file, [f"parallel={keys}".replace("'", "")] if keys else [])
         degrees = {axis: keys.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-        return Kind.of(config.parallel, Layout(**degrees))
+        return LayoutKind.of(config.parallel, Layout(**degrees))
 
-    assert kind() == Kind(frozenset(), None, None, None, None)
+    assert kind() == LayoutKind(frozenset(), None, None, None, None)
     assert kind(tp=8, sequence_parallel="false") == kind(tp=2, sequence_parallel="false") != kind(tp=2)
     assert kind(dp_shard=64) == kind(dp_shard=64, reshard_after_forward="true")
     assert kind(dp_shard=2, pp=2) == kind(dp_shard=2, pp=2, reshard_after_forward="false")
@@ -416,12 +416,12 @@ def test_shapes_of_steps_are_those_of_the_planned_run(run_file: Path, data: st.D
 
 
 def test_padding_and_micro_batches_are_the_loaders(run_file: Path) -> None:
-    from pipeline.data.order.locate import Share
+    from pipeline.data.order.locate import RankShare
 
     for batch, micro, ranks in [(32, 1, 1), (32, 5, 3), (7, 4, 8), (10, 2, 5), (1, 1, 4)]:
         config = load(run_file, (*BASE, f"train.batch_size={batch}", f"train.micro_batch_size={micro}"))
         (shape,) = step_shapes(config, ranks)
-        shares = [Share(batch, shape.micro_batch_size, rank, ranks) for rank in range(ranks)]
+        shares = [RankShare(batch, shape.micro_batch_size, rank, ranks) for rank in range(ranks)]
         assert {len(share.micro_batches) for share in shares} == {shape.micro_batches}
         windows = sum(len(samples) for share in shares for samples in share.micro_batches)
         computed = ranks * shape.micro_batches * shape.micro_batch_size

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.decoder import Context, Decoder, Part
+from pipeline.train.model.decoder import Context, Decoder, ModelPart
 from pipeline.train.model.init import init_weights, local_range
 from pipeline.train.model.loss import VocabShard, token_loss
 from pipeline.train.parallel.tensor import apply_tensor_parallel
@@ -91,14 +91,14 @@ def _vary(model: torch.nn.Module) -> None:
                 local += noise[rows.start : rows.stop]
 
 
-def _parts(spec: DecoderSpec, parts: int) -> list[Part]:
+def _parts(spec: DecoderSpec, parts: int) -> list[ModelPart]:
     if parts == 1:
-        return [Part.whole(spec)]
+        return [ModelPart.whole(spec)]
     assert parts == 3  # the embedding and a block, a block, the head alone
     return [
-        Part(range(1), first=True, last=False),
-        Part(range(1, 2), first=False, last=False),
-        Part(range(0), first=False, last=True),
+        ModelPart(range(1), first=True, last=False),
+        ModelPart(range(1, 2), first=False, last=False),
+        ModelPart(range(0), first=False, last=True),
     ]
 
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from pipeline.common.errors import Stopped
 from pipeline.config.load import load
 from pipeline.train import trainer
-from pipeline.train.run.stop_requests import Requests, Wish
+from pipeline.train.run.stop_requests import Requests, StopRequest
 from slurm.local.stages import _terminate_stops
 from tests.train.runs import exact, train
 
-NOTHING = Wish(stop=False, save=False)
+NOTHING = StopRequest(stop=False, save=False)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_signals_ask_for_a_stop(tmp_path: Path, number: signal.Signals) -> None:
         assert requests.wish() == NOTHING
         os.kill(os.getpid(), number)
         assert requests.reason() == number.name
-        assert requests.wish() == Wish(stop=True, save=False)
+        assert requests.wish() == StopRequest(stop=True, save=False)
     assert signal.getsignal(number) == before
 
 
@@ -61,7 +61,7 @@ def test_a_rank_that_is_not_the_first_listens_to_signals_alone(tmp_path: Path, m
 def test_files_in_the_run_folder_ask(tmp_path: Path) -> None:
     with Requests(tmp_path) as requests:
         (tmp_path / "save").touch()
-        assert requests.wish() == Wish(stop=False, save=True)
+        assert requests.wish() == StopRequest(stop=False, save=True)
         requests.saved()
         assert requests.wish() == NOTHING
         assert not (tmp_path / "save").exists()
@@ -102,7 +102,7 @@ def test_the_clock_asks(tmp_path: Path) -> None:
     with Requests(tmp_path, started=now, max_minutes=60) as requests:
         assert requests.reason() is None
     with Requests(tmp_path, save_minutes=1e-9) as requests:
-        assert requests.wish() == Wish(stop=False, save=True)
+        assert requests.wish() == StopRequest(stop=False, save=True)
     with Requests(tmp_path, save_minutes=60) as requests:
         assert requests.wish() == NOTHING
 

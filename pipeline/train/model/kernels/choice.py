@@ -15,9 +15,9 @@ from pipeline.common.errors import UserError, install_extra
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import AttentionConfig, TrainConfig
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen, flash_function, followed
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.kernels.sight import Kernel
 from pipeline.train.model.kernels.te import TransformerEngine
 
 Backend = Literal["sdpa", "flex", "varlen", "flash", "te"]
@@ -35,7 +35,7 @@ _FLASH4_HEAD = 128
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceCaps:
     """A device and what there is for it."""
 
     device: str
@@ -50,19 +50,19 @@ class Machine:
     """By version of flash-attn that was tried, why it cannot be taken."""
 
     @classmethod
-    def of(cls, device: torch.device) -> Machine:
+    def of(cls, device: torch.device) -> DeviceCaps:
         """This one. No package is imported: what goes wrong then is nothing to those who do not use it."""
         if device.type != "cuda":
             return cls(device.type)
         return cls("cuda", torch.cuda.get_device_capability(device), _flash_versions(), _folder("transformer_engine"))
 
-    def without(self, version: int, why: str) -> Machine:
+    def without(self, version: int, why: str) -> DeviceCaps:
         """The same without a version of flash-attn."""
         return replace(self, flash=self.flash - {version}, unfit={**self.unfit, version: why})
 
 
 @dataclass(frozen=True)
-class Need:
+class KernelRequirements:
     """What a model asks of a kernel."""
 
     documents: bool
@@ -76,7 +76,7 @@ class Need:
     """Within compiled layers."""
 
     @classmethod
-    def of(cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool) -> Need:
+    def of(cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool) -> KernelRequirements:
         """That of a training."""
         uses = [use for layer in spec.different_layers if (use := layer.mixer.kernel)]
         return cls(
@@ -90,7 +90,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """A backend, and why it is taken."""
 
     backend: Backend
@@ -127,7 +127,7 @@ class Choice:
         return f"{self.backend}{version} ({self.reason})"
 
 
-def choose(config: AttentionConfig, need: Need, machine: Machine) -> Choice:
+def choose(config: AttentionConfig, need: KernelRequirements, machine: DeviceCaps) -> KernelChoice:
     """The kernel of a training.
 
     Raises:
@@ -138,16 +138,16 @@ def choose(config: AttentionConfig, need: Need, machine: Machine) -> Choice:
     if config.backend != "sdpa" and (obstacle := _obstacle(config.backend, need, machine)):
         raise UserError(f"train.attention.backend={config.backend} {obstacle}, or train.attention.backend=auto")
     version = _flash_version(need, machine) if config.backend == "flash" else None
-    return Choice(config.backend, "as the run file says", version)
+    return KernelChoice(config.backend, "as the run file says", version)
 
 
-def choose_on(config: AttentionConfig, need: Need, device: torch.device) -> Choice:
+def choose_on(config: AttentionConfig, need: KernelRequirements, device: torch.device) -> KernelChoice:
     """`choose` on this machine, where a flash-attn that is taken can be imported.
 
     Raises:
         UserError: See `choose`.
     """
-    machine = Machine.of(device)
+    machine = DeviceCaps.of(device)
     while True:
         choice = choose(config, need, machine)
         if choice.version is None or not (why := _unfit(choice.version, need)):
@@ -155,7 +155,7 @@ def choose_on(config: AttentionConfig, need: Need, device: torch.device) -> Choi
         machine = machine.without(choice.version, why)
 
 
-def _unfit(version: int, need: Need) -> str | None:
+def _unfit(version: int, need: KernelRequirements) -> str | None:
     """What is wrong with a version of flash-attn that is installed; it is imported."""
     try:
         flash_function(version)
@@ -170,28 +170,28 @@ def _not_imported(error: Exception) -> str:
     return f"cannot be imported ({type(error).__name__}: {error})"
 
 
-def _best(need: Need, machine: Machine) -> Choice:
+def _best(need: KernelRequirements, machine: DeviceCaps) -> KernelChoice:
     if machine.device == "cpu":
-        return Choice("sdpa", "the device is a CPU")
+        return KernelChoice("sdpa", "the device is a CPU")
     if need.compute == "fp32":
-        return Choice("sdpa", "fp32 is computed by torch's own kernels alone")
+        return KernelChoice("sdpa", "fp32 is computed by torch's own kernels alone")
     if not need.documents and not need.windows:
-        return Choice("sdpa", "tokens see all that come before, for which torch's own flash kernels need no mask")
+        return KernelChoice("sdpa", "tokens see all that come before, for which torch's own flash kernels need no mask")
     what = " and ".join(["documents"] * need.documents + ["windows"] * need.windows)
     order: tuple[Backend, ...] = ("flash", "varlen", "flex")
     for backend in order:
         if not _obstacle(backend, need, machine):
             version = _flash_version(need, machine) if backend == "flash" else None
             unfit = "".join(f"; flash-attn {number} {why}" for number, why in machine.unfit.items())
-            return Choice(backend, f"{what} without a mask in memory{unfit}", version)
-    return Choice(
+            return KernelChoice(backend, f"{what} without a mask in memory{unfit}", version)
+    return KernelChoice(
         "sdpa",
         f"warning: {what} as masks of sequence x sequence in memory, since no other backend takes a GPU of compute "
         f"capability {_dotted(machine)} and heads of {need.head_size}",
     )
 
 
-def _obstacle(backend: Backend, need: Need, machine: Machine) -> str | None:
+def _obstacle(backend: Backend, need: KernelRequirements, machine: DeviceCaps) -> str | None:
     """Why a backend is not possible and what to set instead; None: it is."""
     if machine.device != "cuda":
         return f"needs a CUDA device, but this run is on a {machine.device.upper()}: set train.attention.backend=sdpa"
@@ -220,7 +220,7 @@ def _obstacle(backend: Backend, need: Need, machine: Machine) -> str | None:
     return None
 
 
-def _flash_version(need: Need, machine: Machine) -> int | None:
+def _flash_version(need: KernelRequirements, machine: DeviceCaps) -> int | None:
     """That for Hopper first, then the one that has been in use for years; None: there is none."""
     for version in (3, 2, 4):
         if version not in machine.flash or machine.capability[0] not in _CARDS[version]:
@@ -232,7 +232,7 @@ def _flash_version(need: Need, machine: Machine) -> int | None:
     return None
 
 
-def _dotted(machine: Machine) -> str:
+def _dotted(machine: DeviceCaps) -> str:
     return ".".join(map(str, machine.capability))
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.parallel.torch_compat.core import keep_compiled_code_private, lift_recompile_limits
 
 
 class Flex:
     """FlexAttention with a mask by blocks, which is made once in a forward pass."""
 
-    def prepare(self, sight: Sight) -> BlockMask:
+    def prepare(self, sight: AttentionMask) -> BlockMask:
         """See `Kernel`."""
         bounds_BC, past, window = sight.bounds_BC, sight.start, sight.window
 

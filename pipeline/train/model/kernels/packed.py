@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.monitor.host_copy import to_device
 from pipeline.train.parallel.torch_compat.core import vary_length
 
@@ -37,7 +37,7 @@ class Packing:
     window: int | None
 
 
-def lengths(sight: Sight) -> list[tuple[int, int]]:
+def lengths(sight: AttentionMask) -> list[tuple[int, int]]:
     """Queries and keys of each document of a batch, together all of them; what is before a piece has no queries."""
     if sight.documents is None:
         return [(sight.queries, sight.end)] * sight.samples
@@ -49,7 +49,7 @@ def lengths(sight: Sight) -> list[tuple[int, int]]:
     return found
 
 
-def pack(sight: Sight) -> Packing:
+def pack(sight: AttentionMask) -> Packing:
     """Tell a sight; the host waits for nothing."""
     queries, keys = zip(*lengths(sight), strict=True)
     both = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
@@ -70,7 +70,7 @@ class Varlen:
         # 2.11 has no such argument, and says nothing of shared keys.
         self._groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
-    def prepare(self, sight: Sight) -> Packing:
+    def prepare(self, sight: AttentionMask) -> Packing:
         """See `Kernel`."""
         return pack(sight)
 
@@ -110,7 +110,7 @@ class Flash:
         self._open = None if version == 4 else -1
         """What says that there is no window."""
 
-    def prepare(self, sight: Sight) -> Packing:
+    def prepare(self, sight: AttentionMask) -> Packing:
         """See `Kernel`."""
         return pack(sight)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.model.kernels.tiles import Tiles, tile, tiled_attention
 
 Mask = Tensor | None
@@ -28,7 +28,7 @@ class Sdpa:
         self._flash = False
         """See `has_flash`."""
 
-    def prepare(self, sight: Sight) -> Mask | Tiles:
+    def prepare(self, sight: AttentionMask) -> Mask | Tiles:
         """See `Kernel`. None: a query sees all keys up to itself, and there is one, or one for each key."""
         self._flash = has_flash(sight.device)
         if sight.causal and sight.queries in (1, sight.end):

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.model.kernels.packed import Packing, pack
-from pipeline.train.model.kernels.sight import Sight
 
 
 class TransformerEngine:
@@ -23,7 +23,7 @@ class TransformerEngine:
         # It is a module with a state of its own, which is none of the model's.
         self._built: dict[tuple[int, int, int, float], Any] = {}
 
-    def prepare(self, sight: Sight) -> Packing:
+    def prepare(self, sight: AttentionMask) -> Packing:
         """See `Kernel`."""
         return pack(sight)
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pipeline.train.model.kernels.sight import Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.parallel.torch_compat.core import vary_length
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -39,7 +39,7 @@ class Tiles:
     itself. A tile without rows says nothing."""
 
 
-def tile(sight: Sight) -> Tiles:
+def tile(sight: AttentionMask) -> Tiles:
     """The tiles of a sight; its tensors are on the CPU."""
     q_C = torch.arange(sight.start, sight.end)
     lowest_BC = torch.zeros(1, sight.queries, dtype=torch.int64) if sight.documents is None else sight.bounds_BC

@@ -25,7 +25,7 @@ from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without
 from pipeline.train.parallel.rules.profiling import PROFILE_RULES
 from pipeline.train.parallel.rules.recompute import RECOMPUTE_RULES, many_shapes, recompute_without_effect
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.parallel.tested import Kind, nearest_tested
+from pipeline.train.parallel.tested import LayoutKind, nearest_tested
 from pipeline.train.parallel.torch_compat import pipeline_stage
 
 _MUCH_PADDING = 0.1
@@ -294,7 +294,7 @@ def _not_exchanged(mixer: MixerSpec, tp: int, cp: int) -> Iterator[str]:
 def _tested(config: Config, layout: Layout) -> Iterator[str]:
     if any(_resharding(config, layout)):
         return
-    kind = Kind.of(config.parallel, layout)
+    kind = LayoutKind.of(config.parallel, layout)
     if near := nearest_tested(kind):
         yield (
             f"this combination ({describe(kind)}) is not tested, so it is refused; the nearest tested ones have "
@@ -302,7 +302,7 @@ def _tested(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
-def describe(kind: Kind) -> str:
+def describe(kind: LayoutKind) -> str:
     """A kind in words: `pp with 1f1b, dp_shard, tp without sequence_parallel`."""
     words = []
     if "pp" in kind.axes:

@@ -9,7 +9,7 @@ from pipeline.config.parallel import ZERO_BUBBLE, OverlapConfig
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.step_shapes import step_shapes
-from pipeline.train.parallel.tested import Kind
+from pipeline.train.parallel.tested import LayoutKind
 
 
 def _reduce(config: Config, layout: Layout) -> Iterator[str]:
@@ -59,7 +59,7 @@ def overlap_without_effect(config: Config, layout: Layout) -> Iterator[str]:
                 f"parallel.overlap.{key}={getattr(overlap, key)} has no effect: weights are not sharded (dp_shard and "
                 "cp are 1)"
             )
-    if overlap.backward_prefetch > 1 and Kind.of(config.parallel, layout).reshard is False:
+    if overlap.backward_prefetch > 1 and LayoutKind.of(config.parallel, layout).reshard is False:
         yield (
             f"parallel.overlap.backward_prefetch={overlap.backward_prefetch} has no effect without "
             "reshard_after_forward: backward has the weights that forward gathered"

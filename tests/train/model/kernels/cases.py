@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.train.model.kernels.sight import Documents, Kernel, Sight
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel
 
 CPU = torch.device("cpu")
 HEAD = 8
@@ -28,7 +28,7 @@ class Case:
     told: bool = True
     """Whether the starts are given, or taken from the bounds."""
 
-    def sight(self, device: torch.device = CPU) -> Sight:
+    def sight(self, device: torch.device = CPU) -> AttentionMask:
         documents = None
         if self.documents:
             bounds, starts, length = [], [], sum(self.rows[0])
@@ -38,7 +38,7 @@ class Case:
                 starts += [row * length + begin for begin in begins]
             given = torch.tensor(starts, dtype=torch.int32) if self.told else None
             documents = Documents(torch.tensor(bounds, device=device), given)
-        return Sight.of(len(self.rows), (self.start, self.end), self.window, device, documents)
+        return AttentionMask.of(len(self.rows), (self.start, self.end), self.window, device, documents)
 
     def seen(self) -> Tensor:
         """[B, 1, C, T], one query and key after the other."""

@@ -14,18 +14,18 @@ import torch
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.kernels.choice import Machine, Need, choose, choose_on
+from pipeline.train.model.kernels.choice import DeviceCaps, KernelRequirements, choose, choose_on
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from tests.train.runs import start
 
 ALL = frozenset({2, 3, 4})
-NEED = Need(documents=True, windows=False, head_size=128, compute="bf16")
-CPU = Machine("cpu")
-VOLTA, AMPERE, HOPPER, BLACKWELL = (Machine("cuda", capability) for capability in ((7, 0), (8, 0), (9, 0), (10, 0)))
+NEED = KernelRequirements(documents=True, windows=False, head_size=128, compute="bf16")
+CPU = DeviceCaps("cpu")
+VOLTA, AMPERE, HOPPER, BLACKWELL = (DeviceCaps("cuda", capability) for capability in ((7, 0), (8, 0), (9, 0), (10, 0)))
 
 
-def auto(need: Need, machine: Machine) -> tuple[str, int | None]:
+def auto(need: KernelRequirements, machine: DeviceCaps) -> tuple[str, int | None]:
     choice = choose(AttentionConfig(), need, machine)
     assert choice.reason
     return choice.backend, choice.version
@@ -58,7 +58,7 @@ def auto(need: Need, machine: Machine) -> tuple[str, int | None]:
         (replace(BLACKWELL, flash=frozenset({3})), {}, ("varlen", None)),
     ],
 )
-def test_auto(machine: Machine, changes: dict[str, object], expected: tuple[str, int | None]) -> None:
+def test_auto(machine: DeviceCaps, changes: dict[str, object], expected: tuple[str, int | None]) -> None:
     assert auto(replace(NEED, **changes), machine) == expected  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def test_masks_in_memory_are_warned_of() -> None:
     ],
 )
 def test_what_is_named_and_not_possible(
-    backend: str, machine: Machine, changes: dict[str, object], message: str
+    backend: str, machine: DeviceCaps, changes: dict[str, object], message: str
 ) -> None:
     config = AttentionConfig.model_validate({"backend": backend})
     with pytest.raises(UserError, match=f"train.attention.backend={backend} .*{message}"):
@@ -155,7 +155,7 @@ def test_a_named_package_that_cannot_be_imported(packages: Path) -> None:
 
 
 def test_this_machine() -> None:
-    choice = choose(AttentionConfig(), NEED, Machine.of(torch.device("cpu")))
+    choice = choose(AttentionConfig(), NEED, DeviceCaps.of(torch.device("cpu")))
     assert isinstance(choice.build(deterministic=True), Sdpa)
     assert str(choice) == "sdpa (the device is a CPU)"
 

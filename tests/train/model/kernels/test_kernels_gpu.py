@@ -9,7 +9,7 @@ import torch
 
 from pipeline.common.errors import UserError
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.kernels.choice import Need, choose_on
+from pipeline.train.model.kernels.choice import KernelRequirements, choose_on
 from tests.train.model.kernels.cases import SOME, Case, differences
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", SOME)
 def test_a_gpu_kernel_is_that_of_its_mask(case: Case, compute: str, backend: str) -> None:
     device, size = torch.device("cuda"), 64
-    need = Need(case.documents, case.window is not None, size, compute)
+    need = KernelRequirements(case.documents, case.window is not None, size, compute)
     config = AttentionConfig.model_validate({"backend": backend})
     try:
         choice = choose_on(config, need, device)

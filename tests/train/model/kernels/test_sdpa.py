@@ -18,8 +18,8 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels import sdpa, tiles
+from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
-from pipeline.train.model.kernels.sight import Sight
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.compile import compile_layers
 from tests.train.model.kernels.cases import CPU, SOME, Case, cases, differences
@@ -106,7 +106,7 @@ def test_without_documents_and_windows_nothing_stands_between() -> None:
     q, k, v, _ = case.draw(torch.float32)
     kernel = Sdpa()
     assert kernel.prepare(case.sight()) is None
-    assert kernel.prepare(Sight.of(2, (0, 40), 40, CPU)) is None, "a window as long as the sequence"
+    assert kernel.prepare(AttentionMask.of(2, (0, 40), 40, CPU)) is None, "a window as long as the sequence"
     theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
     assert torch.equal(kernel(q, k, v, None, 8**-0.5), theirs.transpose(1, 2))
 

@@ -72,7 +72,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """Which keys a piece of the queries sees: those of its document up to itself, and no more than `window` of them.
 
     The keys of the piece are those of the sequence up to the piece's end.
@@ -96,7 +96,7 @@ class Sight:
         window: int | None,
         device: torch.device,
         documents: Documents | None = None,
-    ) -> Sight:
+    ) -> AttentionMask:
         """What a piece sees, given its positions from and to, and a window of any size."""
         start, end = piece
         return cls(samples, start, end, None if window is None or window >= end else window, device, documents)
@@ -144,7 +144,7 @@ class Kernel(Protocol):
     returns. Nothing in it may wait for a GPU.
     """
 
-    def prepare(self, sight: Sight) -> Any:
+    def prepare(self, sight: AttentionMask) -> Any:
         """What `__call__` needs to know of a sight."""
 
     def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Any, scale: float) -> Tensor:
@@ -160,9 +160,9 @@ class Prepared:
     _KEPT = 4
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Kernel, Sight], Any] = {}
+        self._made: dict[tuple[Kernel, AttentionMask], Any] = {}
 
-    def __call__(self, kernel: Kernel, sight: Sight) -> Any:
+    def __call__(self, kernel: Kernel, sight: AttentionMask) -> Any:
         """`kernel.prepare(sight)`."""
         if sight.documents is not None:
             return kernel.prepare(sight)
