@@ -71,7 +71,7 @@ class StepResult:
     spike: Tensor
     """Bool scalar: the step was a spike, and its update was withheld."""
     zscores: Tensor | None
-    """[2] fp64, see `spikes.Verdict`; None where spikes are not looked for."""
+    """[2] fp64, see `spikes.SpikeVerdict`; None where spikes are not looked for."""
     wishes: Tensor
     """[2] fp64, how many ranks asked for a stop and for a save."""
     work: Tensor

@@ -1,8 +1,8 @@
 """Steps of training samples for a data-parallel rank.
 
 A step is the same set of samples, under the same global indices, for any number of ranks and any micro-batch size;
-`locate.Share` says which of them a rank has. Where they lie is looked up for many steps at once, which leaves copying
-tokens, hashing them and comparing them with the vocabulary to each step.
+`locate.RankShare` says which of them a rank has. Where they lie is looked up for many steps at once, which leaves
+copying tokens, hashing them and comparing them with the vocabulary to each step.
 """
 
 from __future__ import annotations

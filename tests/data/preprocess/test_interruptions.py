@@ -163,8 +163,8 @@ def test_the_lease_of_a_worker_that_died_behind_its_receipt_goes(run, done):
     finished(start(file))
     (folder,) = config.data_dir.glob("zst/leases/*")
     lease = folder / "00000000.json"
-    script = "import sys; from pathlib import Path; from pipeline.data.work.leases import take, Watch; "
-    script += "take(Path(sys.argv[1]), 0, Watch())"
+    script = "import sys; from pathlib import Path; from pipeline.data.work.leases import LeaseWatch, take; "
+    script += "take(Path(sys.argv[1]), 0, LeaseWatch())"
 
     subprocess.run([sys.executable, "-c", script, str(folder.parents[1])], check=True)
     assert lease.exists()

@@ -462,7 +462,7 @@ def test_a_running_command_is_seen(tmp_path):
     write_plan(folder, 2, age=100)
     program = (
         "import sys; from pathlib import Path; from pipeline.data.work import leases; leases.HEARTBEAT_S = 0.0\n"
-        "lease = leases.take(Path(sys.argv[1]), 1, leases.Watch()); lease.beat(640); print(flush=True); input()"
+        "lease = leases.take(Path(sys.argv[1]), 1, leases.LeaseWatch()); lease.beat(640); print(flush=True); input()"
     )
     process = subprocess.Popen([sys.executable, "-c", program, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     process.stdout.readline()

@@ -17,15 +17,15 @@ from pipeline.data.work import leases
 from pipeline.data.work.leases import Holder, Lease, LeaseWatch, lease_path, read_leases, sweep, take, take_when_free
 
 HOLD = """
-    from pipeline.data.work.leases import Watch, take
-    lease = take(folder, 3, Watch())
+    from pipeline.data.work.leases import LeaseWatch, take
+    lease = take(folder, 3, LeaseWatch())
     print(type(lease).__name__, flush=True)
     sys.stdin.read()
 """
 RACE = """
     import random, time
-    from pipeline.data.work.leases import Lease, Watch, take
-    chance, watch, left = random.Random(int(sys.argv[2])), Watch(), set(range(int(sys.argv[3])))
+    from pipeline.data.work.leases import Lease, LeaseWatch, take
+    chance, watch, left = random.Random(int(sys.argv[2])), LeaseWatch(), set(range(int(sys.argv[3])))
     sys.stdin.readline()
     with open(folder / f"log{sys.argv[2]}", "w") as log:
         while left:
