@@ -101,13 +101,18 @@ class ModelConfig(Section):
     init: InitConfig = InitConfig()
     """Initial weights."""
 
+    @property
+    def head_size(self) -> int:
+        """Size of a head."""
+        return self.head_dim or self.dim // self.heads
+
     @model_validator(mode="after")
     def _shapes(self) -> ModelConfig:
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}; set head_dim or change one")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        if self.positions == "rope" and (self.head_dim or self.dim // self.heads) % 2:
+        if self.positions == "rope" and self.head_size % 2:
             raise ValueError("rope needs an even head_dim")
         if self.positions == "learned" and self.rope_scaling is not None:
             raise ValueError("rope_scaling goes with positions: rope")

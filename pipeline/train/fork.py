@@ -20,12 +20,12 @@ from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
-from pipeline.common.run_files import RunFiles
+from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config import Config
 from pipeline.config.load import dump, load_run, no_run_folder
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.provenance.run import saved_journal
-from pipeline.train.checkpoint.committed import STATE, Checkpoint, Files, damage_named, record_of
+from pipeline.train.checkpoint.committed import Checkpoint, Files, damage_named, record_of
 from pipeline.train.checkpoint.dcp_storage import refuse_misfit
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import stored
@@ -208,7 +208,7 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
     tmp = to.begin(checkpoint.step, 0)
     linked = copied = 0
     try:
-        files: Files = {name: record for name, record in checkpoint.files().items() if name != STATE}
+        files: Files = {name: record for name, record in checkpoint.files().items() if name != CHECKPOINT_STATE}
         for name, record in files.items():
             if _link(checkpoint.path / name, tmp / name):
                 linked += 1

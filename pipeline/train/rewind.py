@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, warn
 from pipeline.common.errors import NumericalError
 from pipeline.config import Config
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -28,7 +28,7 @@ def go_back(
         NumericalError: there is no checkpoint from before the fault.
     """
     checkpoint = rewind_point(
-        Checkpoints.of_run(folder.path), config.resume, rewind.before, lambda line: say(console, f"warning: {line}")
+        Checkpoints.of_run(folder.path), config.resume, rewind.before, lambda line: warn(console, line)
     )
     if checkpoint is None:
         raise NumericalError(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, warn
 from pipeline.common.errors import MachineError, NumericalError, RankFailed, Stopped, UnsavedError
 from pipeline.common.versions import versions
 from pipeline.config import Config
@@ -226,7 +226,7 @@ class Saver:
                 waited = {"save_waited": report.waited} if report.waited else {}
                 write(report.step, {"save_seconds": report.seconds, **waited})
             else:
-                say(self._console, f"warning: {self.unsaved.failed(report.step, report.failure)}")
+                warn(self._console, self.unsaved.failed(report.step, report.failure))
 
     def finish(self) -> None:
         """`wait` with the time limit of a save; every rank calls this."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, warn
 from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader
@@ -82,7 +82,7 @@ class StepMetrics:
         # The device has done the step by now: a step lasts from the end of the one before to its own.
         seconds = self.wall.take()
         if "work" in values and (warning := self._stragglers.see(step, values["work"], seconds)):
-            say(self._console, f"warning: {warning}")
+            warn(self._console, warning)
         tokens, length = sum(issued.data.tokens_by_source.values()), issued.segment.sequence_length
         flops, causal_flops = (flops_per_token(self._spec, length, causal=causal) for causal in (False, True))
         return {

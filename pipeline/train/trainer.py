@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import NumericalError, Stopped, UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.config.load import RUN_FILE, dump
+from pipeline.config.load import dump
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.heldout import HeldOut
 from pipeline.data.loading.loader import Loader, open_loader
@@ -315,7 +316,7 @@ class Trainer:
         """Around the loop: what it writes metrics, checkpoints and profiles with, and closes however it ends."""
         first, total, sinks = self._folder.step, self._plan.length.steps, list[Sink]()
         if dist.get_rank() == 0:
-            storage.put(self._folder.path / RUN_FILE, dump(self._config).encode())
+            storage.put(RunFiles(self._folder.path).config, dump(self._config).encode())
             self._plan.write_journal(self._folder.path)
             sinks = open_sinks(self._config, self._folder.path, self._console, first, total)
         flops = flops_per_token(self._setup.spec, self._plan.segment(first).sequence_length, causal=True)
@@ -323,9 +324,10 @@ class Trainer:
             *start_lines(self._config, self._plan, self._setup, first, flops),
             f"train: {self._compiler_line}",
             *nothing_held_out(self._config, [len(split) for split in self._heldout.values()]),
-            *(f"warning: {line}" for line in self._profile.announce(total)),
         ]:
             say(self._console, line)
+        for line in self._profile.announce(total):
+            warn(self._console, line)
         with (
             out_of_memory_means(self._memory_advice),
             Metrics(sinks) as self._metrics,
@@ -360,9 +362,9 @@ class Trainer:
             self._stepper.spikes.load({})  # of a checkpoint that has none
         self._restore(checkpoint)
         self._metrics.rewind(checkpoint.step)
-        say(
+        warn(
             self._console,
-            f"warning: {rewind.reason}; went back to step {checkpoint.step}, steps {rewind.skip[0] + 1} to "
+            f"{rewind.reason}; went back to step {checkpoint.step}, steps {rewind.skip[0] + 1} to "
             f"{rewind.skip[1]} will be passed over",
         )
 
@@ -449,7 +451,7 @@ def train(config: Config, console: Console | None = None) -> int:
             for line in resume_lines(checkpoint, config, plan.fingerprints, layout):
                 say(console, line)
         for line in [*layout_warnings(config, layout), *plan.warnings]:
-            say(console, f"warning: {line}")
+            warn(console, line)
         heldout = open_validation(config, plan.tokenizer, check=ranks.rank == 0)
         # Copying may take long, and is interrupted at once: nothing of it needs to be saved.
         watchdog.pause()

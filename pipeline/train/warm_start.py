@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.run_files import RunFiles
+from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config import Config
 from pipeline.config.train import InitFromConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, changed
-from pipeline.train.checkpoint.export import ORIGIN_FILE
 from pipeline.train.checkpoint.fingerprint import differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import shares, source_point
@@ -123,10 +122,10 @@ def _kind(wanted: InitFromConfig) -> str:
         return "run"
     number = path.name.removeprefix("step-")
     is_checkpoint = (path / COMMIT).exists() and path.name.startswith("step-") and number.isdigit()
-    if not is_checkpoint and not (path / ORIGIN_FILE).is_file():
+    if not is_checkpoint and not (path / EXPORT_ORIGIN).is_file():
         raise UserError(
             f"train.init_from.path: {path} has no weights: no `checkpoints` as a run folder has, no {COMMIT} as "
-            f"checkpoints/step-... in it has, and no {ORIGIN_FILE} as an export has; name one of these"
+            f"checkpoints/step-... in it has, and no {EXPORT_ORIGIN} as an export has; name one of these"
         )
     if wanted.step is not None and (not is_checkpoint or wanted.step != int(number)):
         raise UserError(
@@ -255,7 +254,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
 
     def said() -> dict[str, Any]:
         keys = ("files", "weights", "fingerprints", "run", "checkpoints")
-        about: dict[str, Any] = storage.get_json(folder / ORIGIN_FILE, *keys)
+        about: dict[str, Any] = storage.get_json(folder / EXPORT_ORIGIN, *keys)
         if wanted.weights == "ema" and about["weights"] != "ema":
             raise UserError(
                 f"train.init_from.weights: ema, but {folder} has the weights that were trained; export the "

@@ -28,7 +28,7 @@ class FrequentWords:
         self._are_cached = False
 
     def look_at(self, unit: Unit, reader: Reader) -> None:
-        """Take a unit that is about to be encoded. Remote units would be fetched twice: they are passed over."""
+        """Take a unit that is about to be encoded. Remote units would be fetched twice: they are left out."""
         if self._are_cached or unit.bytes < UNIT_BYTES or reader.is_remote:
             return
         self._are_cached = True

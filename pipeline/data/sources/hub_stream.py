@@ -80,7 +80,7 @@ def check(hub: Hub, reader: Reader) -> None:
 
 
 def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
-    """One document a row of a shard. What was read before is streamed again and passed over."""
+    """One document a row of a shard. Rows read before are streamed again and dropped."""
     reader, found = cursor.reader, _SHARD.search(piece.file.name)
     assert found is not None
     if os.path.isfile(piece.file.path) and _is_parquet(_builder(hub)):

@@ -20,7 +20,7 @@ from pipeline.data.sources.records import EMPTY, NOT_UTF8, ROW_BYTES, Document, 
 BATCH_BYTES = 2**22
 """What is turned into documents at a time."""
 BATCH_ROWS = 1024
-"""At most so many rows of it: a dictionary of long values tells nothing of how much text its rows become."""
+"""Maximum number of rows; a dictionary of long values says nothing about the size of the text in its rows."""
 HELD_BYTES = 2**24
 """What is held at a time where values repeat, and what a page may ask for however small it is on disk."""
 _LENGTH = struct.Struct("<q")

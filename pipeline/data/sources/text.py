@@ -13,7 +13,7 @@ _CHUNK_BYTES = 2**18
 
 
 class TextReader(Reader):
-    """One document a file. A byte order mark is no part of the text; line ends stay as they are."""
+    """One document a file. A byte order mark is dropped; line ends stay as they are."""
 
     type = "text"
     numbering = "text"

@@ -19,7 +19,6 @@ from pipeline.common.hashing import file_hash
 from pipeline.common.run_files import CHECKPOINT_STATE
 
 COMMIT = "COMMIT"
-STATE = CHECKPOINT_STATE
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What reading the state or the list of files of a damaged checkpoint may raise."""
 
@@ -72,7 +71,7 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Step, journal, fingerprints, config, versions, layout, parent and attempt."""
-        return dict(storage.get_json(self.path / STATE))
+        return dict(storage.get_json(self.path / CHECKPOINT_STATE))
 
     @property
     def fingerprint(self) -> str:
@@ -87,8 +86,8 @@ class Checkpoint:
         """
         if self._commit()["step"] != self.step:
             raise ValueError(f"{self.path / COMMIT} is of another step")
-        if record_of(self.path / STATE) != self.files()[STATE]:
-            raise ValueError(f"{self.path / STATE} has changed since it was written")
+        if record_of(self.path / CHECKPOINT_STATE) != self.files()[CHECKPOINT_STATE]:
+            raise ValueError(f"{self.path / CHECKPOINT_STATE} has changed since it was written")
         value = self.state()["parent"]
         if value is None:
             return None
@@ -106,8 +105,8 @@ class Checkpoint:
         listed = self._commit()["files"].items()
         where = self.path / COMMIT
         files = {storage.plain_name(name, where): (int(size), str(digest)) for name, (size, digest) in listed}
-        if STATE not in files:
-            raise ValueError(f"it does not list {STATE}")
+        if CHECKPOINT_STATE not in files:
+            raise ValueError(f"it does not list {CHECKPOINT_STATE}")
         return files
 
     @property

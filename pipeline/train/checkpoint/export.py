@@ -28,8 +28,6 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups, read, stored
 from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
 
-ORIGIN_FILE = EXPORT_ORIGIN
-
 Weights = Literal["model", "ema"]
 
 
@@ -128,7 +126,7 @@ def _write(
         Tokenizer.open(newest.path).save(tmp)
         storage.put(tmp / RUN_FILE, dump_values(states[-1]["config"]).encode())
         storage.put_json(
-            tmp / ORIGIN_FILE,
+            tmp / EXPORT_ORIGIN,
             {
                 "kind": kind,
                 "run": str(newest.path.parent.parent),

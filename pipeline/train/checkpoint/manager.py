@@ -17,11 +17,10 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
-from pipeline.common.run_files import RunFiles
+from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.train import CheckpointConfig
 from pipeline.train.checkpoint.committed import (
     COMMIT,
-    STATE,
     UNREADABLE,
     Checkpoint,
     Files,
@@ -303,8 +302,8 @@ class Checkpoints:
         else:
             parent = self.latest()
             origin = Parent(parent.path.name, parent.step, _fingerprint(parent)).to_json() if parent else None
-            storage.put_json(tmp / STATE, {**state, "step": step, "parent": origin})
-            everything = {**files, STATE: record_of(tmp / STATE)}
+            storage.put_json(tmp / CHECKPOINT_STATE, {**state, "step": step, "parent": origin})
+            everything = {**files, CHECKPOINT_STATE: record_of(tmp / CHECKPOINT_STATE)}
             storage.put_json(tmp / COMMIT, {"step": step, "time": time.time(), "files": everything})
             before()
             if final.path.exists():

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.run_files import RunFiles
+from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, Files, changed
-from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, longest_windows
+from pipeline.train.checkpoint.export import Weights, longest_windows
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
 from pipeline.train.checkpoint.weight_files import DTYPES
@@ -53,7 +53,7 @@ def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource
     Raises:
         UserError: there are none, or they are damaged.
     """
-    if (path / ORIGIN_FILE).is_file():
+    if (path / EXPORT_ORIGIN).is_file():
         return _Exported(path, weights)
     if RunFiles(path).checkpoints.is_dir():
         return _InCheckpoint(Checkpoints.of_run(path).at(step), weights)
@@ -62,7 +62,7 @@ def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource
         return _InCheckpoint(Checkpoints(path.parent).at(int(number)), weights)
     raise UserError(
         f"{path} has no weights: name a run folder (with `checkpoints`), a checkpoint in it (with {COMMIT}), or a "
-        f"folder that was exported (with {ORIGIN_FILE})"
+        f"folder that was exported (with {EXPORT_ORIGIN})"
     )
 
 
@@ -92,7 +92,7 @@ class _Exported:
     weights: Weights
 
     def __post_init__(self) -> None:
-        about = storage.get_json(self.folder / ORIGIN_FILE, "files", "weights", "fingerprints", "positions")
+        about = storage.get_json(self.folder / EXPORT_ORIGIN, "files", "weights", "fingerprints", "positions")
         if self.weights == "ema" and about["weights"] != "ema":
             raise UserError(f"{self.folder} has the weights that were trained, and not their moving average")
         for name, (_, digest) in exported_files(self.folder, about).items():
@@ -123,7 +123,7 @@ def exported_files(folder: Path, about: Mapping[str, Any]) -> Files:
     Raises:
         UserError: the list is damaged, or leads elsewhere.
     """
-    file = folder / ORIGIN_FILE
+    file = folder / EXPORT_ORIGIN
     try:
         listed = about["files"].items()
         return {storage.plain_name(name, file): (int(size), str(digest)) for name, (size, digest) in listed}

@@ -182,7 +182,7 @@ def _from_gpt2(source: _Source) -> Json:
 
 
 def _to_gpt2(model: ModelConfig, positions: int) -> tuple[Family, Json]:
-    head_dim = model.head_dim or model.dim // model.heads
+    head_dim = model.head_size
     for key, fits in (
         ("norm", model.norm == "layernorm"),
         ("mlp", model.mlp == "gelu"),
@@ -322,7 +322,7 @@ def _to_llama_like(model: ModelConfig, positions: int) -> tuple[Family, Json]:
     for key, wanted in (("norm", "rmsnorm"), ("mlp", "swiglu")):
         if getattr(model, key) != wanted:
             raise _no_family(f"model.positions is 'rope' and model.{key} is {getattr(model, key)!r}", f"not {wanted}")
-    head_dim = model.head_dim or model.dim // model.heads
+    head_dim = model.head_size
     family = _family_with_rope(model, head_dim)
     values: Json = {
         "num_hidden_layers": model.layers,

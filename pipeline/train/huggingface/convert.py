@@ -15,10 +15,11 @@ from torch import Tensor
 from pipeline.common import storage
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.common.versions import versions
 from pipeline.config.load import dump_values
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.train.checkpoint.export import ORIGIN_FILE, Weights, free_folder, made_folder
+from pipeline.train.checkpoint.export import Weights, free_folder, made_folder
 from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
@@ -138,7 +139,7 @@ def from_hf(
         tokenizer.save(tmp)
         storage.put(tmp / MODEL_FILE, run_file_part(found, tokenizer, Path(os.path.abspath(to))).encode())
         storage.put_json(
-            tmp / ORIGIN_FILE,
+            tmp / EXPORT_ORIGIN,
             {
                 "kind": "from-hf",
                 "run": str(folder),

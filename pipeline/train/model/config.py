@@ -70,7 +70,7 @@ def decoder_spec(config: ModelConfig, vocab_size: int, max_positions: int) -> De
                 "or use the tokenizer that belongs to the model"
             )
         vocab_size = config.vocab_size
-    base_dim, head_dim = config.init.mup_base_dim, config.head_dim or config.dim // config.heads
+    base_dim, head_dim = config.init.mup_base_dim, config.head_size
     return DecoderSpec(
         dim=config.dim,
         vocab_size=vocab_size,

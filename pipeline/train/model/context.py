@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
-from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.states import MixerState, Places, States
 
@@ -83,8 +82,8 @@ class LayerContext:
 
     Attributes:
         bounds_BS: See `Context`, as are `states`, `counts`, `watch` and `cut`.
-        rope: cos and sin of the positions, if they are rotary.
         kernel: What computes attention, where there are no states.
+        rope: cos and sin of the positions, if they are rotary.
         sights: By window, which keys are seen; with a cut for each piece, else for one. Empty with states.
         prepared: What the kernel prepared for `sights`.
         masks: With states, by window, which keys are seen, see `attention_mask`.
@@ -96,8 +95,8 @@ class LayerContext:
     counts: Sequence[int] | None
     watch: ActivationObserver | None
     cut: SequenceCut | None
+    kernel: Kernel
     rope: tuple[Tensor, Tensor] | None = None
-    kernel: Kernel = field(default_factory=Sdpa)
     sights: dict[int | None, tuple[AttentionMask, ...]] = field(default_factory=dict)
     prepared: dict[int | None, tuple[Any, ...]] = field(default_factory=dict)
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)

@@ -142,7 +142,7 @@ class Decoder(nn.Module):
             context.counts,
             context.watch,
             context.cut,
-            kernel=self.kernel,
+            self.kernel,
             places=places,
         )
         if places is not None:

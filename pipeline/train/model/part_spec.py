@@ -55,7 +55,7 @@ class Matrix:
     """Dimension that tp cuts. Results of matrices cut by columns are added up over tp."""
     bias: bool = False
     heads: int | None = None
-    """The rows are of so many heads, of which several ranks of tp may share one; None: tp divides the rows."""
+    """Number of heads in the rows; several tp ranks may share one head. None: tp divides the rows."""
     to_residual: bool = False
     """Its result is added to the residual stream, and nothing else reads it."""
     fp8: bool = True

@@ -87,7 +87,7 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: Placement) -> dict[str, ParallelStyle]:
-    """Styles by name of the module; what is no module of torch's styles is replaced in place."""
+    """Styles by module name; a module that torch has no style for is replaced in place."""
     plan: dict[str, ParallelStyle] = {}
     for matrix in part.matrices:
         if matrix.shared(mesh.size()):

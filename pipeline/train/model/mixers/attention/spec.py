@@ -45,7 +45,7 @@ class AttentionSpec(MixerSpec):
     @classmethod
     def of(cls, config: ModelConfig) -> AttentionSpec:
         """That of the `model:` section."""
-        head_dim = config.head_dim or config.dim // config.heads
+        head_dim = config.head_size
         return cls(
             dim=config.dim,
             heads=config.heads,
