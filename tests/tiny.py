@@ -72,7 +72,7 @@ def write_run(root: Path, changes: dict[str, Any] | None = None, name: str = "ru
     return file
 
 
-def pipeline(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def pipeline(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would, in a process of its own."""
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout, check=False)
 

@@ -102,7 +102,7 @@ def test_evaluations_that_end_at_once_lose_no_row(tmp_path: Path) -> None:
         storage.put_json(run / names[-1], report(step))
     commands = [[sys.executable, "-c", ADD, str(run), *names[part::4]] for part in range(4)]
     processes = [subprocess.Popen(command) for command in commands]
-    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    assert [process.wait(timeout=300) for process in processes] == [0] * 4
     assert [int(row["step"]) for row in rows_of_csv(run)] == list(range(10, 130, 10))
 
 

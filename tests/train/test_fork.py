@@ -312,7 +312,7 @@ sys.argv = {tiny.command("fork", parent, root / "run.yaml", f"run.dir={root / 'a
 from pipeline.cli.main import main
 main()
 """
-    done = subprocess.run([tiny.command()[0], "-c", script], capture_output=True, timeout=120, check=False)
+    done = subprocess.run([tiny.command()[0], "-c", script], capture_output=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert Checkpoints.of_run(root / "again").all() == []
     shown = tiny.pipeline("fork", parent, root / "run.yaml", f"run.dir={root / 'again'}", *settings, "--step", 6)

@@ -239,7 +239,7 @@ def test_refused_with_exit_code_2_and_without_a_trace(run_file: Path, tmp_path: 
     command = [sys.executable, "-m", "pipeline", "train", str(run_file), "--check", f"run.dir={tmp_path / 'run'}"]
 
     def ends(*overrides: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=300)
 
     good = ends("parallel.tp=2")
     assert (good.returncode, good.stderr) == (0, "")

@@ -249,7 +249,7 @@ def test_an_installed_package_below_another_checkout_has_no_revision(tmp_path: P
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     script = "from pipeline.common.versions import versions; import json; print(json.dumps(versions()))"
     done = subprocess.run(
-        [tiny.command()[0], "-c", script], capture_output=True, text=True, cwd=package.parent, check=False, timeout=120
+        [tiny.command()[0], "-c", script], capture_output=True, text=True, cwd=package.parent, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = orjson.loads(done.stdout.splitlines()[-1])

@@ -164,7 +164,7 @@ sys.argv = ["pipeline", "train", {str(root / "run.yaml")!r}, "run.dir={run}", "t
 from pipeline.cli.main import main
 main()
 """
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     code, out = start(root, run.name)
     assert code == 0, out
@@ -211,7 +211,7 @@ def test_a_stop_request_saves_and_the_run_goes_on(root: Path, straight: list[dic
         (run / "stop").touch()
     else:
         process.send_signal(getattr(signal, how))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75, out + err
     assert "saved" in err and "Traceback" not in err
     exit_file = orjson.loads((run / "exit.json").read_bytes())

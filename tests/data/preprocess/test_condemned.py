@@ -48,7 +48,7 @@ def test_an_engine_that_errs_is_condemned_and_its_units_made_again(tmp_path, mar
     preprocess(expected)
     config = mixed.config_of(tmp_path, marked, "auto")
     process = start(write_run_file(config, tmp_path / "run.yaml"))
-    said = process.communicate(timeout=120)[0].replace("\n", " ")
+    said = process.communicate(timeout=300)[0].replace("\n", " ")
     assert process.returncode == 0, said
     assert "engine: gigatoken 9.9 (" in said
     assert re.search(
@@ -80,7 +80,7 @@ def test_units_of_an_earlier_run_are_made_again(tmp_path, marked, errs):
         "import pipeline.data.tokenization.engines as e\ne.CHECK_MIN = 0\n"
     )
     process = start(write_run_file(config, tmp_path / "run.yaml"))
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     wrong, right = datasets(config), datasets(expected)
     assert [name for name in right if wrong[name] != right[name]]
@@ -88,7 +88,7 @@ def test_units_of_an_earlier_run_are_made_again(tmp_path, marked, errs):
     for path in (config.data_dir / "plain").glob("receipts/*/*.json"):
         path.unlink()
     process = start(tmp_path / "run.yaml")
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     assert datasets(config) == right
     assert verify(config.data_dir).problems == []

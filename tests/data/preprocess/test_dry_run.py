@@ -92,7 +92,7 @@ def test_status_before_during_and_after(config, tmp_path):
     process.send_signal(subprocess.signal.SIGSTOP)
     half = status()
     process.send_signal(subprocess.signal.SIGCONT)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     running = False
     done = status()

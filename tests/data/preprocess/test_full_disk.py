@@ -81,7 +81,7 @@ def test_the_command_ends_with_one_message_and_goes_on(small_disk, corpus, done,
     config = on(disk, corpus, done)
     file = write_run_file(config, tmp_path / "run.yaml")
     process = start(file)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 1, said
     assert f"error: {config.data_dir}" in said.replace("\n", "")
     assert "No space left on device; free some space" in said.replace("\n", " ")
@@ -91,7 +91,7 @@ def test_the_command_ends_with_one_message_and_goes_on(small_disk, corpus, done,
     assert kept
     small_disk("size=20m")
     process = start(file)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "done before" in said
     assert datasets(config) == datasets(done)

@@ -56,7 +56,7 @@ def run(corpus, tmp_path, done):
 
 def finished(process):
     """Wait for the command; what it said."""
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "Traceback" not in said
     return said
@@ -92,7 +92,7 @@ def kill_at_random(run, done, kills):
                 process.kill()
                 process.communicate()
                 process = start(file)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=300)
         if process.returncode:  # one unit was held by a victim three times
             assert process.returncode == 1
             assert "failed 3 times" in said
@@ -121,7 +121,7 @@ def test_interrupt_ends_the_workers(run, done):
     wait_for(lambda: receipts(config) >= 2, process)
     started = children(process.pid)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: to all of them
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 130, said
     assert "Traceback" not in said
     gone(started)
@@ -136,7 +136,7 @@ def test_interrupt_while_the_workers_start(run):
     process = start(file)
     wait_for(lambda: children(process.pid), process)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert left_behind(config) == []
@@ -203,7 +203,7 @@ def test_a_signal_ends_it_with_a_word(run, number):
         os.killpg(process.pid, number)  # the workers get it, too
     else:
         process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 75, said
     assert f"stopped: {number.name} came; what was committed is kept" in said.replace("\n", " ")
     gone(held)
@@ -219,7 +219,7 @@ def test_a_terminal_that_is_gone_is_no_error(run, done, code):
     if code == 0:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with on_terminal(file, lambda: receipts(config) >= 2) as process:
-        assert process.wait(timeout=120) == code
+        assert process.wait(timeout=300) == code
     assert left_behind(config) == []
     if code == 0:
         check_finished(config, done)

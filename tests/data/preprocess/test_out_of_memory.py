@@ -47,7 +47,7 @@ def test_a_worker_that_dies_of_memory(tmp_path, corpus):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT)),
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a buffer for each thread is address space
     )
-    said = process.communicate(timeout=120)[0].replace("\n", " ")
+    said = process.communicate(timeout=300)[0].replace("\n", " ")
     assert process.returncode == 1, said
     for attempt, then in ((1, "it will be tried again"), (2, "it will be tried again"), (3, "it is given up")):
         assert f"big.txt); attempt {attempt} of 3, {then}" in said, said
@@ -63,7 +63,7 @@ def test_a_worker_that_dies_of_memory(tmp_path, corpus):
     assert left_behind(config) == []
 
     process = start(file)  # with all the memory there is
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     assert "tokenizing 1 unit" in said
     assert datasets(config) == datasets(expected)

@@ -74,7 +74,7 @@ def test_started_at_once(run, done, count):
     config, file = run
     with Watched(config) as watched:
         processes = [start(file) for _ in range(count)]
-        said = [process.communicate(timeout=120)[0] for process in processes]
+        said = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * count, said
     assert datasets(config) == datasets(done)
     assert verify(config.data_dir).problems == []

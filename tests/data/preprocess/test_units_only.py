@@ -50,7 +50,7 @@ def counts(said):
 
 
 def finished(process):
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "Traceback" not in said
     return said
@@ -118,7 +118,7 @@ def test_a_signal_ends_it_and_keeps_what_was_committed(run, done, number):
     wait_for(lambda: receipts(config) >= 2, process)
     held = workers(process.pid)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 75, said
     assert f"stopped: {number.name} came; what was committed is kept" in said.replace("\n", " ")
     gone(held)
@@ -136,7 +136,7 @@ def test_a_unit_that_fails_again_and_again_is_told(run, done):
     (config.data_dir / "text").mkdir(parents=True)
     (config.data_dir / "text" / "train").touch()  # a file where its folder has to be
     process = start(file, "--units")
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 1, said
     assert "failed 3 times" in said
     assert "text cannot be finished" in said.replace("\n", " ")

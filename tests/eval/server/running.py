@@ -27,13 +27,13 @@ class Running:
     log: io.StringIO
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=60, **options)
+        return httpx2.get(self.url + path, timeout=300, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=60, **options)
+        return httpx2.post(self.url + path, json=body, timeout=300, **options)
 
     def put(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.put(self.url + path, json=body, timeout=60, **options)
+        return httpx2.put(self.url + path, json=body, timeout=300, **options)
 
     def health(self) -> dict[str, Any]:
         answer: dict[str, Any] = self.get("/health").json()
@@ -51,7 +51,7 @@ class Running:
 
     def openai(self, key: str = "none") -> OpenAI:
         """Their client, which does not try again by itself."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300)
 
 
 @contextmanager

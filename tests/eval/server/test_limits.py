@@ -169,7 +169,7 @@ def test_idle_connections_give_way(single: Running, monkeypatch: pytest.MonkeyPa
             answer.read()
             return answer.status
 
-    first, second, third = clients = [HTTPConnection(host, port, timeout=30) for _ in range(3)]
+    first, second, third = clients = [HTTPConnection(host, port, timeout=300) for _ in range(3)]
     assert [ask(client) for client in (first, second, first)] == [200, 200, 200]
     kept = first.sock
     assert ask(third) == 200

@@ -43,7 +43,7 @@ def slow_down(server: Running) -> None:
 
 def _endless(server: Running) -> Any:
     """A streamed request that will not end soon."""
-    return httpx2.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=60)
+    return httpx2.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=300)
 
 
 def test_a_full_queue_is_said(busy: Running) -> None:
@@ -146,7 +146,7 @@ def _hammer(server: Running, clients: int, seconds: float) -> Counter[int]:
     ready = threading.Barrier(clients)
 
     def client(number: int) -> None:
-        with httpx2.Client(base_url=server.url, timeout=60) as session:
+        with httpx2.Client(base_url=server.url, timeout=300) as session:
             ready.wait()
             end = time.monotonic() + seconds
             while time.monotonic() < end:

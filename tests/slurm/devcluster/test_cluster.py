@@ -32,7 +32,7 @@ def own_cluster() -> Iterator[DevCluster]:
 
 def _call(cluster: DevCluster, *command: str) -> str:
     environment = {**os.environ, **cluster.environment}
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 def test_jobs_run_on_all_nodes_and_are_accounted(own_cluster: DevCluster) -> None:

@@ -108,7 +108,7 @@ def test_nodes_of_a_cluster(cluster: DevCluster, tmp_path: Path) -> None:
     step = ["srun", "--job-name=test-doctor", f"--nodelist={','.join(nodes)}", "--nodes=2", "--ntasks=2"]
     more = ["--ntasks-per-node=1", "--time=5", "--kill-on-bad-exit=0", "--multi-prog", str(programs)]
     place = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(_free_port())}
-    done = subprocess.run([*step, *more], env=os.environ | place, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*step, *more], env=os.environ | place, capture_output=True, text=True, timeout=300)
     assert done.returncode == EXIT_UNHEALTHY, done.stderr
     found = verdict(out, nodes)
     assert list(found.unhealthy) == [nodes[1]], found
@@ -118,7 +118,7 @@ def test_nodes_of_a_cluster(cluster: DevCluster, tmp_path: Path) -> None:
 
 def test_a_check_that_hangs_is_ended() -> None:
     program = "import time; from slurm.doctor.command import _limited\nwith _limited(0.5): time.sleep(60)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (EXIT_UNHEALTHY, "")
     assert "did not end within" in done.stderr
 
@@ -403,7 +403,7 @@ def _nodes(command: Callable[[int], list[str]], number: int) -> tuple[list[int],
             )
         )
     try:
-        output = [process.communicate(timeout=150)[0] for process in started]
+        output = [process.communicate(timeout=300)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -375,5 +375,5 @@ def test_what_is_told_ahead_of_the_end_of_a_jobs_time_does_not_end_an_evaluation
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGUSR2)
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=300)[1]
     assert process.returncode == EXIT_REFUSED and "heldout" in said

@@ -58,7 +58,7 @@ def test_a_signal_before_the_stage_listens_is_a_stop(tmp_path: Path) -> None:
     }
     processes = {name: started(tmp_path / name, *words) for name, words in cases.items()}
     for name, process in processes.items():
-        output = process.communicate(timeout=100)[0]
+        output = process.communicate(timeout=300)[0]
         assert process.returncode == EXIT_STOPPED, (name, output)
         assert f"stopped: {cases[name][1]} came before " in output
         assert stopped(tmp_path / name) and first_failure(tmp_path / name, ["n1"], 1) is None
@@ -66,5 +66,5 @@ def test_a_signal_before_the_stage_listens_is_a_stop(tmp_path: Path) -> None:
 
 def test_an_evaluation_uses_the_time_that_is_left(tmp_path: Path) -> None:
     process = started(tmp_path / "logs", "slurm.logs.rank_logs", "SIGUSR2", "pipeline.cli.main", "eval", "run.yaml")
-    output = process.communicate(timeout=100)[0]
+    output = process.communicate(timeout=300)[0]
     assert (process.returncode, output) == (CONTINUED, "set()"), "and nothing that it starts has blocked signals"

@@ -25,7 +25,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.parallel
 
-WAIT = 120.0
+WAIT = 300.0
 """Seconds after which a test gives up; nothing takes that long."""
 
 

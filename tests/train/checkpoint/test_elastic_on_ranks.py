@@ -83,7 +83,7 @@ def test_four_then_two_then_three_processes_by_the_launcher(root: Path) -> None:
             (run / "stop").touch()
         elif end:
             process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == (75 if end else 0), err
         assert (f"going on from step-{before:08d}" in out) == (before > 0), out
         assert set(degrees(run)[-2:]) == {degree}

@@ -121,7 +121,7 @@ class Start:
         """Whether all ranks still do."""
         return all(process.exitcode is None for process in self.processes)
 
-    def wait(self, timeout: float = 200) -> list[int]:
+    def wait(self, timeout: float = 300) -> list[int]:
         """Exit codes by rank, when all have ended by themselves; minus the signal of one that was killed."""
         until = time.monotonic() + timeout
         for process in self.processes:

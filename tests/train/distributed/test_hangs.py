@@ -65,7 +65,7 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all(root: Path, layout: str,
     until(lambda: (beat := read_beats(run).get(stopped)) and beat.phase == "step", process)
     pids = ranks_of(run / "logs")
     os.kill(pids[stopped], signal.SIGSTOP)
-    _out, err = process.communicate(timeout=120)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 76, err
 
     name = f"rank {stopped} on {socket.gethostname()} (process {pids[stopped]}) has given no sign of life for "
@@ -124,7 +124,7 @@ def test_ranks_that_nobody_watches_find_out_for_themselves(root: Path) -> None:
     try:
         until(lambda: steps(run) >= 3, ranks[0])
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        _out, err = ranks[0].communicate(timeout=120)
+        _out, err = ranks[0].communicate(timeout=300)
         assert ranks[0].returncode == 76, err
         assert f"rank 1 on {socket.gethostname()} (process {ranks[1].pid}) has given no sign of life" in err
         assert re.search(STACK, err)
@@ -149,7 +149,7 @@ def test_time_in_which_all_is_suspended_is_no_hang(root: Path) -> None:
     done = steps(run)
     until(lambda: steps(run) > done + 2, process)
     process.send_signal(signal.SIGTERM)
-    _out, err = process.communicate(timeout=120)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
 
 
@@ -179,7 +179,7 @@ def test_heartbeats_tell_where_each_rank_is_and_stacks_come_on_request(root: Pat
     done = steps(run)
     until(lambda: steps(run) > done + 2, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     assert process.returncode == 75
     assert {rank: beat.phase for rank, beat in read_beats(run).items()} == {0: "end", 1: "end"}
     assert [path.name for path in sorted((run / "heartbeats").iterdir())] == ["node-0000.jsonl"]

@@ -110,7 +110,7 @@ def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> Non
     process = start(root, name)
     until(lambda: steps(root / name) >= 3, process)
     os.kill(process.pid if who == "launcher" else ranks_of(root / name)[1], signal.SIGTERM)
-    _out, err = process.communicate(timeout=100)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     assert err.count("stopped:") == 1, err
     stopped = steps(root / name)
@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on(root: Path, whole: Path, rank:
     saved = root / name / "checkpoints" / "latest"  # it is written while training goes on
     until(lambda: steps(root / name) >= 12 and saved.exists(), process)
     os.kill(ranks_of(root / name)[rank], signal.SIGKILL)
-    _out, err = process.communicate(timeout=100)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"rank {rank}" in err and "SIGKILL" in err, err
     assert orjson.loads((root / name / "exit.json").read_bytes())["code"] == 1
@@ -161,7 +161,7 @@ def test_torchrun(root: Path, whole: Path) -> None:
         "-m",
     ]
     command += ["pipeline", "train", str(root / "run.yaml"), f"run.dir={run}", *TWO[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert exact(run) == exact(whole)
 
@@ -175,7 +175,7 @@ def test_out_of_memory_names_rank_step_and_key(root: Path) -> None:
         command,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )

@@ -206,7 +206,7 @@ sys.argv = ["pipeline", *{[*arguments, "train.faults.rewind_steps=7"]!r}]
 from pipeline.cli.main import main
 main()
 """
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     # The data are harmless now, so that nothing but the journal can say what is passed over.
     code, out = start(root, run.name, *policy("nonfinite", "rewind"))

@@ -126,7 +126,7 @@ def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks) -
         f"train.compile={str(row.compile).lower()}",
     ]
     # Compiling takes its time where no run has done so before.
-    processes.call(_run_layout, root, family, run, one, values, timeout=400 if row.compile else 120)
+    processes.call(_run_layout, root, family, run, one, values, timeout=500)
     return differences(run, one)
 
 

@@ -337,7 +337,7 @@ def test_a_process_that_is_killed_at_the_same_step_again_and_again_is_refused(ro
     environment = os.environ | {"PYTHONPATH": f"{root / 'killer'}:{os.environ.get('PYTHONPATH', '')}"}
 
     def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
     assert [run().returncode for _ in range(2)] == [-signal.SIGKILL] * 2
     done = run()
@@ -355,7 +355,7 @@ def test_a_signal_that_comes_while_an_attempt_starts_is_a_stop_and_no_death(root
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
-    _out, err = process.communicate(timeout=100)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     assert [each.outcome for each in attempts(root / "early")] == ["stopped"]
     assert orjson.loads((root / "early" / "exit.json").read_bytes())["code"] == 75

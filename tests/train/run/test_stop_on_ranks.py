@@ -58,7 +58,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(root: Path) -> None:
     pids = ranks_of(run / "logs")
     assert pids.keys() == {0, 1, 2, 3}
     os.kill(pids[3], signal.SIGUSR2)
-    _out, err = process.communicate(timeout=120)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     step = steps(run)
     assert step > saved
