@@ -128,7 +128,7 @@ class DevCluster:
         while found := self._processes_of_node(name):
             # At one moment for all: none may act on the death of another, as srun has one do that cancels its step.
             processes.send(found, signal.SIGSTOP)
-            processes.send(self._processes_of_node(name), signal.SIGKILL)
+            processes.kill_stopped(self._processes_of_node(name))
             if time.monotonic() > until:
                 raise MachineError(f"processes {sorted(found)} of node {name} do not die")
             time.sleep(0.05)

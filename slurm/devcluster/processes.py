@@ -69,6 +69,16 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
+def kill_stopped(pids: Iterable[int]) -> None:
+    """Kill processes that are stopped, children before their parents.
+
+    A process group that loses the parent of its leader while members are stopped is sent SIGHUP and continued: a batch
+    process would note that it was told to end.
+    """
+    stats = {pid: stat for pid in pids if (stat := _stat(pid))}
+    send(sorted(stats, key=lambda pid: (stats[pid].start, pid), reverse=True), signal.SIGKILL)
+
+
 def end(pid: int, seconds: float) -> None:
     """End a process, and kill it after so many seconds.
 
