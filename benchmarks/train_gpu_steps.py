@@ -24,6 +24,7 @@ from pipeline.config import Config
 from pipeline.config.model import InitConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.distributed import process_group
+from pipeline.train.layout_check import planned_spec
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import local_range, weight_std
@@ -33,7 +34,6 @@ from pipeline.train.parallel.mesh import Mesh, build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, build_model
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.planning.plan import planned_spec
 from pipeline.train.setup import join
 from pipeline.train.step import Stepper
 

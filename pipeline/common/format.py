@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def duration(seconds: float) -> str:
@@ -43,8 +47,8 @@ def size(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 unit`, `2 units`, `3 batches`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+    """`1 unit`, `2 units`, `3 batches`, `4 processes`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def numbered(noun: str, first: int, last: int) -> str:
@@ -52,6 +56,44 @@ def numbered(noun: str, first: int, last: int) -> str:
     return f"{noun} {first:,}" if first == last else f"{noun}s {first:,} to {last:,}"
 
 
-def percent(share: float) -> str:
-    """A share: `12.5 %`."""
-    return f"{100 * share:.4g} %"
+def gib(count: float) -> str:
+    """A number of bytes of memory in GiB, without the unit: `0.0123`, `79.6`, `1,024`."""
+    value = count / 2**30
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
+def rounded(count: float, digits: int = 3) -> str:
+    """A count with the letters of run files, where that is shorter: `41.9B`, `2.1M`, `512,000`."""
+    for letter, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.{digits}g}{letter}"
+    return f"{count:,.0f}"
+
+
+def percent(fraction: float, decimals: int | None = None) -> str:
+    """A fraction: `12.5 %`; four digits of it, or so many decimals."""
+    return f"{100 * fraction:.4g} %" if decimals is None else f"{100 * fraction:.{decimals}f} %"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers: `0, 2-5`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in found)
+
+
+def shortened(rows: Sequence[T], most: int) -> tuple[Sequence[T], str, Sequence[T]]:
+    """The first rows of a long list, how many are left out in words, and the last ones; of a short list all are first.
+
+    Args:
+        rows: the list.
+        most: rows of which all are shown; of more, half as many at each end.
+    """
+    if len(rows) <= most:
+        return rows, "", ()
+    end = most // 2
+    return rows[:end], f"({len(rows) - 2 * end:,} more)", rows[-end:]

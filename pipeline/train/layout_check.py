@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted
+from pipeline.common.format import counted, gib, percent, shortened, spans
 from pipeline.config import Config
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import layer_parameters, num_parameters
-from pipeline.train.parallel.footprint import Footprint, end_parameters, footprint
+from pipeline.train.parallel.footprint import Footprint, end_parameters, rank_footprints
 from pipeline.train.parallel.layout import Layout, fixed_processes
 from pipeline.train.parallel.pipeline_schedules import Play, play
 from pipeline.train.parallel.pipeline_stages import Stage, compute_costs, split_stages
 from pipeline.train.parallel.rules.layout import check_layout, describe, layout_warnings
-from pipeline.train.parallel.step_shapes import StepShape, step_shapes
+from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import LayoutKind
 
 
@@ -36,19 +36,19 @@ def check(config: Config, console: Console | None = None, environment: Mapping[s
     """
     console = console or Console()
     layout = check_layout(config, world_size(config, environment))
-    size, source = vocabulary(config)
-    spec = decoder_spec(config.model, size, config.max_positions)
+    spec = planned_spec(config)
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     for line in (
-        *_layout_lines(config, layout),
-        *_model_lines(config, spec, source),
+        *layout_lines(config, layout),
+        model_line(config, spec),
         *_fp8_lines(config, layout, spec),
         *_step_lines(config, layout),
         *(_pipeline_lines(config, layout, spec, stages) if layout.pp > 1 else ()),
-        *_memory_lines(config, layout, spec, stages),
-        *(f"warning: {line}" for line in layout_warnings(config, layout)),
+        *_memory_lines(config, layout, spec),
     ):
         say(console, line)
+    for warning in layout_warnings(config, layout):
+        warn(console, warning)
     return layout
 
 
@@ -68,22 +68,37 @@ def world_size(config: Config, environment: Mapping[str, str]) -> int:
     return int(given)
 
 
-def vocabulary(config: Config) -> tuple[int, str]:
-    """Tokens of the run's tokenizer, and where the number comes from.
+def planned_spec(config: Config) -> DecoderSpec:
+    """The model of a run that may have no tokenizer yet.
 
     Raises:
-        UserError: There is no tokenizer yet and the run file does not say how large it will be.
+        UserError: The size of its vocabulary is not known.
     """
-    if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
-        return run_tokenizer(config).vocab_size, "of the run's tokenizer"
+    return decoder_spec(config.model, _vocabulary(config)[0], config.max_positions)
+
+
+def _vocabulary(config: Config) -> tuple[int, str]:
+    """Tokens of the run's tokenizer, and where the number comes from; without one those of the model."""
     train, path = config.tokenizer.train, config.tokenizer.path
-    if train is not None:
-        return train.vocab_size, "as tokenizer.train.vocab_size says; the tokenizer is not trained yet"
-    assert path is not None, "one of the two is set"
-    return Tokenizer.load(path, config.tokenizer).vocab_size, f"of {path}"
+    try:
+        if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
+            return run_tokenizer(config).vocab_size, "of the run's tokenizer"
+        if train is not None:
+            return train.vocab_size, "as tokenizer.train.vocab_size says; the tokenizer is not trained yet"
+        assert path is not None, "one of the two is set"
+        return Tokenizer.load(path, config.tokenizer).vocab_size, f"of {path}"
+    except UserError as error:
+        if config.model.vocab_size is not None:
+            return config.model.vocab_size, "as model.vocab_size says; there is no tokenizer"
+        raise UserError(
+            f"model.vocab_size: how many tokens the model has is not known, as there is no tokenizer ({error}); "
+            "set model.vocab_size, or tokenizer.train.vocab_size"
+        ) from None
 
 
-_PLACES = {
+MOST_SHAPES = 8
+"""Shapes of steps that are all shown; a batch ramp has many."""
+_AXES = {
     "pp": "layers are cut into stages",
     "dp_replicate": "weights are copied",
     "dp_shard": "weights, gradients and optimizer states are sharded",
@@ -92,7 +107,8 @@ _PLACES = {
 }
 
 
-def _layout_lines(config: Config, layout: Layout) -> Iterable[str]:
+def layout_lines(config: Config, layout: Layout) -> Iterable[str]:
+    """A layout in words: its degrees, and a line for each axis."""
     kind = describe(LayoutKind.of(config.parallel, layout))
     yield (
         f"layout: {layout} = {layout.world_size:,} processes ({kind})" if layout.world_size > 1 else f"layout: {layout}"
@@ -101,7 +117,7 @@ def _layout_lines(config: Config, layout: Layout) -> Iterable[str]:
     for axis, degree in layout.degrees.items():
         stride //= degree
         if degree > 1:
-            yield f"  {axis:<12} {degree:>5}  {_PLACES[axis]} over ranks {_ranks(degree, stride, layout.world_size)}"
+            yield f"  {axis:<12} {degree:>5}  {_AXES[axis]} over ranks {_ranks(degree, stride, layout.world_size)}"
 
 
 def _ranks(degree: int, stride: int, world_size: int) -> str:
@@ -114,10 +130,20 @@ def _ranks(degree: int, stride: int, world_size: int) -> str:
     return ", ".join(map(str, few)) + more
 
 
-def _model_lines(config: Config, spec: DecoderSpec, source: str) -> Iterable[str]:
-    yield (
-        f"model: {num_parameters(spec):,} parameters, {len(spec.layers)} layers, {spec.vocab_size:,} tokens ({source})"
+def model_line(config: Config, spec: DecoderSpec) -> str:
+    """The size of a model in words, as `decoder_spec` made it for a run."""
+    parameters, padded = unpadded_parameters(spec), num_parameters(spec)
+    more = f" ({padded:,} with the padded vocabulary)" if padded > parameters else ""
+    return (
+        f"model: {parameters:,} parameters{more}, {len(spec.layers)} layers, {spec.vocab_size:,} tokens "
+        f"({_vocabulary(config)[1]})"
     )
+
+
+def unpadded_parameters(spec: DecoderSpec) -> int:
+    """Parameters of a model without the padding of its vocabulary."""
+    tables = 1 if spec.tie_embeddings else 2
+    return num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim
 
 
 def _fp8_lines(config: Config, layout: Layout, spec: DecoderSpec) -> Iterable[str]:
@@ -126,18 +152,11 @@ def _fp8_lines(config: Config, layout: Layout, spec: DecoderSpec) -> Iterable[st
 
 
 def _step_lines(config: Config, layout: Layout) -> Iterable[str]:
-    shapes = step_shapes(config, layout.dp)
-    for shape in shapes if len(shapes) <= 8 else [*shapes[:4], None, *shapes[-3:]]:
-        yield "  ..." if shape is None else _step_line(shape)
-
-
-def _step_line(shape: StepShape) -> str:
-    padding = f", {100 * shape.padding:.1f} % padding" if shape.padding else ""
-    return (
-        f"step ({shape.batch_key}): {counted(shape.batch_size, 'window')} of {shape.sequence_length:,} tokens over "
-        f"{counted(shape.ranks, 'data-parallel rank')}: {counted(shape.micro_batches, 'micro-batch')} of "
-        f"{shape.micro_batch_size:,} on each{padding}"
-    )
+    first, left_out, last = shortened(step_shapes(config, layout.dp), MOST_SHAPES)
+    yield from (f"step ({shape.batch_key}): {shape}" for shape in first)
+    if left_out:
+        yield f"  {left_out}"
+    yield from (f"step ({shape.batch_key}): {shape}" for shape in last)
 
 
 def _pipeline_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage]) -> Iterable[str]:
@@ -150,10 +169,10 @@ def _pipeline_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: S
         part = stage.part
         parameters = end_parameters(spec, part, 1) + sum(layer_parameters(spec.layers[i], 1) for i in part.layers)
         has = " ".join(name for name, there in (("embedding", part.first), ("head", part.last)) if there)
-        layers = _spans(part.layers) or "none"
+        layers = spans(part.layers) or "none"
         yield (
             f"  {stage.index:>5} {stage.rank:>7}  {layers:<9} {has:<15} {parameters:>15,} "
-            f"{100 * cost / sum(costs):>6.1f} %"
+            f"{percent(cost / sum(costs), 1):>8}"
         )
     counts = sorted({shape.micro_batches for shape in step_shapes(config, layout.dp)})
     # A ramp has many; they lie between the fewest and the most.
@@ -170,54 +189,27 @@ def played(config: Config, layout: Layout, stages: Sequence[Stage], costs: Seque
 
 def _play_lines(micro_batches: int, result: Play) -> Iterable[str]:
     yield (
-        f"  {counted(micro_batches, 'micro-batch')}: {100 * result.bubble:.1f} % of the time is waiting (bubble), "
+        f"  {counted(micro_batches, 'micro-batch')}: {percent(result.bubble, 1)} of the time is waiting (bubble), "
         "communication not counted"
     )
     kept = ", ".join(f"{layers:.0f}" for layers in result.activations)
     yield f"  activations kept at most, in layers x micro-batches, by pp rank: {kept}"
 
 
-def _memory_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage]) -> Iterable[str]:
-    parallel, compute, averages = config.parallel, config.train.precision.compute, config.train.ema is not None
+def _memory_lines(config: Config, layout: Layout, spec: DecoderSpec) -> Iterable[str]:
     rows: dict[Footprint, list[int]] = {}
-    for rank in range(layout.pp):
-        parts = [stage.part for stage in stages if stage.rank == rank]
-        row = footprint(
-            spec,
-            parts,
-            parallel,
-            layout,
-            compute,
-            averages=averages,
-            optimizer=config.train.optimizer,
-            fp8=config.train.precision.fp8,
-        )
+    for rank, row in enumerate(rank_footprints(config, layout, spec)):
         rows.setdefault(row, []).append(rank)
     yield (
         "memory of a process, in GiB, without activations:"
         if layout.world_size > 1
         else "memory, in GiB, without activations:"
     )
-    average = ", moving average" if averages else ""
+    average = ", moving average" if config.train.ema is not None else ""
     for row, ranks in rows.items():
-        where = f"pp rank {_spans(ranks)}: " if layout.pp > 1 else ""
-        gradients = f" + {_gib(row.accumulated)} gradients before they are sharded" if row.accumulated else ""
+        where = f"pp rank {spans(ranks)}: " if layout.pp > 1 else ""
+        gradients = f" + {gib(row.accumulated)} unsharded gradients" if row.accumulated else ""
         yield (
-            f"  {where}{row.parameters:,} parameters: {_gib(row.states)} weights, moments, gradients{average} + "
-            f"{_gib(row.compute)} copies in {compute}{gradients} = {_gib(row.total)}"
+            f"  {where}{row.parameters:,} parameters: {gib(row.states)} weights, moments, gradients{average} + "
+            f"{gib(row.compute)} unsharded in {config.train.precision.compute}{gradients} = {gib(row.total)}"
         )
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """`0, 2-5`, of ascending numbers."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g}"

@@ -18,10 +18,9 @@ from pipeline.train.planning.plan import ResourcePlan, plan
 from pipeline.train.planning.show import device_json, plan_lines, suggestion_lines, suggestions_json, to_json
 from pipeline.train.planning.suggest import MOST_PLANS
 from pipeline.train.planning.suggest import suggest as suggested
-from slurm.forecast.course import START_S
+from slurm.forecast.course import job_seconds
 from slurm.submit.job_plan import resources_of
 from slurm.submit.site_profile import shipped, site_of
-from slurm.submit.stop_lead_time import signal_seconds
 
 
 def estimate(
@@ -136,4 +135,4 @@ def _job_seconds(config: Config) -> tuple[float | None, bool]:
     assert minutes is not None, "there is a default"
     own = [config.slurm.train.time]
     given = own if config.slurm.profile in shipped() else [*own, site.train.time, site.defaults.time]
-    return minutes * 60 - START_S - signal_seconds(config, minutes), all(time is None for time in given)
+    return job_seconds(config, minutes), all(time is None for time in given)

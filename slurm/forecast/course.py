@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable
 from contextlib import suppress
@@ -25,13 +24,14 @@ from pipeline.data.plan.build import Assumed, planned_journal
 from pipeline.data.preprocess.disk_space import free_space
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.layout_check import vocabulary
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.layout_check import planned_spec
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.planning.devices import Device, calibrated, device_of_gres
 from pipeline.train.run.attempts import attempts
 from slurm.submit.job_plan import PlannedJob
+from slurm.submit.stop_lead_time import signal_seconds
 
 ASSUMED_MFU = 0.35
 """Share of the peak that a run is taken to reach before any of its steps, attention counted whole, on a device without
@@ -117,7 +117,7 @@ def forecast(config: Config, site: SiteConfig, job: PlannedJob) -> Forecast:
     """What the training of a run has before it."""
     spec: DecoderSpec | None = None
     with suppress(UserError):  # it has no tokenizer yet, and training it will say so
-        spec = decoder_spec(config.model, vocabulary(config)[0], config.max_positions)
+        spec = planned_spec(config)
     course: Course | None = None
     with suppress(UserError, OSError):  # what is wrong with the data is not told here
         course = read_course(config, spec)
@@ -177,15 +177,9 @@ def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:
     return statistics.median(rates) / (1 + else_ / stepping) if stepping else None
 
 
-def links_needed(seconds: float, limit: float, reserve: float) -> int | None:
-    """Jobs that some seconds of steps take, one after the other; None if a job has no time for steps.
-
-    Args:
-        seconds: of steps.
-        limit: time limit of a job, in seconds.
-        reserve: seconds of it that are not used for steps: the start, and the stop before the end.
-    """
-    return math.ceil(seconds / (limit - reserve)) if limit > reserve else None
+def job_seconds(config: Config, minutes: int) -> float:
+    """What a job with a time limit has for steps: less the start and the stop before its end."""
+    return 60.0 * minutes - START_S - signal_seconds(config, minutes)
 
 
 def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:

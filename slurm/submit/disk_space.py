@@ -9,8 +9,7 @@ from pipeline.common.format import size
 from pipeline.config import Config
 from pipeline.data.preprocess.disk_space import room_of
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.layout_check import vocabulary
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.layout_check import planned_spec
 from slurm.forecast.course import Course, Disk, checkpoints_disk, read_course
 
 _TIGHT = 2
@@ -54,7 +53,7 @@ def check_room(config: Config) -> list[str]:
     """
     course: Course | None = None
     try:
-        spec = decoder_spec(config.model, vocabulary(config)[0], config.max_positions)
+        spec = planned_spec(config)
         with suppress(UserError, OSError):  # what is wrong with the data is told by the training
             course = read_course(config, None)
         problem, warning = checkpoints_room(config, checkpoints_disk(config, spec, course), course)

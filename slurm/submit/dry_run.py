@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 
 from pipeline.common.console import say, warn
-from pipeline.common.format import counted, duration, minutes, size
+from pipeline.common.format import counted, duration, minutes, rounded, size
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
-from slurm.forecast.course import START_S, Course, Disk, Forecast, forecast, links_needed
+from pipeline.train.planning.jobs import jobs_needed
+from slurm.forecast.course import START_S, Course, Disk, Forecast, forecast, job_seconds
 from slurm.jobs import Where
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds
-
-_LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
 
 
 def show(
@@ -61,7 +60,7 @@ def job_lines(number: int, job: PlannedJob, where: Where) -> Iterator[str]:
     kind = {"finish": "end of preprocessing"}.get(job.stage, job.stage)
     step = "" if job.step is None else f" of step {job.step:,}"
     yield f"job {number}: {job.name} ({kind}{step}: pipeline {' '.join(job.command)})"
-    processes = f"{counted(job.nodes, 'node')} x {job.processes_per_node} process{_es(job.processes_per_node)}"
+    processes = f"{counted(job.nodes, 'node')} x {counted(job.processes_per_node, 'process')}"
     if job.tasks > 1:
         yield f"  array: {job.tasks:,} tasks, each of {processes}"
     else:
@@ -123,13 +122,13 @@ def training_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecas
 
 def _course_lines(course: Course) -> Iterator[str]:
     assumed = "; there are no datasets yet, they are taken to be large enough" if course.assumed else ""
-    yield f"length: {counted(course.steps, 'step')}, {count(course.tokens)} tokens ({course.reason}{assumed})"
+    yield f"length: {counted(course.steps, 'step')}, {rounded(course.tokens)} tokens ({course.reason}{assumed})"
     if not course.steps_left:
         yield "left: nothing, all steps are made"
     elif course.done_steps:
         yield (
-            f"left: {counted(course.steps_left, 'step')}, {count(course.tokens_left)} tokens; the newest checkpoint is "
-            f"of step {course.done_steps:,}"
+            f"left: {counted(course.steps_left, 'step')}, {rounded(course.tokens_left)} tokens; the newest checkpoint "
+            f"is of step {course.done_steps:,}"
         )
 
 
@@ -143,11 +142,11 @@ def _time_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, 
         yield f"time: {ahead.how}"
         return
     rate = course.tokens_left / ahead.seconds
-    yield f"step: {duration(step)}, {count(rate)} tokens/s ({ahead.how})"
+    yield f"step: {duration(step)}, {rounded(rate)} tokens/s ({ahead.how})"
     starts = 1
     if where == "slurm":
         stop = signal_seconds(config, job.minutes)
-        needed = links_needed(ahead.seconds, limit, START_S + stop)
+        needed = jobs_needed(ahead.seconds, job_seconds(config, job.minutes))
         if needed is None:
             yield f"time: {duration(ahead.seconds)} of steps; {minutes(job.minutes)} a job leave none for them"
             return
@@ -184,12 +183,3 @@ def _disk_line(disk: Disk, course: Course | None) -> str:
         f"checkpoints: {size(disk.each)} each, up to {disk.most:,} at a time{more} = {size(disk.most * disk.each)} "
         f"({disk.there:,} are there); {size(disk.free)} free"
     )
-
-
-def count(number: float) -> str:
-    """`41.9B`, `2.1M`, `512,000`."""
-    return next((f"{number / scale:.3g}{letter}" for letter, scale in _LETTERS if number >= scale), f"{number:,.0f}")
-
-
-def _es(number: int) -> str:
-    return "" if number == 1 else "es"

@@ -26,16 +26,16 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.open_run import open_validation
 from pipeline.train.optim.lr_schedule import Schedule
 from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout, layout_warnings
+from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.run_plan import plan_run
-from slurm.forecast.course import START_S, Forecast, forecast, links_needed
+from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
 from slurm.jobs import Where
 from slurm.submit import sbatch_env
 from slurm.submit.disk_space import checkpoints_room
 from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
 from slurm.submit.preflight_cluster import check_cluster
 from slurm.submit.problems import PreflightReport
-from slurm.submit.stop_lead_time import signal_seconds
 
 _FEW_FILES = 10_000
 """Inodes below which a warning is due."""
@@ -272,8 +272,7 @@ def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Preflig
             "launch.stop_before_end_seconds (without the key it is measured)"
         )
         return
-    reserve = START_S + signal_seconds(config, job.minutes)
-    links = links_needed(ahead.seconds or 0.0, limit, reserve)
+    links = jobs_needed(ahead.seconds or 0.0, job_seconds(config, job.minutes))
     if links is None:
         found.warn(
             f"slurm.train.time is {minutes(job.minutes)}, which may leave no time for steps between the start (about "

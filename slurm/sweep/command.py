@@ -95,8 +95,7 @@ def _check(found: Sweep, where: Where | None) -> list[Checked]:
 def _examined(member: Member, where: Where | None) -> Checked:
     """Lay a run out and plan it."""
     from pipeline.data.plan.build import make_plan
-    from pipeline.train.layout_check import vocabulary, world_size
-    from pipeline.train.model.config import decoder_spec
+    from pipeline.train.layout_check import planned_spec, world_size
     from pipeline.train.model.flops import num_parameters
     from pipeline.train.optim.lr_schedule import Schedule
     from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
@@ -118,9 +117,7 @@ def _examined(member: Member, where: Where | None) -> Checked:
         hashed_steps=0,
         check=lambda journal, steps: Schedule(schedule, duration, steps, journal.tokens),
     )
-    size, _ = vocabulary(config)
-    parameters = num_parameters(decoder_spec(config.model, size, config.max_positions))
-    return Checked(member, course.steps, parameters)
+    return Checked(member, course.steps, num_parameters(planned_spec(config)))
 
 
 def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console: Console) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import percent
 from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.blend import Bound, PhaseConfig
@@ -65,6 +66,28 @@ def micro_batch_size(config: Config, journal: Journal, number: int, ranks: int) 
     phase = _phases(config)[_phase_of(config, journal, number)]
     share = -(-segment.batch_size // ranks)
     return min(phase.micro_batch_size or config.train.micro_batch_size or share, share)
+
+
+MUCH_PADDING = 0.1
+"""Fraction of the windows of a step above which a preview warns of padding."""
+
+
+def padding_warning(where: str, batch_size: int, micro_batch_size: int, ranks: int, padding: float) -> str:
+    """Steps of which more than `MUCH_PADDING` is padding, in words.
+
+    Args:
+        where: the key or the phase.
+        batch_size: windows of a step.
+        micro_batch_size: windows of a micro-batch on a rank.
+        ranks: data-parallel ranks.
+        padding: fraction of the windows of a step.
+    """
+    remedy = "set a smaller micro_batch_size" if micro_batch_size > 1 else "use fewer ranks"
+    return (
+        f"{where}: {percent(padding, 1)} of the samples of a step are padding, which takes time and trains nothing: "
+        f"make the batch size of {batch_size:,} a multiple of {ranks * micro_batch_size:,} (data-parallel ranks x "
+        f"micro-batch size: {ranks:,} x {micro_batch_size:,}), or {remedy}"
+    )
 
 
 def label(config: Config, journal: Journal, number: int) -> str:

@@ -19,7 +19,6 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
-from pipeline.common.format import percent
 from pipeline.common.run_files import CHECKPOINT_STATE
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
@@ -31,7 +30,7 @@ from pipeline.data.loading.objectives import make_objective
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, SliceAccount, accounts
 from pipeline.data.order.journal import Journal
-from pipeline.data.order.phases import label, micro_batch_size, plan_journal
+from pipeline.data.order.phases import MUCH_PADDING, label, micro_batch_size, padding_warning, plan_journal
 from pipeline.data.order.run_length import (
     RunLength,
     check_end,
@@ -55,7 +54,6 @@ SHOWN_CHARACTERS = 300
 _PATIENCE_S = 1.0
 _NAMED = 5
 """Sources without a dataset in a message."""
-_MUCH_PADDING = 0.1
 
 
 @dataclass(frozen=True)
@@ -336,15 +334,11 @@ def _padding_warnings(rows: Sequence[SegmentRow], ranks: int) -> Iterator[str]:
     worst: dict[str, tuple[float, SegmentRow]] = {}
     for row in rows:
         share = row.padding / (row.batch_size + row.padding)
-        if share > max(_MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
+        if share > max(MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
             worst[row.phase] = share, row
     for phase, (share, row) in worst.items():
-        yield (
-            f"phase {phase}: from step {row.first_step:,} on, {percent(share)} of the samples of a step are padding, "
-            f"which takes time and trains nothing: make the batch size of {row.batch_size:,} a multiple of "
-            f"{ranks * row.micro_batch_size:,} (ranks x micro-batch size: {ranks:,} x {row.micro_batch_size:,}), or "
-            + ("set a smaller micro_batch_size" if row.micro_batch_size > 1 else "use fewer ranks")
-        )
+        where = f"phase {phase} from step {row.first_step:,} on"
+        yield padding_warning(where, row.batch_size, row.micro_batch_size, ranks, share)
 
 
 def _slice_rows(

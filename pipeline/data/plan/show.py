@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common.console import Console, say, warn
-from pipeline.common.format import percent
+from pipeline.common.format import percent, rounded, shortened
 from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import range_text
-from pipeline.data.plan.build import HASHED_STEPS, DataPlan, PreviewRow, SliceRow, make_plan
+from pipeline.data.plan.build import HASHED_STEPS, DataPlan, PreviewRow, SegmentRow, SliceRow, make_plan
 from pipeline.data.sources.records import printable
 
 _WIDE = 1000
@@ -25,8 +25,8 @@ _PHASES = 5
 """Columns of a table of weights."""
 _NEAR = 0.01
 """A share that is so near to its weight, relatively, is not shown beside it."""
-_SEGMENTS = 20
-"""Of more than two times as many, the first and the last so many are shown; JSON has all."""
+_SEGMENTS = 40
+"""That are all shown; JSON has all of more."""
 
 
 def print_plan(
@@ -138,23 +138,27 @@ def _segments_table(plan: DataPlan) -> Table:
     ranks = f", on {plan.ranks:,} data-parallel ranks" if plan.ranks > 1 else ""
     columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
     table = _table(f"segments{ranks}", *columns)
-    left_out = len(plan.segments) - 2 * _SEGMENTS
-    for number, row in enumerate(plan.segments):
-        if left_out > 0 and number == _SEGMENTS:
-            _add(table, f"({left_out:,} more)")
-        if left_out <= 0 or not _SEGMENTS <= number < len(plan.segments) - _SEGMENTS:
-            _add(
-                table,
-                row.phase,
-                range_text(row.first_step, row.last_step + 1),
-                f"{row.batch_size:,}",
-                f"{row.sequence_length:,}",
-                _count(row.samples),
-                _count(row.tokens),
-                f"{row.micro_batches:,} x {row.micro_batch_size:,}",
-                percent(row.padding / (row.batch_size + row.padding)) if row.padding else "-",
-            )
+    first, left_out, last = shortened(plan.segments, _SEGMENTS)
+    for row in first:
+        _add(table, *_segment_cells(row))
+    if left_out:
+        _add(table, left_out)
+    for row in last:
+        _add(table, *_segment_cells(row))
     return table
+
+
+def _segment_cells(row: SegmentRow) -> tuple[str, ...]:
+    return (
+        row.phase,
+        range_text(row.first_step, row.last_step + 1),
+        f"{row.batch_size:,}",
+        f"{row.sequence_length:,}",
+        _count(row.samples),
+        _count(row.tokens),
+        f"{row.micro_batches:,} x {row.micro_batch_size:,}",
+        percent(row.padding / (row.batch_size + row.padding), 1) if row.padding else "-",
+    )
 
 
 def _accounts_table(title: str, rows: Sequence[tuple[SliceRow, SliceAccount | None]]) -> Table:
@@ -199,10 +203,7 @@ def _weight(share: float | None) -> str:
 
 def _count(number: int) -> str:
     """Four digits of what is long, with the letters of the run file; JSON has all of them."""
-    for letter, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
-        if number >= 10 * scale or (number >= scale and letter != "M"):
-            return f"{number / scale:.4g}{letter}"
-    return f"{number:,}"
+    return rounded(number, 4) if number >= 10**7 else f"{number:,}"
 
 
 def _percent(part: int, whole: int) -> str:

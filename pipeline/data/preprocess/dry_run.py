@@ -12,7 +12,7 @@ from rich.table import Table
 from pipeline.common.cache_dir import cache_folder
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted, size
+from pipeline.common.format import counted, duration, rounded, size
 from pipeline.config.root import Config
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
@@ -157,8 +157,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             f"{len(found.files):,}",
             f"{found.bytes:,}",
             f"{len(units):,}",
-            _rounded(sample.tokens * share),
-            _duration(took) if engine is not None else "-",
+            rounded(sample.tokens * share),
+            duration(took) if engine is not None else "-",
         )
     if problems:
         raise UserError("\n".join(problems))
@@ -186,7 +186,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         workers = worker_count(config, 2**31)
         say(
             console,
-            f"Estimated from {read} of text: {_duration(seconds)} with {counted(workers, 'worker')}; writing to a slow "
+            f"Estimated from {read} of text: {duration(seconds)} with {counted(workers, 'worker')}; writing to a slow "
             "disk comes on top.",
         )
     if any(split.documents for split in config.data.splits.values()):
@@ -330,17 +330,3 @@ class _Batches:
             self.seconds += time.perf_counter() - started
             self.bytes += self._held
             self._texts, self._held = [], 0
-
-
-def _rounded(count: float) -> str:
-    """A count with three digits that mean something."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -15,6 +15,7 @@ from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
+from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.tested import LayoutKind
 
 MASTER_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 4, 4
@@ -86,6 +87,25 @@ def footprint(
     whole = COMPUTE_BYTES[compute] * ends + sum(copies[::-1][:together])
     accumulates = reduction(parallel, layout) != "each" and layout.shards > 1
     return Footprint(parameters, states, whole, GRADIENT_BYTES * parameters if accumulates else 0)
+
+
+def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
+    """What the parameters of a rank take in a run, by pp rank."""
+    train = config.train
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, train.sequence_length)
+    return [
+        footprint(
+            spec,
+            [stage.part for stage in stages if stage.rank == rank],
+            config.parallel,
+            layout,
+            train.precision.compute,
+            averages=train.ema is not None,
+            optimizer=train.optimizer,
+            fp8=train.precision.fp8,
+        )
+        for rank in range(layout.pp)
+    ]
 
 
 def moments(optimizer: OptimizerConfig, parameters: int, matrices: int) -> int:

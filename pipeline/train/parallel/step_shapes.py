@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeline.common.format import counted, percent
 from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.blend import PhaseConfig
@@ -44,6 +45,19 @@ class StepShape:
         """Share of the windows of a step that are padding, from 0 to 1."""
         return 1 - self.batch_size / (self.micro_batches * self.micro_batch_size * self.ranks)
 
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.batch_size * self.sequence_length
+
+    def __str__(self) -> str:
+        padding = f", {percent(self.padding, 1)} padding" if self.padding else ""
+        return (
+            f"{counted(self.batch_size, 'window')} of {self.sequence_length:,} tokens over "
+            f"{counted(self.ranks, 'data-parallel rank')}: {counted(self.micro_batches, 'micro-batch')} of "
+            f"{self.micro_batch_size:,} on each{padding}"
+        )
+
     def count(self, micro_batch_size: int) -> int:
         """Micro-batches on each rank if they had so many windows."""
         return -(-self.batch_size // (micro_batch_size * self.ranks))
@@ -62,12 +76,11 @@ def step_counts(config: Config, ranks: int) -> dict[StepShape, int]:
     counts: dict[StepShape, int] = {}
     steps = tokens = 0
     for shape, taken in _course(config, ranks):
-        per_step = shape.batch_size * shape.sequence_length
-        left = max(0, _steps_until(config.train.duration, steps, tokens, per_step))
+        left = max(0, _steps_until(config.train.duration, steps, tokens, shape.tokens))
         made = left if taken is None else min(taken, left)
         if made:
             counts[shape] = counts.get(shape, 0) + made
-        steps, tokens = steps + made, tokens + made * per_step
+        steps, tokens = steps + made, tokens + made * shape.tokens
     return counts
 
 

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.format import gib
 from pipeline.common.host_memory import host_memory
 from pipeline.common.process_identity import node_name
 from pipeline.config import Config
 from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER, Processes, is_rank, of_environment
-from pipeline.train.layout_check import vocabulary
-from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.parallel.footprint import MASTER_BYTES, Footprint, footprint
+from pipeline.train.layout_check import planned_spec
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.parallel.footprint import MASTER_BYTES, rank_footprints
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.step_shapes import step_shapes
 
@@ -29,7 +29,7 @@ _FEW = 16
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Memory:
     """Memory that some ranks share."""
 
     ranks: Sequence[int]
@@ -59,11 +59,11 @@ def check_memory(config: Config, processes: int = 1) -> list[str]:
     rank = of_environment() if is_rank() else None
     layout = check_layout(config, rank.world_size if rank else processes)
     try:
-        spec = decoder_spec(config.model, vocabulary(config)[0], config.max_positions)
+        spec = planned_spec(config)
     except UserError:
         return []  # there is no tokenizer yet, which the training says better
     places = _places(config, rank or Processes(0, processes, 0, processes))
-    footprints = _footprints(config, layout, spec)
+    footprints = rank_footprints(config, layout, spec)
     for place in places:
         _refuse(place, [footprints[_pp_rank(layout, each)].states for each in place.ranks], again=rank is not None)
     if (rank is not None and rank.rank) or dist.is_initialized():
@@ -84,7 +84,7 @@ def is_meant_for_this_machine(config: Config, processes: int) -> bool:
     return processes <= (gpus or max(_FEW, os.cpu_count() or 1))
 
 
-def _places(config: Config, ranks: Processes) -> list[_Place]:
+def _places(config: Config, ranks: Processes) -> list[_Memory]:
     """The memories that the ranks of this machine use, of which this process knows."""
     own = LAUNCHER in os.environ and is_rank()
     here = range(ranks.rank - ranks.local_rank, ranks.rank - ranks.local_rank + ranks.local_world_size)
@@ -94,39 +94,20 @@ def _places(config: Config, ranks: Processes) -> list[_Place]:
         if found is None:
             return []
         name = f"the memory of {node_name()}" + (" (limited by its cgroup)" if found.limited else "")
-        return [_Place(here, name, found.free, found.total, "cpu")]
+        return [_Memory(here, name, found.free, found.total, "cpu")]
     if ranks.local_world_size > gpus:
         return []  # which is refused in other words
     if not is_rank() and ranks.world_size > 1:
         return []  # a launcher must take no memory of GPUs: its ranks look themselves
     free, total = torch.cuda.mem_get_info(ranks.local_rank)
-    return [_Place([ranks.rank], f"GPU {ranks.local_rank} of {node_name()}", free, total, "cuda")]
-
-
-def _footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
-    """By pp rank."""
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
-    train = config.train
-    return [
-        footprint(
-            spec,
-            [stage.part for stage in stages if stage.rank == rank],
-            config.parallel,
-            layout,
-            train.precision.compute,
-            averages=train.ema is not None,
-            optimizer=train.optimizer,
-            fp8=train.precision.fp8,
-        )
-        for rank in range(layout.pp)
-    ]
+    return [_Memory([ranks.rank], f"GPU {ranks.local_rank} of {node_name()}", free, total, "cuda")]
 
 
 def _pp_rank(layout: Layout, rank: int) -> int:
     return rank // (layout.world_size // layout.pp)
 
 
-def _refuse(place: _Place, states: Sequence[int], *, again: bool) -> None:
+def _refuse(place: _Memory, states: Sequence[int], *, again: bool) -> None:
     """An error where the states of the ranks do not fit.
 
     Args:
@@ -140,7 +121,7 @@ def _refuse(place: _Place, states: Sequence[int], *, again: bool) -> None:
     kind = MachineError if other and again else UserError
     raise kind(
         f"the model does not fit into {place.name}: weights, moments and gradients alone need {_needs(states)}, and "
-        f"{_gib(place.free)} GiB of {_gib(place.total)} GiB are free; {other}{_SHARDS}, set "
+        f"{gib(place.free)} GiB of {gib(place.total)} GiB are free; {other}{_SHARDS}, set "
         "train.optimizer.states=bf16, or take a smaller model (model.layers, model.dim)"
     )
 
@@ -151,12 +132,12 @@ _SHARDS = "shard the model over more machines or GPUs (parallel.dp_shard, tp or 
 def _needs(sizes: Sequence[int]) -> str:
     """`149 GiB`, or `74.5 GiB per process x 2 processes on this machine = 149 GiB`."""
     if len(sizes) == 1:
-        return f"{_gib(sizes[0])} GiB"
+        return f"{gib(sizes[0])} GiB"
     most = "" if min(sizes) == max(sizes) else "up to "
-    return f"{most}{_gib(max(sizes))} GiB per process x {len(sizes)} processes on this machine = {_gib(sum(sizes))} GiB"
+    return f"{most}{gib(max(sizes))} GiB per process x {len(sizes)} processes on this machine = {gib(sum(sizes))} GiB"
 
 
-def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Place, held: int) -> bool:
+def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Memory, held: int) -> bool:
     """Whether a generous bound does not fit."""
     most = 0
     for shape in step_shapes(config, layout.dp):
@@ -168,7 +149,7 @@ def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Pla
     return 2 * (held + most) * len(place.ranks) > place.free
 
 
-def _estimate(config: Config, layout: Layout, spec: DecoderSpec, place: _Place) -> Iterator[str]:
+def _estimate(config: Config, layout: Layout, spec: DecoderSpec, place: _Memory) -> Iterator[str]:
     from pipeline.train.planning.plan import most_memory  # not where no estimate is made: every training starts here
 
     shape, ranks = most_memory(config, layout, spec, step_shapes(config, layout.dp), place.device_type)
@@ -176,10 +157,6 @@ def _estimate(config: Config, layout: Layout, spec: DecoderSpec, place: _Place) 
     if sum(sizes) > place.free:
         yield (
             f"training may run out of memory: it needs about {_needs(sizes)} of {place.name} with activations "
-            f"(estimated), and {_gib(place.free)} GiB of {_gib(place.total)} GiB are free; lower "
+            f"(estimated), and {gib(place.free)} GiB of {gib(place.total)} GiB are free; lower "
             f"{shape.micro_key} ({shape.micro_batch_size}), set train.recompute.mode=full, or {_SHARDS}"
         )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.train.layout_check import vocabulary
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.layout_check import planned_spec, unpadded_parameters
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
@@ -17,6 +16,7 @@ from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import StepShape, step_counts, step_shapes
 from pipeline.train.planning.activations import DeviceType
 from pipeline.train.planning.devices import Device
+from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.planning.memory import RankMemory, memory
 from pipeline.train.planning.timing import (
     StepSeconds,
@@ -53,11 +53,6 @@ class PhasePlan:
     """Model FLOPs of a step over what the devices could have done at their peak, attention counted whole."""
     mfu_causal: float
     """The same with attention counted half."""
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.shape.batch_size * self.shape.sequence_length
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class ResourcePlan:
     @property
     def tokens_per_step(self) -> int:
         """Of the main phase."""
-        return self.main.tokens
+        return self.main.shape.tokens
 
     @property
     def step_seconds(self) -> float:
@@ -132,7 +127,7 @@ class ResourcePlan:
     @property
     def tokens(self) -> int:
         """Of the run."""
-        return sum(phase.steps * phase.tokens for phase in self.phases)
+        return sum(phase.steps * phase.shape.tokens for phase in self.phases)
 
     @property
     def tokens_per_second(self) -> float:
@@ -142,9 +137,7 @@ class ResourcePlan:
     @property
     def links(self) -> int | None:
         """Jobs that the run takes, one after the other; None where that is not known."""
-        if self.job_seconds is None or self.job_seconds <= 0:
-            return None
-        return ceil(self.hours * 3600 / self.job_seconds)
+        return None if self.job_seconds is None else jobs_needed(self.hours * 3600, self.job_seconds)
 
     @property
     def hours(self) -> float:
@@ -167,16 +160,14 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
     layout, spec = _checked(config, device, world_size), planned_spec(config)
     counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 0}
     largest, needed = most_memory(config, layout, spec, counts)
-    padded = num_parameters(spec)
-    tables = 1 if spec.tie_embeddings else 2
     parameters = [rank.count for rank in needed]
     return ResourcePlan(
         config=config,
         layout=layout,
         device=device,
         compute=config.train.precision.compute,
-        parameters=padded - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim,
-        parameters_padded=padded,
+        parameters=unpadded_parameters(spec),
+        parameters_padded=num_parameters(spec),
         memory=needed,
         memory_shape=largest,
         memory_limit=int(device.memory_bytes * (1 - RESERVE)),
@@ -209,24 +200,6 @@ def _checked(config: Config, device: Device, world_size: int) -> Layout:
             f"train.precision.fp8: {device.name} does not multiply in fp8; leave it out, or take another device"
         )
     return layout
-
-
-def planned_spec(config: Config) -> DecoderSpec:
-    """The model of a run that may have no tokenizer yet.
-
-    Raises:
-        UserError: The size of its vocabulary is not known.
-    """
-    size = config.model.vocab_size
-    if size is None:
-        try:
-            size = vocabulary(config)[0]
-        except UserError as error:
-            raise UserError(
-                f"model.vocab_size: how many tokens the model has is not known, as there is no tokenizer ({error}); "
-                "set model.vocab_size, or tokenizer.train.vocab_size"
-            ) from None
-    return decoder_spec(config.model, size, config.max_positions)
 
 
 def most_memory(
@@ -264,7 +237,6 @@ def _phase(
     whole = flops_per_token(spec, shape.sequence_length, causal=False)
     half = flops_per_token(spec, shape.sequence_length, causal=True)
     peak = device.flops[config.train.precision.compute] * layout.world_size * time.seconds.total
-    tokens = shape.batch_size * shape.sequence_length
     return PhasePlan(
         shape=shape,
         steps=steps,
@@ -274,6 +246,6 @@ def _phase(
         bubble=time.bubble,
         traffic=max(sent, key=lambda axes: sum(axes.values())),
         seconds=time.seconds,
-        mfu=tokens * whole / peak,
-        mfu_causal=tokens * half / peak,
+        mfu=shape.tokens * whole / peak,
+        mfu_causal=shape.tokens * half / peak,
     )

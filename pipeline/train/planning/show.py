@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.common.format import counted, duration, size
+from pipeline.common.format import counted, duration, gib, percent, shortened, size, spans
+from pipeline.train.layout_check import MOST_SHAPES, layout_lines, model_line, planned_spec
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
@@ -18,7 +19,8 @@ Suggestions = Sequence[tuple[Mapping[str, Any], ResourcePlan]]
 """Keys to change, and the plan of the run with them."""
 
 _PARTS = ("parameters", "moments", "gradients", "unsharded", "activations", "working")
-_HEADS = ("weights", "moments", "gradients", "whole", "activations", "working")
+"""Of `RankMemory`."""
+_HEADS = ("weights", *_PARTS[1:])
 
 
 _ALIKE = 0.02
@@ -41,21 +43,21 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
     yield (
         f"devices: {plan.layout.world_size:,} x {device.name}, {device.node_devices} in a node: "
         f"{device.flops[plan.compute] / 1e12:,.0f} TFLOP/s {plan.compute}, {device.memory}, "
-        f"{_gib(device.memory_bytes)} GiB by its driver, at {device.memory_bandwidth / 1e12:.3g} TB/s, "
+        f"{gib(device.memory_bytes)} GiB by its driver, at {device.memory_bandwidth / 1e12:.3g} TB/s, "
         f"{device.link_bandwidth / 1e9:,.0f} GB/s in a node, "
         f"{device.network_bandwidth / 1e9:,.0f} GB/s between nodes ({device.source})"
     )
-    yield f"layout: {plan.layout}"
-    padded = f" ({plan.parameters_padded:,} with the padded vocabulary)"
-    padded = "" if plan.parameters == plan.parameters_padded else padded
-    yield f"model: {plan.parameters:,} parameters{padded}; checkpoint: {size(plan.checkpoint_bytes)}"
+    yield from layout_lines(plan.config, plan.layout)
+    yield model_line(plan.config, planned_spec(plan.config))
+    yield f"checkpoint: {size(plan.checkpoint_bytes)}"
     yield from _memory_lines(plan)
-    # A ramp has many.
-    phases = plan.phases if len(plan.phases) <= 6 else [*plan.phases[:3], *plan.phases[-2:]]
-    for phase in phases:
+    first, left_out, last = shortened(plan.phases, MOST_SHAPES)
+    for phase in first:
         yield from _phase_lines(plan, phase)
-    if len(phases) < len(plan.phases):
-        yield f"  ({counted(len(plan.phases) - len(phases), 'further kind')} of steps in between)"
+    if left_out:
+        yield f"  {left_out}"
+    for phase in last:
+        yield from _phase_lines(plan, phase)
     yield from _run_lines(plan, default_time)
     yield from (f"assumes: {line}" for line in plan.assumptions)
 
@@ -69,8 +71,8 @@ def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
         share = other.peak_bytes / other.memory_limit
         tight = ", tight" if share >= _TIGHT else ""
         yield (
-            f"  {duration(other.hours * 3600)}, mfu {other.mfu:.1%}, {_gib(other.peak_bytes)} GiB a process "
-            f"({share:.0%} of the limit{tight}): {keys}"
+            f"  {duration(other.hours * 3600)}, mfu {percent(other.mfu, 1)}, {gib(other.peak_bytes)} GiB a process "
+            f"({percent(share, 0)} of the limit{tight}): {keys}"
         )
 
 
@@ -136,14 +138,14 @@ def _phase_json(plan: ResourcePlan, phase: PhasePlan) -> dict[str, Any]:
         "sequence_length": shape.sequence_length,
         "micro_batch_size": shape.micro_batch_size,
         "micro_batches": shape.micro_batches,
-        "tokens_per_step": phase.tokens,
+        "tokens_per_step": shape.tokens,
         "flops_per_token": phase.flops_per_token,
         "flops_per_token_causal": phase.flops_per_token_causal,
         "recompute_flops_per_token": phase.recompute_flops_per_token,
         "bubble": phase.bubble,
         "traffic_bytes": dict(phase.traffic),
         "seconds": {**_seconds(phase), "total": seconds.total},
-        "tokens_per_second_per_device": phase.tokens / seconds.total / plan.layout.world_size,
+        "tokens_per_second_per_device": shape.tokens / seconds.total / plan.layout.world_size,
         "mfu": phase.mfu,
         "mfu_causal": phase.mfu_causal,
     }
@@ -166,17 +168,17 @@ def _verdict(plan: ResourcePlan, nodes: bool) -> Iterator[str]:
     rank = max(plan.memory, key=lambda each: each.total)
     where = f"a process of pp rank {rank.pp_rank}" if plan.layout.pp > 1 else "a process"
     limit = (
-        f"{_gib(plan.memory_limit)} GiB ({_gib(plan.device.memory_bytes)} less {RESERVE:.0%} for CUDA, NCCL and what "
-        "the allocator cannot use)"
+        f"{gib(plan.memory_limit)} GiB ({gib(plan.device.memory_bytes)} less {percent(RESERVE, 0)} for CUDA, NCCL and "
+        "what the allocator cannot use)"
     )
     shape = plan.memory_shape
     steps = f", in steps of {shape.micro_batch_size:,} x {shape.sequence_length:,} tokens ({_section(shape)})"
     if plan.fits:
         steps = steps if len(plan.phases) > 1 else ""
-        yield f"fits, as estimated: {where} needs {_gib(rank.total)} of {limit}, at its peak in {rank.when}{steps}"
+        yield f"fits, as estimated: {where} needs {gib(rank.total)} of {limit}, at its peak in {rank.when}{steps}"
         return
     yield (
-        f"does not fit, as estimated: {where} needs {_gib(rank.total)} GiB, {_gib(rank.total - plan.memory_limit)} GiB "
+        f"does not fit, as estimated: {where} needs {gib(rank.total)} GiB, {gib(rank.total - plan.memory_limit)} GiB "
         f"more than {limit}, at its peak in {rank.when}{steps}"
     )
     yield f"change: {'; '.join(_ways_out(plan, rank, nodes))}; or let --suggest look for a layout"
@@ -221,12 +223,12 @@ def _memory_lines(plan: ResourcePlan) -> Iterator[str]:
     yield f"  {'pp rank':>7} {'parameters':>15}{heads} {'total':>9} {'of limit':>8}  peak"
     for ranks in _alike(plan.memory):
         rank = max(ranks, key=lambda each: each.total)
-        span = f"{ranks[0].pp_rank}-{ranks[-1].pp_rank}" if len(ranks) > 1 else f"{rank.pp_rank}"
+        span = spans([each.pp_rank for each in ranks])
         parts = "".join(
-            f" {_gib(getattr(rank, part)):>{max(9, len(name))}}" for part, name in zip(_PARTS, _HEADS, strict=True)
+            f" {gib(getattr(rank, part)):>{max(9, len(name))}}" for part, name in zip(_PARTS, _HEADS, strict=True)
         )
         share = rank.total / plan.memory_limit
-        yield f"  {span:>7} {rank.count:>15,}{parts} {_gib(rank.total):>9} {share:>8.0%}  {rank.when}"
+        yield f"  {span:>7} {rank.count:>15,}{parts} {gib(rank.total):>9} {percent(share, 0):>8}  {rank.when}"
 
 
 def _alike(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
@@ -245,11 +247,7 @@ def _alike(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
 
 def _phase_lines(plan: ResourcePlan, phase: PhasePlan) -> Iterator[str]:
     shape, total = phase.shape, phase.seconds.total
-    yield (
-        f"step ({counted(phase.steps, 'step')}): {counted(shape.batch_size, 'window')} of {shape.sequence_length:,} = "
-        f"{phase.tokens:,} tokens, {counted(shape.micro_batches, 'micro-batch')} of {shape.micro_batch_size:,} on each "
-        f"of {counted(shape.ranks, 'data-parallel rank')}"
-    )
+    yield f"step ({shape.batch_key}; {counted(phase.steps, 'step')} of {shape.tokens:,} tokens): {shape}"
     again = phase.recompute_flops_per_token
     recomputed = f", and {again / 1e9:,.4g} G of recomputation" if again else ""
     if not again and plan.config.train.recompute.mode != "none":
@@ -262,22 +260,20 @@ def _phase_lines(plan: ResourcePlan, phase: PhasePlan) -> Iterator[str]:
         sent = ", ".join(f"{axis} {size(count)}" for axis, count in phase.traffic.items())
         yield f"  a rank sends: {sent}"
     if plan.layout.pp > 1:
-        yield f"  bubble: {phase.bubble:.1%} of the pipeline's time"
+        yield f"  bubble: {percent(phase.bubble, 1)} of the pipeline's time"
     parts = sorted(_seconds(phase).items(), key=lambda part: -part[1])
-    shares = ", ".join(f"{name} {value / total:.1%}" for name, value in parts if value / total >= 0.0005)
+    shares = ", ".join(f"{name} {percent(value / total, 1)}" for name, value in parts if value / total >= 0.0005)
     yield f"  time: {duration(total)}: {shares}"
     yield (
-        f"  {phase.tokens / total / plan.layout.world_size:,.0f} tokens/s a device, mfu {phase.mfu:.1%}, mfu_causal "
-        f"{phase.mfu_causal:.1%}"
+        f"  {shape.tokens / total / plan.layout.world_size:,.0f} tokens/s a device, mfu {percent(phase.mfu, 1)}, "
+        f"mfu_causal {percent(phase.mfu_causal, 1)}"
     )
 
 
 def _run_lines(plan: ResourcePlan, default_time: bool) -> Iterator[str]:
     hours = plan.hours * plan.layout.world_size
-    line = (
-        f"run: {counted(plan.steps, 'step')}, {plan.tokens:,} tokens: {duration(plan.hours * 3600)}, {hours:,.1f} "
-        "device-hours"
-    )
+    yield f"length: {counted(plan.steps, 'step')}, {plan.tokens:,} tokens"
+    line = f"time: {duration(plan.hours * 3600)} of steps, {hours:,.1f} device-hours"
     if plan.job_seconds is not None:
         if plan.links is None:
             line += "; the time of a job leaves none for steps"
@@ -286,7 +282,3 @@ def _run_lines(plan: ResourcePlan, default_time: bool) -> Iterator[str]:
         if default_time:
             line += " (this is the default; say how long yours are in slurm.train.time)"
     yield line
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f}"

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted
+from pipeline.common.format import counted, gib
 from pipeline.config import Config
+from pipeline.train.layout_check import planned_spec
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.rules.layout import check_layout
@@ -23,7 +24,7 @@ from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, least_seconds, micro_batch
 from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden
 from pipeline.train.planning.devices import Device
-from pipeline.train.planning.plan import RESERVE, ResourcePlan, plan, planned_spec
+from pipeline.train.planning.plan import RESERVE, ResourcePlan, plan
 from pipeline.train.planning.timing import rank_parameters, step_time
 
 _ROUNDS = (3, 4)
@@ -177,7 +178,7 @@ class _Search:
         changes = " ".join(as_arguments(differences(self._config, candidate.overrides)))
         return UserError(
             f"no layout over {devices} fits: the nearest ({changes or 'as it is'}) needs {about} "
-            f"{least / 2**30:.1f} GiB of {limit / 2**30:.1f} on a process; take more devices or larger ones, or a "
+            f"{gib(least)} of {gib(limit)} GiB on a process; take more devices or larger ones, or a "
             "smaller model or sequence length"
         )
 

@@ -164,10 +164,13 @@ def test_padding_is_warned_of(run):
     assert not any("padding" in line for line in planned(run, *changes).warnings)
     told = [line for line in planned(run, *changes, ranks=4).warnings if "padding" in line]
     (line,) = told  # 4 on 4 ranks fit; 6 are 8 with padding
-    assert "phase 2 end: from step 9 on, 25 % of the samples of a step are padding" in line
-    assert "make the batch size of 6 a multiple of 8 (ranks x micro-batch size: 4 x 2), or set a smaller" in line
+    assert "phase 2 end from step 9 on: 25.0 % of the samples of a step are padding" in line
+    assert (
+        "make the batch size of 6 a multiple of 8 (data-parallel ranks x micro-batch size: 4 x 2), or set a smaller"
+        in line
+    )
     told = [line for line in planned(run, *changes, ranks=1000).warnings if "padding" in line]
-    assert "phase 1: from step 1 on, 99.6 % of" in told[0] and "or use fewer ranks" in told[0]
+    assert "phase 1 from step 1 on: 99.6 % of" in told[0] and "or use fewer ranks" in told[0]
 
 
 def test_preview_shows_the_text_of_windows(run):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from pipeline.common.format import duration
+from pipeline.common.format import duration, rounded
 from pipeline.config.load import load
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.config.train import CheckpointConfig
@@ -18,10 +18,11 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.monitor import metrics
 from pipeline.train.planning import shares
+from pipeline.train.planning.jobs import jobs_needed
 from slurm.forecast import course as forecasting
-from slurm.forecast.course import forecast, links_needed, measured_rate, most_checkpoints, peak_flops
+from slurm.forecast.course import forecast, measured_rate, most_checkpoints, peak_flops
 from slurm.local import stages
-from slurm.submit.dry_run import cost, count, show
+from slurm.submit.dry_run import cost, show
 from slurm.submit.job_plan import PlannedJob, plan
 from slurm.submit.stop_lead_time import signal_seconds
 from tests import tiny
@@ -68,10 +69,10 @@ def test_most_checkpoints_are_those_of_the_policy(keep: int, keep_every: int | N
 
 
 def test_links_share_the_steps_and_each_has_its_start_and_stop() -> None:
-    assert links_needed(10_000, limit=3600, reserve=300) == 4  # 3 x 3,300 are not enough
-    assert links_needed(9_900, limit=3600, reserve=300) == 3
-    assert links_needed(0, limit=3600, reserve=300) == 0
-    assert links_needed(10, limit=300, reserve=300) is None
+    assert jobs_needed(10_000, 3300) == 4  # 3 x 3,300 are not enough
+    assert jobs_needed(9_900, 3300) == 3
+    assert jobs_needed(0, 3300) == 0
+    assert jobs_needed(10, 0) is None
 
 
 def test_the_stop_before_the_end_is_the_given_one_or_at_most_a_quarter(tmp_path: Path) -> None:
@@ -127,7 +128,12 @@ def test_words() -> None:
     assert [duration(value) for value in (0.25, 45, 600, 11_100, 372_000)] == [
         *("0.25 s", "45 s", "10 min", "3 h 05 min", "4 d 7 h")
     ]
-    assert [count(value) for value in (999, 512_000, 2_100_000, 41_900_000_000)] == ["999", "512,000", "2.1M", "41.9B"]
+    assert [rounded(value) for value in (999, 512_000, 2_100_000, 41_900_000_000)] == [
+        "999",
+        "512,000",
+        "2.1M",
+        "41.9B",
+    ]
 
 
 @pytest.mark.usefixtures("nothing_measured")

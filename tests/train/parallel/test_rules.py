@@ -330,7 +330,11 @@ def test_kinds(run_file: Path) -> None:
 
 WARNED: list[tuple[int, tuple[str, ...], str]] = [
     (64, (), "steps of 32 windows leave 32 of 64 data-parallel ranks with padding only"),
-    (3, ("train.micro_batch_size=8",), "33 % of what a step of 32 windows computes is padding; .* multiple of 24"),
+    (
+        3,
+        ("train.micro_batch_size=8",),
+        "33.3 % of the samples of a step are padding, .* batch size of 32 a multiple of 24",
+    ),
     (
         4,
         ("parallel.pp=4", "parallel.pipeline.schedule=gpipe", "train.micro_batch_size=16"),

@@ -13,6 +13,8 @@ from pipeline.common.errors import EXIT_REFUSED, MachineError, UserError
 from pipeline.common.host_memory import HostMemory
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.parallel.footprint import rank_footprints
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.planning import fit
 from slurm.local import stages
@@ -64,7 +66,7 @@ def test_training_refuses_it_before_anything_is_built(run_file: Path, tmp_path: 
 def test_the_bound_is_what_states_take(run_file: Path, has) -> None:  # type: ignore[no-untyped-def]
     """16 bytes per parameter, by as many processes as there are on this machine, to the byte."""
     config = _config(run_file, "model.vocab_size=304")
-    (states,) = [each.states for each in fit._footprints(config, check_layout(config, 1), _spec(config))]
+    (states,) = [each.states for each in rank_footprints(config, check_layout(config, 1), _spec(config))]
     parameters = 2 * (4 * 32 * 32 + 3 * 32 * 128 + 2 * 32) + 2 * 304 * 32 + 32
     assert states == 16 * parameters
     for processes, replicate in ((1, 1), (3, 3)):
@@ -77,7 +79,7 @@ def test_the_bound_is_what_states_take(run_file: Path, has) -> None:  # type: ig
 
 
 def _spec(config: Config):  # type: ignore[no-untyped-def]
-    return fit.decoder_spec(config.model, 304, config.max_positions)
+    return decoder_spec(config.model, 304, config.max_positions)
 
 
 def test_activations_are_a_warning(run_file: Path, has) -> None:  # type: ignore[no-untyped-def]

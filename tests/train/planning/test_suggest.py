@@ -7,6 +7,7 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.train.layout_check import planned_spec
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.step_shapes import step_shapes
@@ -15,7 +16,7 @@ from pipeline.train.planning.bounds import least_bubble, least_bytes
 from pipeline.train.planning.candidates import candidates, differences, overridden
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.memory import memory
-from pipeline.train.planning.plan import plan, planned_spec
+from pipeline.train.planning.plan import plan
 from pipeline.train.planning.suggest import as_arguments, suggest
 
 H100 = DEVICES["h100"]
@@ -75,7 +76,7 @@ def test_no_schedule_is_tried_that_torch_cannot_train_with(monkeypatch: pytest.M
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(UserError, match=r"no layout over 1 device \(h100\) fits: the nearest .* GiB of 75\.7"):
+    with pytest.raises(UserError, match=r"no layout over 1 device \(h100\) fits: the nearest .* of 75\.7 GiB"):
         suggest(load(Path("models/llama3-70b.yaml")), H100, 1)
 
 

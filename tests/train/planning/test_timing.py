@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.train import RecomputeConfig
+from pipeline.train.layout_check import planned_spec
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Context, Decoder
@@ -25,7 +26,6 @@ from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.devices import DEVICES, Device
-from pipeline.train.planning.plan import planned_spec
 from pipeline.train.planning.timing import (
     LINK_SHARE,
     StepTime,

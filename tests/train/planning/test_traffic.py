@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.train.layout_check import planned_spec
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.step_shapes import step_shapes
-from pipeline.train.planning.plan import planned_spec
 from pipeline.train.planning.traffic import Transfer, bytes_by_axis, traffic
 from tests.train.distributed import ranks
 from tests.train.parallel import layouts

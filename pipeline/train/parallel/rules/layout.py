@@ -14,6 +14,7 @@ from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
+from pipeline.data.order.phases import MUCH_PADDING, padding_warning
 from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
@@ -28,8 +29,6 @@ from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.parallel.tested import LayoutKind, nearest_tested
 from pipeline.train.parallel.torch_compat import pipeline_stage
 
-_MUCH_PADDING = 0.1
-"""Share of the windows of a step above which padding is worth a warning; `data plan` has the same."""
 _LARGE_NODE = 8
 """Devices that a machine has at most, as a rule."""
 
@@ -419,13 +418,8 @@ def _idle_ranks(config: Config, layout: Layout) -> Iterator[str]:
 def _padding(config: Config, layout: Layout) -> Iterator[str]:
     shapes = [shape for shape in step_shapes(config, layout.dp) if shape.batch_size >= layout.dp]
     worst = max(shapes, key=lambda shape: shape.padding, default=None)
-    if worst is not None and worst.padding > _MUCH_PADDING:
-        unit = layout.dp * worst.micro_batch_size
-        yield (
-            f"{worst.batch_key}: {100 * worst.padding:.0f} % of what a step of {counted(worst.batch_size, 'window')} "
-            f"computes is padding; make it a multiple of {unit} (data-parallel ranks x micro-batch: {layout.dp} x "
-            f"{worst.micro_batch_size})"
-        )
+    if worst is not None and worst.padding > MUCH_PADDING:
+        yield padding_warning(worst.batch_key, worst.batch_size, worst.micro_batch_size, layout.dp, worst.padding)
 
 
 def _short_pipeline(config: Config, layout: Layout) -> Iterator[str]:
