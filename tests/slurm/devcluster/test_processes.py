@@ -35,7 +35,7 @@ def test_none_notices_that_another_is_killed(tmp_path: Path, monkeypatch: pytest
             time.sleep(0.3)  # a loaded machine: those that are not dead yet have time to act
 
     with subprocess.Popen([sys.executable, "-c", _PARENT, str(tmp_path), _CHILD], start_new_session=True) as parent:
-        until(lambda: (tmp_path / "ready").exists())
+        until((tmp_path / "ready").exists)
         found = processes.with_descendants([parent.pid])
         assert len(found) == 2
         monkeypatch.setattr(os, "kill", slowly)
