@@ -11,19 +11,19 @@ from pipeline.common.errors import UserError
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.", show_default=False),
+    typer.Argument(metavar="KEY.PATH=VALUE", help="Values that override the run file.", show_default=False),
 ]
 RunOrFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the run folder.")]
-Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the newest one.", min=0)]
+Step = Annotated[int | None, typer.Option(help="Checkpoint step; default: the latest.", min=0)]
 Slurm = Annotated[
     bool,
-    typer.Option("--slurm", help="Send it to SLURM, by `slurm:` in the run file; --dry-run only shows."),
+    typer.Option("--slurm", help="Submit to SLURM, with the settings of `slurm:` in the run file. Preview: --dry-run."),
 ]
 Local = Annotated[
     bool,
-    typer.Option("--local", help="Start it in the background on this machine, with the same folder and logs."),
+    typer.Option("--local", help="Run in the background on this machine, with the same run folder and logs."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def shard_bytes(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Commands about jobs: what is queued, what runs, why it ended. One function a command, no logic."""
+"""The commands about jobs. One function per command, no logic."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pipeline.common.console import Console
 
 RunsOrFolders = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[RUN]...", help="Run files or folders; by default those in ./runs.", show_default=False),
+    typer.Argument(metavar="RUN", help="Run files or folders; default: all in ./runs.", show_default=False),
 ]
-Attempt = Annotated[int | None, typer.Option(help="Of this attempt; by default the newest.", min=1)]
+Attempt = Annotated[int | None, typer.Option(help="Attempt; default: the latest.", min=1)]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,10 +25,10 @@ def add_to(app: typer.Typer) -> None:
 
 def status(
     runs: RunsOrFolders = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every few seconds, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every few seconds, until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show how runs are: state, step, loss, rates, time left, checkpoint, attempts, nodes."""
+    """Show the status of runs: state, step, loss, rates, time left, checkpoint, attempts, nodes."""
     from slurm.status.command import show_status
 
     show_status(runs or (), Console(), watch=watch, as_json=as_json)
@@ -36,15 +36,15 @@ def status(
 
 def logs(
     run: RunOrFolder,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what comes, across requeues.")] = False,
-    rank: Annotated[int | None, typer.Option(help="Of this rank; by default rank 0.", min=0)] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow new lines, across requeues.")] = False,
+    rank: Annotated[int | None, typer.Option(help="Rank; default: 0.", min=0)] = None,
     attempt: Attempt = None,
     first_error: Annotated[
-        bool, typer.Option("--first-error", help="The first process that failed: its rank, node and last lines.")
+        bool, typer.Option("--first-error", help="Show the first process that failed: its rank, node and last lines.")
     ] = False,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="So many of the last lines; 0 shows all.", min=0)] = 50,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of last lines; 0 shows all.", min=0)] = 50,
 ) -> None:
-    """Show what the processes of a run wrote."""
+    """Show the logs of a run's processes."""
     from slurm.logs.command import show_logs
 
     show_logs(run, Console(), follow=follow, rank=rank, attempt=attempt, first_error=first_error, lines=lines)
@@ -52,55 +52,53 @@ def logs(
 
 def cancel(
     run: RunOrFolder,
-    now: Annotated[bool, typer.Option("--now", help="End it at once, without saving.")] = False,
-    chain: Annotated[
-        bool, typer.Option("--chain", help="Take everything that is queued for the run out of the queue, too.")
-    ] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the save; then it goes on without us.", min=0)] = 300,
+    now: Annotated[bool, typer.Option("--now", help="End the run at once, without saving.")] = False,
+    chain: Annotated[bool, typer.Option("--chain", help="Also remove all queued jobs of the run.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the save; it continues after that.", min=0)] = 300,
 ) -> None:
-    """Stop a run: it saves and leaves, and is not started again."""
+    """Stop a run: it saves, exits and is not restarted."""
     from slurm.control import cancel as cancel_run
 
     cancel_run(run, Console(), now=now, chain=chain, wait=wait)
 
 
 def hold(run: RunOrFolder) -> None:
-    """Keep the waiting jobs of a run from starting."""
+    """Hold the pending jobs of a run."""
     from slurm.control import hold as hold_run
 
     hold_run(run, Console())
 
 
 def release(run: RunOrFolder) -> None:
-    """Let the held jobs of a run start."""
+    """Release the held jobs of a run."""
     from slurm.control import release as release_run
 
     release_run(run, Console())
 
 
 def doctor(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Check what this run needs, too.")] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Also check what this run needs.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this node: GPUs, a matrix product, disk and inodes, clock, versions. Exit code 78 if it is unfit."""
+    """Check this node: GPUs, a matrix product, disk, inodes, clock, versions. Exit code 78 if it is unfit."""
     from slurm.doctor.command import doctor as check
 
     check(run, overrides or (), Console(), as_json=as_json)
 
 
 def sweep(
-    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")],
     values: Annotated[
-        list[str], typer.Argument(metavar="KEY.PATH=VALUE[,VALUE]...", help="Values to try; several keys are combined.")
+        list[str], typer.Argument(metavar="KEY.PATH=VALUE[,VALUE...]", help="Values to try; several keys are combined.")
     ],
-    slurm: Annotated[bool, typer.Option("--slurm", help="As an array of jobs.")] = False,
-    local: Annotated[bool, typer.Option("--local", help="On this machine, one by one, in the background.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, start nothing.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Run as a SLURM job array.")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Run one by one on this machine, in the background.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs; start nothing.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Show the results so far.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train with each combination of values, in run folders of their own, and show one table of results."""
+    """Train with each combination of values, each in its own run folder, and compare the results."""
     from slurm.sweep.command import sweep as run_sweep
 
     run_sweep(run, values, Console(), slurm=slurm, local=local, dry_run=dry_run, table=table, as_json=as_json)

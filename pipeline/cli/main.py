@@ -1,4 +1,4 @@
-"""The command line: one function a command, no logic. Everything heavy is imported inside the commands."""
+"""The command line: one function per command, no logic. Everything heavy is imported inside the commands."""
 
 from __future__ import annotations
 
@@ -56,24 +56,29 @@ class _Commands(TyperGroup):
             if os.environ.get("PIPELINE_DEBUG") == "1":
                 echo(traceback.format_exc(), end="", error=True)
             sys.exit(_report(error))
+        except Exception as error:
+            # Its class is typer's own in some versions, click's in others.
+            if type(error).__name__ == "NoSuchOption":
+                _name_keys(error)
+            raise
 
 
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="From documents to an evaluated language model: preprocess, train, eval, one run file.",
+    help="Pretrain a language model from a run file: preprocess, train, eval, on this machine or on SLURM.",
 )
-config_app = typer.Typer(no_args_is_help=True, help="Look at run files and their keys.")
+config_app = typer.Typer(no_args_is_help=True, help="Show run files and their keys.")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")
-add_to(app)
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm or --local: show what would be sent.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file, or one that ships: quickstart.yaml.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm or --local: show what would be submitted.")]
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN.yaml", help="Run file, or the name of a shipped one: quickstart.yaml.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -84,7 +89,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -93,15 +100,15 @@ def _options(
 def preprocess(
     run: Run,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, write nothing.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Show how far it is, from any shell, and leave.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Show progress, from any shell, and exit.")] = False,
     slurm: Slurm = False,
     local: Local = False,
     units: Annotated[
-        bool, typer.Option("--units", help="Make units as long as there are free ones, and leave; as array tasks do.")
+        bool, typer.Option("--units", help="Process unclaimed units, then exit (used by array tasks).")
     ] = False,
 ) -> None:
-    """Turn documents into tokens: data.sources -> datasets. The same command goes on where one ended."""
+    """Tokenize documents into datasets (data.sources). Rerun to resume."""
     config = _load(run, overrides)
     if status:
         from pipeline.data.preprocess.status import print_status
@@ -120,13 +127,13 @@ def train(
     run: Run,
     overrides: Overrides = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Show the layout over processes and what it costs; start nothing.")
+        bool, typer.Option("--check", help="Show the parallel layout and its memory; start nothing.")
     ] = False,
     slurm: Slurm = False,
     local: Local = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Train the model, or go on from the newest checkpoint."""
+    """Train the model, or resume from the latest checkpoint."""
     config = _load(run, overrides)
     if check:
         from slurm.local.stages import check_layout
@@ -144,23 +151,21 @@ def train(
 def plan(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN.yaml", help="The run file, or one that ships: quickstart.yaml, models/llama3-8b.yaml."
-        ),
+        typer.Argument(metavar="RUN.yaml", help="Run file, or the name of a shipped one: models/llama3-8b.yaml."),
     ],
     overrides: Overrides = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes, each full of devices; by default as many as the run file names.", min=1)
+        int | None, typer.Option(help="Nodes, all devices of each; default: those of the run file.", min=1)
     ] = None,
     device: Annotated[
-        str, typer.Option(help="a100, h100, h100-pcie, h200, b200, gh200 or mi300x; or its name in gres.")
+        str, typer.Option(help="a100, h100, h100-pcie, h200, b200, gh200, mi300x, or the device's name in gres.")
     ] = "h100",
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="Look for the fastest layouts that fit, too. Takes up to some minutes.")
+        bool, typer.Option("--suggest", help="Also search for the fastest layouts that fit. May take minutes.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate what a training takes: memory, time, communication. Starts nothing. Exit code 2 if it does not fit."""
+    """Estimate memory, time and communication of a training run. Starts nothing. Exit code 2 if it does not fit."""
     config = _load(run, overrides)
     from slurm.forecast.command import estimate
 
@@ -171,12 +176,12 @@ def plan(
 @app.command()
 def fork(
     run: RunOrFolder,
-    new: Annotated[Path, typer.Argument(metavar="NEW.yaml", help="The run file of the new run, with its own run.dir.")],
-    step: Annotated[int, typer.Option(help="Step of the parent's checkpoint.", min=0)],
+    new: Annotated[Path, typer.Argument(metavar="NEW.yaml", help="Run file of the new run, with its own run.dir.")],
+    step: Annotated[int, typer.Option(help="Step of the parent run's checkpoint.", min=0)],
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would differ, write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would differ; write nothing.")] = False,
 ) -> None:
-    """Begin a new run with the whole state of another one at a step: RUN's past, NEW.yaml's future."""
+    """Branch a run from a checkpoint (weights, optimizer, data position) with a new config."""
     config = _load(new, overrides)
     from pipeline.train.fork import fork as begin
 
@@ -188,19 +193,19 @@ def evaluate(
     run: Run,
     overrides: Overrides = None,
     step: Step = None,
-    table: Annotated[bool, typer.Option("--table", help="Show the evaluations of all steps, and leave.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --table: one JSON object.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Show the evaluations of all steps, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --table: print one JSON object.")] = False,
     prefetch: Annotated[
         bool,
         typer.Option(
-            "--prefetch", help="Fetch the data of eval.harness.tasks for machines without network, and leave."
+            "--prefetch", help="Download the data of eval.harness.tasks for nodes without a network, and exit."
         ),
     ] = False,
     slurm: Slurm = False,
     local: Local = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure a checkpoint: held-out loss, then the benchmarks of eval.tasks and eval.harness.
+    """Evaluate a checkpoint: held-out loss, then the benchmarks of eval.tasks and eval.harness.
 
     `pipeline eval prefetch RUN.yaml` is `pipeline eval RUN.yaml --prefetch`.
     """
@@ -226,14 +231,16 @@ def evaluate(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files or run folders; several: compared.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run files or run folders; several are compared.")
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="By default RUN/report.html; of several runs ./report.html."),
+        typer.Option(metavar="FILE.html", help="Default: RUN/report.html, or ./report.html for several runs."),
     ] = None,
-    png: Annotated[bool, typer.Option("--png", help="Also the charts as a PNG beside it.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also write the charts as a PNG file beside it.")] = False,
 ) -> None:
-    """Write what runs did as one HTML file: curves, data, time, scores, layout, differences. Also while they go on."""
+    """Write an HTML report of runs, finished or in progress: curves, data, time, scores, layout, differences."""
     from pipeline.eval.report.command import report as write
 
     write(runs, Console(), out=out, picture=png)
@@ -243,7 +250,7 @@ def report(
 def run_all(
     run: Run, overrides: Overrides = None, slurm: Slurm = False, local: Local = False, dry_run: DryRun = False
 ) -> None:
-    """Preprocess, train, eval and a summary, each where it is not done yet."""
+    """Run preprocess, train and eval, and print a summary. Completed stages are skipped."""
     config = _load(run, overrides)
     if _submitted(config, ["preprocess", "train", "eval"], slurm, local, dry_run):
         return
@@ -258,30 +265,37 @@ def generate(
     overrides: Overrides = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Text to continue; give it again for more texts. By default generate.prompt."),
+        typer.Option(help="Text to continue; may be repeated. Default: generate.prompt."),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A prompt a line; in a .jsonl file a JSON text, or an object with `prompt`."),
+        typer.Option(
+            metavar="FILE", help="One prompt per line; in a .jsonl file a JSON string, or an object with `prompt`."
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to add at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Divides the logits.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k most probable tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set of this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Draw from tokens of this share of the largest one.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat less.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; give it again for more of them.")
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of new tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Divisor of the logits; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the smallest set with this total probability.")
     ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="The most probable token each time.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws, the same for each prompt.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens with at least this fraction of the top probability.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Penalty on tokens that were used; above 1 repeats less.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token each time.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Random seed, the same for each prompt.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities, also of the so many best tokens.", min=0)
+        int | None,
+        typer.Option(help="With --json: log-probabilities, and those of the N most likely tokens.", min=0, metavar="N"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with the tokens.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, with the tokens.")] = False,
     step: Step = None,
 ) -> None:
-    """Continue prompts with a checkpoint, several of them together. Options stand for the keys of `generate:`."""
+    """Generate text from prompts, in batches. Options override the keys of `generate:`."""
     options = {
         "prompt": prompt[0] if prompt else None,
         "max_tokens": max_tokens,
@@ -312,15 +326,15 @@ def generate(
 def serve(
     run: RunOrFolder,
     overrides: Overrides = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; by default serve.host.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. By default serve.port.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Take up new checkpoints as they are committed.")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default: serve.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: serve.port.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Load new checkpoints as they are committed.")] = False,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="Has the key that requests need; by default PIPELINE_API_KEY, if it is set.")
+        Path | None, typer.Option(help="File with the key that requests need; default: PIPELINE_API_KEY, if set.")
     ] = None,
     step: Step = None,
 ) -> None:
-    """Answer requests with a checkpoint: a page, OpenAI's completions, Megatron-LM's /api. See docs/serving.md."""
+    """Serve a checkpoint over HTTP: a web page, OpenAI's completions API, Megatron-LM's /api."""
     options = {"host": host, "port": port, "watch": watch or None}
     from pipeline.config.load import load_run
 
@@ -333,14 +347,14 @@ def serve(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where run.yaml, or site.yaml, is written.")],
-    source: Annotated[str, typer.Option("--from", help="A run file that ships, to start from.")] = "starter",
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for run.yaml (or site.yaml).")],
+    source: Annotated[str, typer.Option("--from", help="Shipped run file to start from.")] = "starter",
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="Write site.yaml instead: a profile of this cluster, as SLURM describes it."),
+        typer.Option("--profile", help="Write site.yaml instead: a profile of this SLURM cluster."),
     ] = False,
 ) -> None:
-    """Write a commented run file to start from, or a profile of the cluster that this machine belongs to."""
+    """Write a commented run file to start from, or a profile of this cluster."""
     from pipeline.config.starter import write
 
     if profile:
@@ -355,10 +369,20 @@ def init(
 
 @config_app.command("show")
 def config_show(run: Run, overrides: Overrides = None) -> None:
-    """Print the run file after includes, overrides, interpolation and defaults."""
+    """Print a run file with its includes, overrides, interpolation and defaults resolved."""
     from pipeline.config.load import dump
 
     echo(dump(_load(run, overrides)), end="")
+
+
+@config_app.command("keys")
+def config_keys(
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="Key or section; default: all sections.")] = None,
+) -> None:
+    """Print keys of run files with type, default and meaning."""
+    from pipeline.config.reference import key_lines
+
+    echo("\n".join(key_lines(key)))
 
 
 @config_app.command("schema")
@@ -367,6 +391,9 @@ def config_schema() -> None:
     from pipeline.config.reference import json_schema
 
     echo(json_schema(), end="")
+
+
+add_to(app)
 
 
 def _submitted(
@@ -412,6 +439,16 @@ def _load(run: Path, overrides: list[str] | None, values: dict[str, Any] | None 
     from pipeline.config.load import load
 
     return load(run, overrides or (), values)
+
+
+def _name_keys(error: Any) -> None:
+    """Add the keys of run files that an unknown option may mean to the message of its error."""
+    from pipeline.config.root import Config
+    from pipeline.config.schema import keys_like
+
+    if near := keys_like(Config, error.option_name.lstrip("-").replace("-", "_")):
+        error.message += f"; keys of the run file have no dashes: {' or '.join(f'{key}=VALUE' for key in near)}"
+        error.possibilities = None
 
 
 def _report(error: BaseException) -> int:

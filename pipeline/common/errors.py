@@ -34,6 +34,13 @@ def exit_code(error: BaseException) -> int:
     return int(getattr(error, "exit_code", EXIT_OTHER))
 
 
+def end_reason(error: BaseException) -> str:
+    """The reason for the end of a run, in words."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted by Ctrl-C"
+    return str(error) or type(error).__name__
+
+
 class UserError(ValueError):
     """A mistake in the config, the data or the machine that the user can mend.
 

@@ -132,7 +132,7 @@ def _validated(
         problems.sort(key=lambda problem: (order.index(problem.place.source), problem.place.line or 0))
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(f"{_shown(path)} has {count}:\n{lines}\nAll keys: docs/config.md; `pipeline config schema`.")
+        raise UserError(f"{_shown(path)} has {count}:\n{lines}\nAll keys: `pipeline config keys`.")
     config.slurm.note_tried(beside)
     return config
 

@@ -13,8 +13,10 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
-from pipeline.config.schema import KeyPath, dotted, keys, section_at, written_keys
+from pipeline.config.schema import KeyPath, dotted, keys, keys_like, section_at, written_keys
 
+_SHORT = 5
+"""Letters of a name that is like too many others elsewhere."""
 _ALLOWED = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
@@ -124,18 +126,16 @@ def _meaning(path: KeyPath, root: type[Section]) -> str:
 def _suggestion(path: KeyPath, root: type[Section]) -> str:
     *parents, name = path
     name = str(name)
-    # Keys near the root first: they are what is meant more often.
-    known = sorted((key.path for key in keys(root)), key=lambda path: path.count("."))
+    known = {key.path for key in keys(root)}
     if "." in name and re.sub(r"\b\d+\b", "N", dotted(path)) in known:
         return "; in a file, write sections inside each other (dots are for the command line)"
     section = section_at(root, tuple(parents))
     siblings = list(written_keys(section)) if section else []
     above = f"{dotted(tuple(parents))}." if parents else ""
-    if elsewhere := [other for other in known if other.split(".")[-1] == name]:
-        return f"; did you mean {' or '.join(elsewhere[:3])}?"
+    if any(other.split(".")[-1] == name for other in known):
+        return f"; did you mean {' or '.join(keys_like(root, name))}?"
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         return f"; did you mean {above}{near[0]}?"
-    last = {other.split(".")[-1]: other for other in reversed(known)}
-    if near := difflib.get_close_matches(name, last, n=1, cutoff=0.75):
-        return f"; did you mean {last[near[0]]}?"
+    if len(name) > _SHORT and (elsewhere := keys_like(root, name)):
+        return f"; did you mean {elsewhere[0]}?"
     return f"; {dotted(tuple(parents)) or 'a run file'} has the keys {', '.join(siblings)}"

@@ -1,10 +1,12 @@
-"""The reference of all keys, generated from the schema: a table a section for `docs/config.md`, and a JSON schema."""
+"""The reference of all keys, generated from the schema: for a terminal, for `docs/config.md`, and as a JSON schema."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,12 +16,13 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from pipeline.common.errors import UserError
 from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
 from pipeline.config.root import Config
-from pipeline.config.schema import subsection, written_keys
+from pipeline.config.schema import Key, keys, keys_like, subsection, written_keys
 from pipeline.config.slurm import parse_minutes
 
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
@@ -49,6 +52,41 @@ def json_schema() -> str:
         "anyOf": [{"type": "string"}, files],
     }
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
+
+
+def key_lines(name: str | None = None) -> Iterator[str]:
+    """Keys with type, default and meaning.
+
+    Args:
+        name: a key, a section, or the last part of a key's path; None for all sections.
+
+    Raises:
+        UserError: There is no such key.
+    """
+    known = list(keys(Config))
+    if name is None:
+        found = [key for key in known if subsection(key.field.annotation)[0] is not None]
+    else:
+        paths = [key.path for key in known if key.path == name] or [
+            key.path for key in known if key.path.endswith(f".{name}")
+        ]
+        found = [key for key in known if any(f"{key.path}.".startswith(f"{path}.") for path in paths)]
+    if not found:
+        assert name is not None, "there are sections"
+        near = keys_like(Config, name)
+        raise UserError(f"there is no key {name}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    for key in found:
+        yield from _entry(key)
+
+
+def _entry(key: Key) -> Iterator[str]:
+    """A key of the reference for a terminal."""
+    value = default(key.field).strip("*`")
+    given = {"required": "required", "see below": ""}.get(value, f"default {value}")
+    yield f"{key.path}: {allowed(key.field).replace('`', '')}" + (f"; {given}" if given else "")
+    section, _ = subsection(key.field.annotation)
+    meaning = key.field.description or (inspect.getdoc(section) if section else "") or ""
+    yield from textwrap.wrap(" ".join(meaning.split()), 96, initial_indent="    ", subsequent_indent="    ")
 
 
 def markdown(section: type[Section] = Config, path: str = "") -> str:

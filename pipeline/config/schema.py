@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
@@ -50,6 +51,17 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
         below, many = subsection(field.annotation)
         if below is not None:
             yield from keys(below, f"{path}.N." if many else f"{path}.")
+
+
+def keys_like(section: type[Section], name: str) -> list[str]:
+    """Paths of up to three keys whose last part is the name, or nearest to it."""
+    last: dict[str, list[str]] = {}
+    # Keys near the root first: they are what is meant more often.
+    for key in sorted(keys(section), key=lambda key: key.path.count(".")):
+        last.setdefault(key.path.split(".")[-1], []).append(key.path)
+    name = name.rsplit(".", maxsplit=1)[-1]
+    near = [name] if name in last else difflib.get_close_matches(name, last, n=1, cutoff=0.75)
+    return last[near[0]][:3] if near else []
 
 
 def section_at(root: type[Section], path: KeyPath) -> type[Section] | None:

@@ -70,7 +70,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 COMMANDS = [
     *("", "preprocess", "train", "eval", "run", "generate", "init"),
-    *("config", "config show", "config schema", "data", "data inspect", "data verify"),
+    *("config", "config show", "config keys", "config schema", "data", "data inspect", "data verify"),
     *("data plan", "data where", "data when"),
     *(f"checkpoint {name}".strip() for name in ("", "list", "show", "verify", "prune", "average", "export")),
 ]
@@ -125,6 +125,13 @@ def test_missing_run_file(call: Callable[..., tuple[int, str, str]], command: st
     code, _, err = call(*command.split(), "nowhere.yaml")
     assert code == 2
     assert "error: no run file nowhere.yaml" in err
+
+
+def test_an_unknown_option_is_answered_with_the_key(call: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = call("train", "run.yaml", "--micro-batch-size", "2")
+    assert code == 2
+    assert "train.micro_batch_size=VALUE" in " ".join(err.replace("│", " ").split())
+    assert call("train", "run.yaml", "--nonsense")[0] == 2
 
 
 def test_unknown_command_names_the_nearest(call: Callable[..., tuple[int, str, str]]) -> None:

@@ -132,6 +132,7 @@ corpus: x
         ("trian.batch_size=1", "did you mean train?"),
         ("model.init.sdt=1", "did you mean model.init.std?"),
         ("eval.zzz=1", "eval has the keys split, batch_size"),
+        ("model.moe=1", "model.moe: unknown key; model has the keys "),
         ("train.warmpu=1", "did you mean train.schedule.warmup?"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import dump, load
-from pipeline.config.reference import json_schema, markdown, page
+from pipeline.config.reference import json_schema, key_lines, markdown, page
 from pipeline.config.schema import keys
 from pipeline.config.starter import write as write_starter
 from tests.config.runfile import write
@@ -26,6 +26,18 @@ def test_every_key_has_a_meaning() -> None:
     assert not undocumented
     text = markdown()
     assert all(f"| `{key.path.split('.')[-1]}` |" in text for key in keys(Config) if "." in key.path)
+
+
+def test_keys_are_shown_by_path_section_and_last_part() -> None:
+    assert [line for line in key_lines("lr") if not line.startswith(" ")] == [
+        "train.optimizer.lr: number, > 0; default 0.0003"
+    ]
+    section = [line.split(":")[0] for line in key_lines("train.optimizer") if not line.startswith(" ")]
+    assert section == [key.path for key in keys(Config) if f"{key.path}.".startswith("train.optimizer.")]
+    assert any(line.startswith("train: section") for line in key_lines())
+    assert all(len(line) <= 100 for line in key_lines("model") if line.startswith(" "))
+    with pytest.raises(UserError, match=r"no key train.bach_size; did you mean train\.batch_size"):
+        list(key_lines("train.bach_size"))
 
 
 def test_schema_describes_what_is_written(tmp_path: Path) -> None:

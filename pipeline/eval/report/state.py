@@ -69,7 +69,7 @@ def judge(
     if isinstance(code, int) and (last is None or (isinstance(attempt, int) and attempt > last.number)):
         # It was refused before it began, or ended before it could note in the ledger that it begins.
         word, kind = _ENDS[{EXIT_OK: "done", EXIT_STOPPED: "stopped", EXIT_REFUSED: "refused"}.get(code, "failed")]
-        return State(word, kind, reason)
+        return State(word, kind, "" if code == EXIT_OK else reason)
     if last is None:
         if is_held(folder):
             return State("starting", "busy", "a process has the run folder; no attempt at training has begun")

@@ -24,6 +24,7 @@ from pipeline.common.errors import (
     Stopped,
     UnsavedError,
     UserError,
+    end_reason,
     exit_code,
 )
 from pipeline.common.run_files import RunFiles
@@ -188,7 +189,7 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         try:
             yield folder
         except BaseException as error:
-            code, reason = exit_code(error), str(error) or type(error).__name__
+            code, reason = exit_code(error), end_reason(error)
             agreed = isinstance(error, UnsavedError) or (isinstance(error, Stopped) and error.agreed)
             raise
         finally:
@@ -210,7 +211,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
     beat = read_beat(run)
     step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None
     with suppress(OSError):  # a full disk, say
-        code, reason = exit_code(end), str(end) or type(end).__name__
+        code, reason = exit_code(end), end_reason(end)
         how = {"code": code, "reason": reason, "agreed": isinstance(end, Stopped) and end.agreed}
         storage.put_json(RunFiles(run).exit, {"attempt": last_attempt(run), "step": step, **state, **how})
         correct(run, start, code, reason)

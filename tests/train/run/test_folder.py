@@ -74,6 +74,7 @@ def test_how_it_ended_is_written_however_it_ended(tmp_path: Path, error: BaseExc
             attempt()
     written = orjson.loads((tmp_path / "exit.json").read_bytes())
     assert (written["code"], written["step"], written["attempt"]) == (code, 7, 1)
+    assert "KeyboardInterrupt" not in written["reason"]
     assert not list(tmp_path.glob(".*"))
 
 
