@@ -13,7 +13,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY.PATH=VALUE", help="Values that override the run file.", show_default=False),
 ]
-RunOrFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the run folder.")]
+RunOrFolder = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Run file (quickstart.yaml ships), or folder of a trained run."),
+]
 Step = Annotated[int | None, typer.Option(help="Checkpoint step; default: the latest.", min=0)]
 Slurm = Annotated[
     bool,

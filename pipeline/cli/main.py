@@ -76,9 +76,6 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm or --local: show what would be submitted.")]
-Run = Annotated[
-    Path, typer.Argument(metavar="RUN.yaml", help="Run file, or the name of a shipped one: quickstart.yaml.")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -98,7 +95,7 @@ def _options(
 
 @app.command()
 def preprocess(
-    run: Run,
+    run: RunOrFolder,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Show progress, from any shell, and exit.")] = False,
@@ -124,7 +121,7 @@ def preprocess(
 
 @app.command()
 def train(
-    run: Run,
+    run: RunOrFolder,
     overrides: Overrides = None,
     check: Annotated[
         bool, typer.Option("--check", help="Show the parallel layout and its memory; start nothing.")
@@ -149,10 +146,7 @@ def train(
 
 @app.command()
 def plan(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN.yaml", help="Run file, or the name of a shipped one: models/llama3-8b.yaml."),
-    ],
+    run: RunOrFolder,
     overrides: Overrides = None,
     nodes: Annotated[
         int | None, typer.Option(help="Nodes, all devices of each; default: those of the run file.", min=1)
@@ -182,7 +176,9 @@ def fork(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would differ; write nothing.")] = False,
 ) -> None:
     """Branch a run from a checkpoint (weights, optimizer, data position) with a new config."""
-    config = _load(new, overrides)
+    from pipeline.config.load import load
+
+    config = load(new, overrides or ())
     from pipeline.train.fork import fork as begin
 
     begin(run, step, config, Console(), dry_run=dry_run)
@@ -190,7 +186,7 @@ def fork(
 
 @app.command("eval")
 def evaluate(
-    run: Run,
+    run: RunOrFolder,
     overrides: Overrides = None,
     step: Step = None,
     table: Annotated[bool, typer.Option("--table", help="Show the evaluations of all steps, and exit.")] = False,
@@ -248,7 +244,7 @@ def report(
 
 @app.command("run")
 def run_all(
-    run: Run, overrides: Overrides = None, slurm: Slurm = False, local: Local = False, dry_run: DryRun = False
+    run: RunOrFolder, overrides: Overrides = None, slurm: Slurm = False, local: Local = False, dry_run: DryRun = False
 ) -> None:
     """Run preprocess, train and eval, and print a summary. Completed stages are skipped."""
     config = _load(run, overrides)
@@ -261,7 +257,7 @@ def run_all(
 
 @app.command()
 def generate(
-    run: Run,
+    run: RunOrFolder,
     overrides: Overrides = None,
     prompt: Annotated[
         list[str] | None,
@@ -336,10 +332,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint over HTTP: a web page, OpenAI's completions API, Megatron-LM's /api."""
     options = {"host": host, "port": port, "watch": watch or None}
-    from pipeline.config.load import load_run
-
     given = {f"serve.{name}": value for name, value in options.items() if value is not None}
-    config = load_run(run, overrides or (), given)
+    config = _load(run, overrides, given)
     from pipeline.eval.server.serve import serve as start
 
     start(config, step, api_key_file, Console())
@@ -368,7 +362,7 @@ def init(
 
 
 @config_app.command("show")
-def config_show(run: Run, overrides: Overrides = None) -> None:
+def config_show(run: RunOrFolder, overrides: Overrides = None) -> None:
     """Print a run file with its includes, overrides, interpolation and defaults resolved."""
     from pipeline.config.load import dump
 
@@ -435,10 +429,13 @@ def main() -> None:
 
 
 def _load(run: Path, overrides: list[str] | None, values: dict[str, Any] | None = None) -> Config:
-    """The config, before a stage and its heavy packages are imported: a mistake in it shows at once."""
-    from pipeline.config.load import load
+    """The config, before a stage and its heavy packages are imported: a mistake in it shows at once.
 
-    return load(run, overrides or (), values)
+    Of a run folder it is what the run was trained with, overrides of that time included.
+    """
+    from pipeline.config.load import load_run
+
+    return load_run(run, overrides or (), values)
 
 
 def _name_keys(error: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pipeline import __version__
 from pipeline.cli.main import main
 from pipeline.common.errors import NumericalError, Stopped, UnsavedError, UserError
+from pipeline.config.load import dump, load
 from tests.config.runfile import write
 
 HEAVY = {
@@ -120,11 +121,22 @@ def test_bad_run_file_is_one_message_and_exit_2(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_run_folder_stands_for_what_it_was_trained_with(
+    call: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    trained = dump(load(write(tmp_path), ["train.precision.compute=fp32"]))
+    (tmp_path / "run/config.yaml").write_text(trained)
+    code, out, err = call("config", "show", str(tmp_path / "run"), "train.batch_size=3")
+    assert code == 0, err
+    assert "compute: fp32" in out and "batch_size: 3" in out
+
+
 @pytest.mark.parametrize("command", ["preprocess", "train", "eval", "run", "generate", "config show"])
 def test_missing_run_file(call: Callable[..., tuple[int, str, str]], command: str) -> None:
     code, _, err = call(*command.split(), "nowhere.yaml")
     assert code == 2
-    assert "error: no run file nowhere.yaml" in err
+    assert "error: no run file or run folder nowhere.yaml" in err
 
 
 def test_an_unknown_option_is_answered_with_the_key(call: Callable[..., tuple[int, str, str]]) -> None:
