@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 from unittest import mock
 
 import pytest
@@ -30,7 +30,7 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.distributed.process_group import part
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.huggingface.families import FAMILIES, plan_tensors
-from pipeline.train.model.config import decoder_spec, layer_specs
+from pipeline.train.model.config import MLPS, decoder_spec, layer_specs
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
@@ -258,6 +258,15 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"layer 0 has gated convolution"):
         plan_tensors(FAMILIES["llama"], decoder_spec(CONFIG, 97, 64))
     assert check_layout(config_of(tp=2), 2).tp == 2
+    with (
+        mock.patch.object(GatedConvolutionSpec, "divisions", None),
+        pytest.raises(UserError, match=r"parallel.tp=2: gated convolution cannot be cut over processes: set paral"),
+    ):
+        check_layout(config_of(tp=2), 2)
+
+
+def test_each_value_of_the_key_has_a_kind() -> None:
+    assert get_args(ModelConfig.model_fields["mlp"].annotation) == tuple(MLPS)
 
 
 @pytest.mark.usefixtures("kind")
