@@ -106,6 +106,10 @@ class ObjectiveConfig(Section):
     """fim: special tokens of the tokenizer that announce prefix, suffix and middle."""
 
 
+OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {"causal": (), "fim": ("rate", "spm_rate", "sentinels")}
+"""By type of objective the other keys that it reads. A resume compares these alone."""
+
+
 class BatchRampConfig(Section):
     """A batch size that grows to train.batch_size in equal steps over a number of tokens."""
 

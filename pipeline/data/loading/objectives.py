@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -179,18 +180,31 @@ def make_objective(config: Config, tokenizer: TokenizerInfo) -> Objective:
     Raises:
         UserError: The tokenizer lacks a sentinel.
     """
-    masked = config.train.loss.mask_document_start
+    return OBJECTIVES[config.train.objective.type](config, tokenizer)
+
+
+def _causal(config: Config, tokenizer: TokenizerInfo) -> Causal:
+    return Causal(mask_document_start=config.train.loss.mask_document_start)
+
+
+def _fill_in_the_middle(config: Config, tokenizer: TokenizerInfo) -> FillInTheMiddle:
     objective = config.train.objective
-    if objective.type == "causal":
-        return Causal(mask_document_start=masked)
     prefix, suffix, middle = (_sentinel(config, tokenizer, number) for number in range(_SENTINELS))
     return FillInTheMiddle(
         objective.rate,
         objective.spm_rate,
         (prefix, suffix, middle),
         tokenizer.end_of_document,
-        mask_document_start=masked,
+        mask_document_start=config.train.loss.mask_document_start,
     )
+
+
+OBJECTIVES: dict[str, Callable[[Config, TokenizerInfo], Objective]] = {
+    "causal": _causal,
+    "fim": _fill_in_the_middle,
+}
+"""How to make each `train.objective.type`. `ObjectiveConfig.type` lists the same names: the config is read without the
+data pipeline."""
 
 
 def _sentinel(config: Config, tokenizer: TokenizerInfo, number: int) -> int:

@@ -8,12 +8,17 @@ from typing import Any
 from pipeline import __version__
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import OBJECTIVE_KEYS
 
 Fingerprints = dict[str, Any]
 """Aspect -> JSON value. The aspects are the names that resume.allow takes."""
 
 _KEYS = {"objective": "train.objective"}
 """Aspects that are a section of the run file with another name."""
+LATER_KEYS = ("vocab_size",)
+"""Keys of `model:` that checkpoints of earlier versions do not have. With its default such a key is left out, so the
+default has to compute what those versions computed."""
 
 
 def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) -> Fingerprints:
@@ -39,15 +44,16 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
     if config.model.positions == "learned":
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
-    if keys["vocab_size"] is None:
-        del keys["vocab_size"]  # checkpoints from before this key have none
+    for name in LATER_KEYS:
+        if getattr(config.model, name) == ModelConfig.model_fields[name].default:
+            del keys[name]
     return keys
 
 
 def objective_fingerprint(config: Config) -> dict[str, Any]:
     """What decides how a window becomes inputs and targets: the keys that the type of objective looks at."""
     objective = config.train.objective
-    return objective.model_dump(mode="json", include={"type"} if objective.type == "causal" else None)
+    return objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
 
 
 def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> list[str]:

@@ -6,13 +6,14 @@ The run file's `model:` section describes equal layers; `decoder_spec` turns it 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.part_spec import LayerSpec, NormSpec, RopeSpec
+from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, NormSpec, RopeSpec
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,13 @@ class DecoderSpec:
         return list(dict.fromkeys({id(layer): layer for layer in self.layers}.values()))
 
 
+MLPS: dict[str, Callable[[ModelConfig], LayerPartSpec]] = {"swiglu": MlpSpec.of, "gelu": MlpSpec.of}
+"""By value of `model.mlp`, what makes the spec of the mlp."""
+
+
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers that `model:` describes: the one place where its keys become kinds of mixers and mlps."""
-    layer = LayerSpec(AttentionSpec.of(config), MlpSpec.of(config), NormSpec(config.norm, config.norm_eps))
+    layer = LayerSpec(AttentionSpec.of(config), MLPS[config.mlp](config), NormSpec(config.norm, config.norm_eps))
     return (layer,) * config.layers
 
 

@@ -52,7 +52,9 @@ class Matrix:
     columns: int
     """Inputs."""
     cut: Literal["rows", "columns"]
-    """Dimension that tp cuts. Results of matrices cut by columns are added up over tp."""
+    """Dimension that tp cuts. By rows: each rank has the whole input and computes some of the outputs. By columns: each
+    rank has some of the input, and the results are added up over tp. So a matrix whose input comes from one that is cut
+    by rows is cut by columns."""
     bias: bool = False
     heads: int | None = None
     """Number of heads in the rows; several tp ranks may share one head. None: tp divides the rows."""
@@ -183,8 +185,8 @@ class LayerPartSpec(ABC):
 
     @property
     @abstractmethod
-    def divisions(self) -> tuple[Division, ...]:
-        """What tp must divide."""
+    def divisions(self) -> tuple[Division, ...] | None:
+        """What tp must divide; None: tp cannot cut the part."""
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs of one token in the forward pass besides `matrices`; see `flops_per_token` for the conventions."""
@@ -208,6 +210,8 @@ class LayerPartSpec(ABC):
 
     def fits(self, tp: int) -> bool:
         """Whether tp can cut the part."""
+        if self.divisions is None:
+            return tp == 1
         return all(division.fits(tp) for division in self.divisions)
 
     def matrix(self, name: str) -> Matrix | None:

@@ -4,14 +4,16 @@ import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import mix_one
+from pipeline.config.train import ObjectiveConfig
 from pipeline.data.datasets.manifest import TokenizerInfo
-from pipeline.data.loading.objectives import Causal, FillInTheMiddle, make_objective, sample_key
+from pipeline.data.loading.objectives import OBJECTIVES, Causal, FillInTheMiddle, make_objective, sample_key
 from tests.data.runs import make_config
 
 PRE, SUF, MID, END = 1, 2, 3, 0
@@ -189,6 +191,9 @@ def config_of(root, objective, **data):
 
 
 class TestMakeObjective:
+    def test_the_config_lists_those_that_can_be_made(self):
+        assert get_args(ObjectiveConfig.model_fields["type"].annotation) == tuple(OBJECTIVES)
+
     def test_causal(self, tmp_path):
         objective = make_objective(config_of(tmp_path, {}), info())
         assert type(objective) is Causal and not objective.masks

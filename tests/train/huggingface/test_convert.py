@@ -234,6 +234,46 @@ def test_a_model_that_no_family_computes_is_refused_by_its_key(keys: dict[str, A
         to_hf_config(ModelConfig.model_validate({"layers": 2, "dim": 32, "heads": 4, **keys}), 100, 64)
 
 
+OTHER_VALUES: dict[str, Any] = {
+    "layers": 3,
+    "dim": 64,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "ffn_dim": 192,
+    "norm": "layernorm",
+    "norm_eps": 1e-4,
+    "mlp": "gelu",
+    "bias": "qkv",
+    "positions": "learned",
+    "rope_theta": 500.0,
+    "rope_scaling": {"type": "linear", "factor": 2},
+    "qk_norm": True,
+    "sliding_window": 4,
+    "tie_embeddings": True,
+    "logit_soft_cap": 30.0,
+    "init": {"scheme": "mup", "mup_base_dim": 16},
+}
+"""By key of `model:` one that computes something else."""
+NOT_CONVERTED = {
+    "max_positions": "not read with rope",
+    "document_attention": "a text alone is computed alike",
+    "vocab_size": "given as an argument",
+    "vocab_multiple": "padding is left out",
+}
+
+
+@pytest.mark.parametrize("key", sorted(ModelConfig.model_fields.keys() - NOT_CONVERTED.keys()))
+def test_each_key_of_the_model_is_written_or_refused(key: str) -> None:
+    assert key in OTHER_VALUES, "give the new key a value here, or say in NOT_CONVERTED why it needs none"
+    base = {"layers": 2, "dim": 32, "heads": 4}
+    plain = to_hf_config(ModelConfig.model_validate(base), 100, 64)[1]
+    try:
+        assert to_hf_config(ModelConfig.model_validate({**base, key: OTHER_VALUES[key]}), 100, 64)[1] != plain
+    except UserError as error:
+        assert f"model.{key}" in str(error)
+
+
 def test_folders_that_are_no_models(tmp_path: Path, tokenizer: Tokenizer) -> None:
     def refused(message: str, folder: Path = tmp_path / "theirs") -> None:
         with pytest.raises(UserError, match=message):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 from unittest import mock
 
 import pytest
@@ -30,7 +30,7 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.distributed.process_group import part
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.huggingface.families import FAMILIES, plan_tensors
-from pipeline.train.model.config import decoder_spec, layer_specs
+from pipeline.train.model.config import MLPS, decoder_spec, layer_specs
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
@@ -201,7 +201,7 @@ RUN = {
     "run": {"dir": "x"},
     "data": {"sources": [{"name": "s", "type": "text", "paths": ["a"]}]},
     "tokenizer": {"train": {"vocab_size": 300}},
-    "model": {**CONFIG.model_dump(exclude_unset=True), "vocab_size": 97},
+    "model": {**CONFIG.model_dump(exclude_unset=True), "vocab_size": 300},
 }
 TRAIN = {
     "duration": "10 steps",
@@ -258,13 +258,22 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"layer 0 has gated convolution"):
         plan_tensors(FAMILIES["llama"], decoder_spec(CONFIG, 97, 64))
     assert check_layout(config_of(tp=2), 2).tp == 2
+    with (
+        mock.patch.object(GatedConvolutionSpec, "divisions", None),
+        pytest.raises(UserError, match=r"parallel.tp=2: gated convolution cannot be cut over processes: set paral"),
+    ):
+        check_layout(config_of(tp=2), 2)
+
+
+def test_each_value_of_the_key_has_a_kind() -> None:
+    assert get_args(ModelConfig.model_fields["mlp"].annotation) == tuple(MLPS)
 
 
 @pytest.mark.usefixtures("kind")
 def test_plan() -> None:
     part()  # a training of this process may have come before
     found = plan(config_of(tp=2, pp=2), DEVICES["h100"], 4)
-    assert found.parameters_padded == num_parameters(decoder_spec(CONFIG, 97, 64))
+    assert found.parameters_padded == num_parameters(decoder_spec(CONFIG, 300, 64))
     assert found.peak_bytes > 0 and found.step_seconds > 0
 
 

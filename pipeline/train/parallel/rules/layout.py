@@ -96,7 +96,10 @@ def _nearest_degrees(degree: int, allows: Callable[[int], bool], most: int) -> s
 
 
 def _divisions(config: Config, layout: Layout) -> Iterator[str]:
-    for division in dict.fromkeys(each for part in _parts(config) for each in part.divisions):
+    parts = _parts(config)
+    for label in dict.fromkeys(part.label for part in parts if part.divisions is None and layout.tp > 1):
+        yield f"parallel.tp={layout.tp}: {label} cannot be cut over processes: set parallel.tp=1"
+    for division in dict.fromkeys(each for part in parts for each in part.divisions or ()):
         if not division.fits(layout.tp):
             yield from _undivided(division, layout.tp)
 
@@ -280,7 +283,7 @@ def _exchanged_heads(config: Config, layout: Layout) -> Iterator[str]:
 
 def _not_exchanged(mixer: MixerSpec, tp: int, cp: int) -> Iterator[str]:
     over = f"parallel.tp={tp} x parallel.cp={cp} with cp_method=ulysses"
-    for division in mixer.divisions:
+    for division in mixer.divisions or ():
         key, size = f"model.{division.key}", division.size
         own = max(1, size // tp)
         instead = f"set {key}={_nearest_multiples(size, tp * cp)}, or parallel.cp_method=all_gather"

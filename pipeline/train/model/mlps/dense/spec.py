@@ -32,7 +32,9 @@ class MlpSpec(LayerPartSpec):
     def of(cls, config: ModelConfig) -> MlpSpec:
         """That of the `model:` section."""
         ffn_dim = config.ffn_dim or default_ffn_dim(config.mlp, config.dim)
-        return cls(config.mlp, config.dim, ffn_dim, bias=config.bias == "all")
+        # Spelled out: `model.mlp` may have values of other kinds.
+        kind: Literal["swiglu", "gelu"] = "gelu" if config.mlp == "gelu" else "swiglu"
+        return cls(kind, config.dim, ffn_dim, bias=config.bias == "all")
 
     @property
     def gated(self) -> bool:

@@ -1,0 +1,38 @@
+"""What a checkpoint is compared by does not change when a key is added."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from pipeline.config.load import load
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import OBJECTIVE_KEYS, ObjectiveConfig
+from pipeline.train.checkpoint.fingerprint import LATER_KEYS, model_fingerprint, objective_fingerprint
+from tests.tiny import write_run
+
+FIRST = {
+    *("layers", "dim", "heads", "kv_heads", "head_dim", "ffn_dim", "norm", "norm_eps", "mlp", "bias", "positions"),
+    *("max_positions", "rope_theta", "rope_scaling", "qk_norm", "sliding_window", "document_attention"),
+    *("tie_embeddings", "vocab_multiple", "logit_soft_cap", "init"),
+}
+"""Keys of `model:` that every checkpoint has."""
+
+
+def test_a_new_key_of_the_model_is_left_out_with_its_default(tmp_path: Path) -> None:
+    added = ModelConfig.model_fields.keys() - FIRST
+    assert added == set(LATER_KEYS), f"add {sorted(added - set(LATER_KEYS))} to LATER_KEYS, or no checkpoint resumes"
+    config = load(write_run(tmp_path))
+    assert model_fingerprint(config).keys() == FIRST
+    assert model_fingerprint(config)["init"].keys() == {"scheme", "std", "mup_base_dim"}
+    larger = load(tmp_path / "run.yaml", ["model.vocab_size=400"])
+    assert model_fingerprint(larger) == {**model_fingerprint(config), "vocab_size": 400}
+
+
+def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> None:
+    assert tuple(OBJECTIVE_KEYS) == get_args(ObjectiveConfig.model_fields["type"].annotation)
+    assert {"type"}.union(*OBJECTIVE_KEYS.values()) == ObjectiveConfig.model_fields.keys()
+    file = write_run(tmp_path)
+    assert objective_fingerprint(load(file, ["train.objective.rate=0.9"])) == {"type": "causal"}
+    fim = objective_fingerprint(load(file, ["train.objective.type=fim", "train.objective.rate=0.9"]))
+    assert fim.keys() == {"type", "rate", "spm_rate", "sentinels"} and fim["rate"] == 0.9
