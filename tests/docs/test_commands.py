@@ -103,7 +103,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TIERS = {
-    **dict.fromkeys(("README.md", "report.md", "serving.md", "slurm.md"), pytest.mark.guard),
+    **dict.fromkeys(("README.md", "llama3-8b.md", "report.md", "serving.md", "slurm.md"), pytest.mark.guard),
     **dict.fromkeys(("planning.md", "long-context.md"), pytest.mark.slow),
 }
 """Pages whose commands take long; what they call is in other tests as well."""
