@@ -142,15 +142,13 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
                 beat()
 
             losses[name] = heldout_loss(
+                config,
+                engine.setup,
                 engine.model,
                 engine.runner,
-                engine.mesh,
                 splits[name],
                 windows,
                 batch_size=config.eval.batch_size,
-                document_attention=config.model.document_attention,
-                chunk_tokens=config.train.loss.tokens_at_once(engine.model.vocab_columns),
-                device=engine.device,
                 advance=done,
             )
     texts = {name: _text_of(splits[name], windows, engine) for name, windows in sampled.items()}

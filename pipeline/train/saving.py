@@ -34,10 +34,10 @@ from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.unsaved import Unsaved
 from pipeline.train.run_plan import RunPlan
-from pipeline.train.setup import Setup
 
 _PAUSE = 0.5
 """Seconds before a save that failed is tried again."""

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import TrainConfig
+from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import ActivationObserver, Context, SequenceCut
 from pipeline.train.model.loss import Criterion, TokenLosses
@@ -24,9 +23,9 @@ from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.loss_scale import LossScale
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.context import share_of
-from pipeline.train.parallel.mesh import Mesh
-from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
+from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import build_runner
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.run.stop_requests import StopRequest
 
 _HASH_WORDS = 4
@@ -112,28 +111,18 @@ class Stepper:
     """The arithmetic of a step, for a model, its optimizers and a mesh."""
 
     def __init__(
-        self,
-        model: ParallelModel,
-        optimizers: Optimizers,
-        mesh: Mesh,
-        device: torch.device,
-        *,
-        train: TrainConfig,
-        parallel: ParallelConfig,
-        sources: int,
-        document_attention: bool,
+        self, config: Config, setup: Setup, model: ParallelModel, optimizers: Optimizers, *, sources: int
     ) -> None:
-        compute = train.precision.compute
+        train, precision, device = config.train, config.train.precision, setup.device
+        self._config = config
+        self._mesh = setup.mesh
+        self._device = device
         self._model = model
         self._optimizers = optimizers
-        self._mesh = mesh
-        self._device = device
-        self._train = train
         self._sources = sources
-        self._document_attention = document_attention
-        self._gradients = Gradients(model, mesh)
-        self.runner = build_runner(model, mesh, parallel, device, COMPUTE_DTYPE[compute])
-        self.loss_scale = LossScale(train.precision.loss_scale, device) if compute == "fp16" else None
+        self._gradients = Gradients(model, setup.mesh)
+        self.runner = build_runner(config, setup, model)
+        self.loss_scale = LossScale(precision.loss_scale, device) if precision.compute == "fp16" else None
         self.spikes = SpikeGuard(train.faults, device) if train.faults.on_spike != "ignore" else None
         self.ema = Ema(train.ema, model) if train.ema else None
         self._observer = Observer(model, device, train.metrics.layers_every_steps)
@@ -210,10 +199,12 @@ class Stepper:
         weight = batch.weight / max(1, valid_targets)
         if self.loss_scale is not None:
             weight = weight * self.loss_scale.scale
-        loss = self._train.loss
+        loss = self._config.train.loss
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
-        return make_context(whole, self._document_attention, criterion, self._observer.watch(batch), self._model.cut)
+        return make_context(
+            whole, self._config.model.document_attention, criterion, self._observer.watch(batch), self._model.cut
+        )
 
     def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:
         """Books the sums by source."""
@@ -241,7 +232,7 @@ class Stepper:
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """fp32 scalar that takes gradients to at most the configured norm, and the loss scale out of them."""
-        factor = (self._train.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (self._config.train.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         return (factor if self.loss_scale is None else factor / self.loss_scale.scale).float()
 
 

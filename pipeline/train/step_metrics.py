@@ -16,9 +16,9 @@ from pipeline.data.order.segments import Segment
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.metrics import peak_flops
 from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.heartbeat import host_of
-from pipeline.train.setup import Setup
 from pipeline.train.step import StepResult
 
 

@@ -32,6 +32,7 @@ from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.ledger import KINDS, Memory, MemoryLedger, Passes
 from pipeline.train.step import Stepper
@@ -142,8 +143,8 @@ def _measure(
     small = replace(spec, layers=tuple(islice(cycle(spec.layers), sum(pieces))))
     pipeline = PipelineConfig(schedule="1f1b", layers_per_stage=pieces) if pp > 1 else PipelineConfig()
     parallel = config.parallel.model_copy(update={**mesh.layout.degrees, "pipeline": pipeline})
-    train = _plain(config.train)
-    model = parallelize(small, mesh, parallel, train.precision, torch.device("meta"), shape.length, train)
+    config = config.model_copy(update={"parallel": parallel, "train": _plain(config.train)})
+    model = parallelize(config, Setup(torch.device("meta"), mesh, small))
     ledger = MemoryLedger()
     if device_type == "cuda":
         _use_gpu_kernels(model)
@@ -151,17 +152,8 @@ def _measure(
         part.kernel = _kernel(config, device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.whole.to_empty(device=_CPU)
-        optimizers = Optimizers(model, config.model.init, train.optimizer)
-        stepper = Stepper(
-            model,
-            optimizers,
-            mesh,
-            _CPU,
-            train=train,
-            parallel=parallel,
-            sources=1,
-            document_attention=config.model.document_attention,
-        )
+        optimizers = Optimizers(config, model)
+        stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=1)
         count = pp if pp > 1 else min(2, shape.micro_batches)
         return _Recording(model, optimizers, stepper, ledger).run(_batches(shape, count))
 
