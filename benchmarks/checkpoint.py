@@ -46,7 +46,7 @@ from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.setup import set_up
 from pipeline.train.saving import Saver
-from pipeline.train.setup import join
+from pipeline.train.setup import init_rank
 
 CHUNK = 8 << 20
 WORDS = ("the", "a", "sea", "boat", "wind", "sails", "north", "harbour", "of", "under", "light", "old", "night")
@@ -89,7 +89,7 @@ def measure(file: Path, overrides: list[str], stack: ExitStack, rounds: int, pau
     config, ranks = load(file, overrides), of_environment()
     check_layout(config, ranks.world_size)
     watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
-    device = join(config, ranks)
+    device = init_rank(config, ranks)
     folder, _, plan = open_run_everywhere(config, ranks, stack, watchdog, Console(quiet=True))
     watchdog.pause()
     setup = set_up(config, plan.tokenizer.vocab_size, device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pipeline.config import Config
-from pipeline.train.distributed.process_group import join
+from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.setup import set_up
@@ -34,7 +34,7 @@ def stepper_of(
             "train": {"duration": "1 steps", **train},
         }
     )
-    join(ALONE, device, config.launch.time_limits)
+    init_process_group(ALONE, device, config.launch.time_limits)
     setup = set_up(config, vocabulary, device)
     built = build_model(config, setup)
     return Stepper(config, setup, built, Optimizers(config, built), sources=1)

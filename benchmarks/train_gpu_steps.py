@@ -35,7 +35,7 @@ from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, build_model
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.setup import join
+from pipeline.train.setup import init_rank
 from pipeline.train.step import Stepper
 
 DOCUMENT = 1000
@@ -105,7 +105,7 @@ def place_of(config: Config) -> Place:
     ranks = process_group.of_environment()
     layout = check_layout(config, ranks.world_size)
     (shape,) = step_shapes(config, layout.dp)
-    device = join(config, ranks)
+    device = init_rank(config, ranks)
     return Place(config, Setup(device, build_mesh(layout, device.type), planned_spec(config)), shape)
 
 

@@ -25,7 +25,7 @@ from pipeline.data.loading.batch import Batch
 from pipeline.eval.engine import GenerationEngine
 from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.loss import VocabShard, token_loss
-from pipeline.train.parallel.context import share_of
+from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.step import make_context
 
 T = TypeVar("T")
@@ -281,7 +281,7 @@ def _share_of(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
     asked = asked[asked[:, 1] >= 0]
     if not len(asked):
         asked = asked.new_tensor([_nothing(dummy)])
-    return replace(share_of(batch, cut), extras={"asked": asked})
+    return replace(sequence_shard(batch, cut), extras={"asked": asked})
 
 
 def _nothing(dummy: int) -> tuple[int, int, int, int]:

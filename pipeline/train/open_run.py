@@ -22,7 +22,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import resume_point
-from pipeline.train.distributed.process_group import Processes, share
+from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.run.attempts import refuse_crash_loop
@@ -44,7 +44,7 @@ def open_run_everywhere(
         checkpoints.clean(lambda line: say(console, line))
         return _what_all_have(config), mine[0].attempt
 
-    everywhere, attempt = share(lock)
+    everywhere, attempt = broadcast_from_rank0(lock)
     if not mine:
         _same_as_rank_0(everywhere, _what_all_have(config), ranks)
     folder = mine[0] if mine else RunFolder(config.run.dir, attempt)
@@ -69,7 +69,7 @@ def open_run_everywhere(
             checkpoints.settle(checkpoint, config.resume.step, report)
         _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
-    share(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong
+    broadcast_from_rank0(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong
     plan_here = plans[0] if plans else plan_run(config, checkpoint, check=False)
     folder.step = checkpoint.step if checkpoint else 0
     return folder, checkpoint, plan_here

@@ -28,7 +28,7 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
-from pipeline.train.distributed.process_group import background_group, gather, share
+from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
@@ -236,7 +236,7 @@ class Saver:
     def saved_steps(self) -> list[int]:
         """Steps of the checkpoints, ascending, also of one that was still being written; every rank calls this."""
         self.finish()
-        return share(lambda: [checkpoint.step for checkpoint in self._checkpoints.all()])
+        return broadcast_from_rank0(lambda: [checkpoint.step for checkpoint in self._checkpoints.all()])
 
     def last_saved(self) -> str:
         """`last_good` when the save in flight has ended; every rank calls this."""
@@ -341,7 +341,7 @@ class Saver:
             except OSError as error:
                 return error.strerror or str(error), None
 
-        problem, value = share(attempt, self._group)
+        problem, value = broadcast_from_rank0(attempt, self._group)
         return problem, value
 
     def _remove(self, tmp: Path | None) -> None:

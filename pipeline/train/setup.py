@@ -20,7 +20,7 @@ from pipeline.train.checkpoint.fingerprint import compare, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.distributed import process_group
-from pipeline.train.distributed.process_group import Processes, share, visible_gpus
+from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0, visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER
 from pipeline.train.host.cpu_affinity import available, bind, far_from_gpu
 from pipeline.train.host.cpu_allocator import keep_freed_memory
@@ -47,7 +47,7 @@ class CheckpointModel:
     checkpoint: Checkpoint
 
 
-def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda line: None) -> torch.device:
+def init_rank(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda line: None) -> torch.device:
     """Threads, device and process group of this rank; returns the device.
 
     Args:
@@ -70,7 +70,7 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
     else:
         # Not what an earlier run in this process chose for the CPU: here that means TF32.
         torch.set_float32_matmul_precision("highest")
-    process_group.join(ranks, device, config.launch.time_limits)
+    process_group.init_process_group(ranks, device, config.launch.time_limits)
     return device
 
 
@@ -148,16 +148,16 @@ def load_for_inference(
         UserError: no such checkpoint, a damaged one, one of another model than the config's, or one without the
             weights that are asked for.
     """
-    device = join(config, ranks)
+    device = init_rank(config, ranks)
     checkpoint = source_point(Checkpoints.of_run(config.run.dir), step)
     # Rank 0 alone says what is wrong.
-    share(
+    broadcast_from_rank0(
         lambda: compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
     )
     config = _for_inference(config, parallel or ParallelConfig())
     tokenizer = Tokenizer.open(checkpoint.path)
     setup = set_up(config, tokenizer.vocab_size, device)
-    share(lambda: check_has_weights(checkpoint, setup.spec))
+    broadcast_from_rank0(lambda: check_has_weights(checkpoint, setup.spec))
     model = parallelize(config, setup)
     kernel = attention_choice(config, setup).build(config.train.deterministic)
     for part in model.parts.values():

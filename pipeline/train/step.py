@@ -22,7 +22,7 @@ from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.loss_scale import LossScale
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.context import share_of
+from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import build_runner
 from pipeline.train.parallel.setup import Setup
@@ -151,7 +151,7 @@ class Stepper:
         """
         with span("prepare"):
             whole = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
-            batches = [share_of(batch, self._model.cut) for batch in whole]
+            batches = [sequence_shard(batch, self._model.cut) for batch in whole]
             self._observer.begin(step)
             contexts = [self._context(*pair, valid_targets) for pair in zip(whole, batches, strict=True)]
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)

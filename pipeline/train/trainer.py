@@ -27,7 +27,7 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
-from pipeline.train.distributed.process_group import share
+from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.host.gc_schedule import Garbage
 from pipeline.train.model.flops import flops_per_token
@@ -52,7 +52,7 @@ from pipeline.train.run.stop_requests import Requests, StopRequest
 from pipeline.train.run_log import nothing_held_out, start_lines, step_lines
 from pipeline.train.run_plan import RunPlan
 from pipeline.train.saving import Saver
-from pipeline.train.setup import be_deterministic, join
+from pipeline.train.setup import be_deterministic, init_rank
 from pipeline.train.step import Stepper, agree
 from pipeline.train.step_metrics import Issued, StepMetrics
 from pipeline.train.validation import HeldOutLoss, validation_losses
@@ -397,7 +397,7 @@ class Trainer:
         flops = flops * plan.journal.tokens(plan.length.steps) / dist.get_world_size()
         before = checkpoint.state().get(_COMPILED, {}).get(device.type) if checkpoint else None
         threads = torch.get_num_threads()
-        return share(lambda: choose_compiling(self._config, device, flops, threads, before))
+        return broadcast_from_rank0(lambda: choose_compiling(self._config, device, flops, threads, before))
 
 
 def train(config: Config, console: Console | None = None) -> int:
@@ -420,7 +420,7 @@ def train(config: Config, console: Console | None = None) -> int:
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
         watchdog.phase("init")
-        device = join(config, ranks, lambda line: say(console, f"train: {line}"))
+        device = init_rank(config, ranks, lambda line: say(console, f"train: {line}"))
         # Rank 0 reads the whole checkpoint to verify it, and the others wait.
         watchdog.phase("save")
         folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, watchdog, console)

@@ -14,7 +14,7 @@ from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.train.model.context import Context
 from pipeline.train.model.loss import Criterion, TokenLosses
-from pipeline.train.parallel.context import share_of
+from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner
@@ -116,7 +116,7 @@ def heldout_loss(
     model.prepare_passes()
     for batches, count in _passes(split, split.longest_first(windows), batch_size, setup.mesh, model):
         on_device = [batch.to(setup.device) for batch in batches]
-        shares = [share_of(batch, model.cut) for batch in on_device]
+        shares = [sequence_shard(batch, model.cut) for batch in on_device]
         runner.evaluate(shares, [context(*pair) for pair in zip(on_device, shares, strict=True)], measure)
         advance(count)
     model.train(was_training)

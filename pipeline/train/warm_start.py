@@ -26,7 +26,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import shares, source_point
 from pipeline.train.checkpoint.tensors import stored
 from pipeline.train.checkpoint.weight_source import exported_files, tensors_in
-from pipeline.train.distributed.process_group import gather, share
+from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.init import local_range
@@ -74,16 +74,20 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
     # The hashes of everything that is read have been compared before it is.
     if checkpoint is not None:
         where, weights = checkpoint.path, wanted.weights
-        share(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
-        lines = share(lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer))
+        broadcast_from_rank0(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
+        lines = broadcast_from_rank0(
+            lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer)
+        )
         dcp_storage.read(checkpoint, model, weights=wanted.weights)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
         where = _folder(wanted)
         export = _verified_export(wanted)
         (files, tensors), weights = tensors_in(where, export["files"]), export["weights"]
-        share(lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where))
-        lines = share(lambda: _check_run(export["fingerprints"]["model"], where, config, tokenizer))
+        broadcast_from_rank0(
+            lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where)
+        )
+        lines = broadcast_from_rank0(lambda: _check_run(export["fingerprints"]["model"], where, config, tokenizer))
         _read_exported(where, files, model)
         known = {"run": export["run"], "checkpoints": export["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
@@ -98,7 +102,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
 def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
     """The checkpoint that is meant, verified; None where the folder has weights that were exported."""
     path = _folder(wanted)
-    kind = share(lambda: _kind(wanted))
+    kind = broadcast_from_rank0(lambda: _kind(wanted))
     if kind == "exported":
         return None
     if kind == "checkpoint":
@@ -219,7 +223,7 @@ def _from_hf(
         lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)
         return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config)]
 
-    lines = share(check)
+    lines = broadcast_from_rank0(check)
     found = opened()
     with torch.no_grad():
         for name, rows, others, local in _local_parts(model):
@@ -263,7 +267,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
         about["files"] = exported_files(folder, about)
         return about
 
-    about = share(said)
+    about = broadcast_from_rank0(said)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     problems: list[str] = []
     for name in shares(about["files"], ranks)[rank]:
@@ -279,7 +283,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
         if everything := [problem for those in found for problem in those]:
             raise UserError("train.init_from: " + "; ".join(everything) + "; export them again")
 
-    share(verdict)
+    broadcast_from_rank0(verdict)
     return about
 
 

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
-from pipeline.train.distributed.process_group import join
+from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.setup import ALONE
 
@@ -31,5 +31,5 @@ def config_of(model: ModelConfig | dict[str, Any], *, parallel: Any = None, seed
 
 def setup_of(config: Config, vocab_size: int = 61) -> Setup:
     """What a model of a config is built on, where this process is the whole run."""
-    join(ALONE, CPU, config.launch.time_limits)
+    init_process_group(ALONE, CPU, config.launch.time_limits)
     return set_up(config, vocab_size, CPU)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.attention import flex_attention
 
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
 @pytest.fixture(autouse=True)
 def no_group() -> None:
     """Tests of a whole run may have come before."""
-    part()
+    destroy()
 
 
 def issue(

@@ -37,7 +37,7 @@ def build_cut(mesh: Mesh, parallel: ParallelConfig) -> SequenceCut | None:
     return way(mesh.role("cp").get_group(), mesh.rank("cp"), mesh.size("cp"))
 
 
-def share_of(batch: Batch, cut: SequenceCut | None) -> Batch:
+def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
     """A batch with this rank's share of every sequence. Targets follow their inputs.
 
     Its document starts are gone, as a document may begin on another rank: what they say is taken from the whole batch.

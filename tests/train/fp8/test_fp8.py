@@ -19,7 +19,7 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import Fp8Config, OptimizerConfig, PrecisionConfig, RecomputeConfig
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.convert import check_fp8, use_fp8
 from pipeline.train.fp8.matrices import fp8_lines, fp8_matrices, fp8_share, gathers_fp8
 from pipeline.train.model.config import DecoderSpec, decoder_spec
@@ -370,7 +370,7 @@ def test_what_goes_together_is_not_refused(root: Path) -> None:
 
 def test_lengths_of_validation_are_multiples_on_every_process() -> None:
     """A batch may be shorter than a window: of one window of 64 tokens a process would have 8."""
-    part()  # tests of a whole run may have come before
+    destroy()  # tests of a whole run may have come before
     for keys, multiple in (({}, 16), ({"fp8": {"min_size": 16, "emulate": True}}, 128)):
         config = one_process.config_of(
             {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 128}, parallel={"cp": 8}, precision=keys

@@ -23,7 +23,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.parallel.compile import compile_layers
-from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, share_of
+from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, sequence_shard
 from tests import tiers
 from tests.train.distributed import ranks
 
@@ -184,7 +184,7 @@ def test_shares_of_a_batch_are_all_of_it_once(build: Callable[..., SequenceCut],
         torch.tensor([0, -1]),
         {},
     )
-    shares = [share_of(batch, build(None, rank, size)) for rank in range(size)]
+    shares = [sequence_shard(batch, build(None, rank, size)) for rank in range(size)]
     assert all(torch.equal(each.targets, each.tokens + 1) for each in shares)
     assert all(each.tokens.shape == (2, 16 // size) and each.tokens.is_contiguous() for each in shares)
     found = torch.cat([each.tokens for each in shares], dim=1).sort(dim=1).values
@@ -192,6 +192,6 @@ def test_shares_of_a_batch_are_all_of_it_once(build: Callable[..., SequenceCut],
     for each in shares:
         place = each.tokens - torch.tensor([[0], [17]])
         assert torch.equal(each.weight, batch.weight.gather(1, place))
-    assert share_of(batch, None) is batch
+    assert sequence_shard(batch, None) is batch
     if build is GatheredKeys:
         assert shares[0].tokens[0, 0] == 0 and shares[0].tokens[0, -1] == 15, "one piece from either end"

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pipeline.config import Config
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import join
+from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout, resolve
@@ -170,7 +170,7 @@ def measured_peak(config: Config, device_type: str = "cpu") -> tuple[int, int]:
     """Train on this rank of a process group that may exist; its pp coordinate, the most bytes allocated."""
     _, _, shape = of_case(config)
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-    join(ALONE, device, TimeLimitsConfig())
+    init_process_group(ALONE, device, TimeLimitsConfig())
     setup = set_up(config, VOCABULARY, device)
     if device.type == "cuda":
         _steps(config, setup, shape)
@@ -202,7 +202,7 @@ def resident_peak(config: Config) -> tuple[int, int]:
     """Train in this process alone; 0, and by how much they raised the kernel's high-water mark of it."""
     _, _, shape = of_case(config)
     device = torch.device("cpu")
-    join(ALONE, device, TimeLimitsConfig())
+    init_process_group(ALONE, device, TimeLimitsConfig())
     before = _high_water()
     _steps(config, set_up(config, VOCABULARY, device), shape)
     return 0, _high_water() - before
