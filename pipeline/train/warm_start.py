@@ -76,7 +76,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         where, weights = checkpoint.path, wanted.weights
         broadcast_from_rank0(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
         lines = broadcast_from_rank0(
-            lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer)
+            lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer, model.spec)
         )
         dcp_storage.read(checkpoint, model, weights=wanted.weights)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
@@ -87,7 +87,8 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         broadcast_from_rank0(
             lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where)
         )
-        lines = broadcast_from_rank0(lambda: _check_run(export["fingerprints"]["model"], where, config, tokenizer))
+        saved = export["fingerprints"]["model"]
+        lines = broadcast_from_rank0(lambda: _check_run(saved, where, config, tokenizer, model.spec))
         _read_exported(where, files, model)
         known = {"run": export["run"], "checkpoints": export["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
@@ -159,27 +160,29 @@ def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
     return {name: tensor.shape for name, tensor in found.items()}
 
 
-def _check_run(saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer) -> list[str]:
+def _check_run(
+    saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer, spec: DecoderSpec
+) -> list[str]:
     """Weights of a run, whose tokenizer lies beside them."""
-    return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config)]
+    return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config, spec)]
 
 
-def _check_meaning(saved: dict[str, Any], config: Config) -> list[str]:
+def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> list[str]:
     """What the weights were trained as that this model is not, though they fit."""
-    saved, now = (_what_computes(values) for values in (saved, model_fingerprint(config)))
+    saved, now = (_what_computes(values, spec) for values in (saved, model_fingerprint(config)))
     return [
         f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
         for name, old, new in differences("model", saved, now)
     ]
 
 
-def _what_computes(model: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model` that decide what weights of the same shapes compute."""
-    # The tensors have shown what the vocabulary is. Defaults that follow from other keys may be written out.
-    spoken_for = ("init", "max_positions", "vocab_size", "vocab_multiple", "kv_heads", "head_dim", "ffn_dim")
-    keys = {key: value for key, value in model.items() if key not in spoken_for}
-    heads, dim = model["heads"], model["dim"]
-    keys["kv_heads"], keys["head_dim"] = model["kv_heads"] or heads, model["head_dim"] or dim // heads
+def _what_computes(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
+    """The keys of `model` that decide what weights of the shapes of `spec` compute."""
+    # The tensors have shown what the vocabulary is.
+    keys = {key: value for key, value in model.items() if key not in ("max_positions", "vocab_size", "vocab_multiple")}
+    for layer in spec.different_layers:
+        for part in layer.parts.values():
+            keys |= part.same_meaning(model)
     # Of how the weights were drawn, the base width of muP alone matters later: it scales attention and logits.
     return {**keys, "init": {"mup_base_dim": model["init"].get("mup_base_dim")}}
 
@@ -221,7 +224,7 @@ def _from_hf(
         shapes = {name: each.shape for name, each in found.tensors.items()}
         _check_fit(shapes, model.spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
         lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)
-        return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config)]
+        return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config, model.spec)]
 
     lines = broadcast_from_rank0(check)
     found = opened()

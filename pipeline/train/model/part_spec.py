@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.config.model import RopeScalingConfig
 
@@ -165,6 +165,11 @@ class LayerPartSpec(ABC):
         """The module, on the default device."""
         module: nn.Module = resolve_name(self.module)(self)
         return module
+
+    @classmethod
+    def same_meaning(cls, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of a `model:` section that may differ though weights compute the same, with the value to compare."""
+        return {}
 
     @cached_property
     @abstractmethod

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix
@@ -33,6 +33,11 @@ class MlpSpec(LayerPartSpec):
         """That of the `model:` section."""
         ffn_dim = config.ffn_dim or default_ffn_dim(config.mlp, config.dim)
         return cls(config.mlp, config.dim, ffn_dim, bias=config.bias == "all")
+
+    @classmethod
+    def same_meaning(cls, model: Mapping[str, Any]) -> dict[str, Any]:
+        """The width of the hidden layer, which the shapes of weights show."""
+        return {"ffn_dim": None}
 
     @property
     def gated(self) -> bool:
