@@ -274,7 +274,7 @@ def _share_of(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
     if cut is None:
         return batch
     asked, length = batch.extras["asked"], batch.tokens.shape[1]
-    places = cut.share(torch.arange(length, device=asked.device), 0)
+    places = cut.shard(torch.arange(length, device=asked.device), 0)
     column = torch.full((length,), -1, device=asked.device)
     column[places] = torch.arange(len(places), device=asked.device)
     asked = torch.cat((asked[:, :1], column[asked[:, 1:2]], asked[:, 2:]), dim=1)

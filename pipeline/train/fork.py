@@ -210,7 +210,7 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
     try:
         files: Files = {name: record for name, record in checkpoint.files().items() if name != CHECKPOINT_STATE}
         for name, record in files.items():
-            if _link(checkpoint.path / name, tmp / name):
+            if _hard_link(checkpoint.path / name, tmp / name):
                 linked += 1
                 continue
             shutil.copyfile(checkpoint.path / name, tmp / name, follow_symlinks=False)
@@ -224,7 +224,7 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
     return linked, copied
 
 
-def _link(source: Path, target: Path) -> bool:
+def _hard_link(source: Path, target: Path) -> bool:
     """Whether the file could get another name. Another file system, or one without links, wants a copy."""
     try:
         os.link(source, target)

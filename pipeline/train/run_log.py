@@ -30,8 +30,8 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     """
     spec, length = setup.spec, plan.length
     yield (
-        f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on {_where(setup)}, "
-        f"{flops / 1e6:,.4g} MFLOP a token"
+        f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on "
+        f"{_devices(setup)}, {flops / 1e6:,.4g} MFLOP a token"
     )
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
@@ -80,7 +80,7 @@ def _why(journal: Journal, step: int) -> str | None:
     return f"fault at step {skip.steps[1]}" if skip.fault else "blend.skip"
 
 
-def _where(setup: Setup) -> str:
+def _devices(setup: Setup) -> str:
     """Devices, layout and threads: `cpu, 2 threads`, `4 x cpu (pp 2 x tp 2), 1 thread each`."""
     device, threads = setup.device.type, counted(torch.get_num_threads(), "thread")
     world = setup.mesh.layout.world_size

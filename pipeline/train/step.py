@@ -159,7 +159,7 @@ class Stepper:
             self._model.prepare_passes()
             self.runner.train(batches, contexts, self._objective(sums))
         with span("reduce"):
-            self._gradients.share_tied()
+            self._gradients.sum_tied()
             self._observer.gradients(self._gradients)
             # One sum over all ranks for everything that they have to agree on.
             parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]

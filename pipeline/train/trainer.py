@@ -229,7 +229,7 @@ class Trainer:
         start = time.monotonic()
         # Each of the two saves that this may wait for has the whole limit.
         self._watchdog.phase("save", step)
-        more = {name: part.state() for name, part in self._parts().items()}
+        more = {name: part.state() for name, part in self._stateful().items()}
         more[_COMPILED] = {self._setup.device.type: self._compiles}
         prune = not self._faults.troubled
         with span("save"):
@@ -360,11 +360,11 @@ class Trainer:
                 "train.optimizer.type",
             )
         state = checkpoint.state()
-        for name, part in self._parts().items():
+        for name, part in self._stateful().items():
             if state.get(name):
                 part.load(state[name])
 
-    def _parts(self) -> dict[str, Any]:
+    def _stateful(self) -> dict[str, Any]:
         """What else has a state that is saved, by its name in state.json; each has `state` and `load`."""
         parts = {
             "loss_scale": self._stepper.loss_scale,

@@ -116,8 +116,8 @@ def heldout_loss(
     model.prepare_passes()
     for batches, count in _passes(split, split.longest_first(windows), batch_size, setup.mesh, model):
         on_device = [batch.to(setup.device) for batch in batches]
-        shares = [sequence_shard(batch, model.cut) for batch in on_device]
-        runner.evaluate(shares, [context(*pair) for pair in zip(on_device, shares, strict=True)], measure)
+        shards = [sequence_shard(batch, model.cut) for batch in on_device]
+        runner.evaluate(shards, [context(*pair) for pair in zip(on_device, shards, strict=True)], measure)
         advance(count)
     model.train(was_training)
     dist.all_reduce(sums)
@@ -133,12 +133,12 @@ def _passes(
     whole = len(windows) // everyone
     for first in range(0, whole, together):
         groups = [windows[group * everyone : (group + 1) * everyone] for group in range(first, whole)[:together]]
-        yield _shares(split, groups, batch_size, mesh, multiple), everyone * len(groups)
+        yield _own_batches(split, groups, batch_size, mesh, multiple), everyone * len(groups)
     if rest := windows[whole * everyone :]:
-        yield _shares(split, [rest], -(-len(rest) // ranks), mesh, multiple), len(rest)
+        yield _own_batches(split, [rest], -(-len(rest) // ranks), mesh, multiple), len(rest)
 
 
-def _shares(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int) -> list[Batch]:
+def _own_batches(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int) -> list[Batch]:
     """This rank's `size` windows of each group, in batches as long as the longest window needs, or a bit longer.
 
     All ranks have as many, so what is missing is filled up with weight 0.

@@ -229,7 +229,7 @@ def _from_hf(
     lines = broadcast_from_rank0(check)
     found = opened()
     with torch.no_grad():
-        for name, rows, others, local in _local_parts(model):
+        for name, rows, others, local in _local_shards(model):
             local.zero_()
             piece = found.read_piece(name, rows, *others)
             if piece is not None:
@@ -241,7 +241,7 @@ def _from_hf(
     return [first, *lines], WeightsOrigin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
 
 
-def _local_parts(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
+def _local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
     """What this rank has: name, rows and columns of each parameter, and the tensor that holds them."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
@@ -259,7 +259,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
     """What a folder says of the weights that were exported to it. Each rank reads and hashes a share of the files."""
     folder = _folder(wanted)
 
-    def said() -> dict[str, Any]:
+    def read_origin() -> dict[str, Any]:
         keys = ("files", "weights", "fingerprints", "run", "checkpoints")
         about: dict[str, Any] = storage.get_json(folder / EXPORT_ORIGIN, *keys)
         if wanted.weights == "ema" and about["weights"] != "ema":
@@ -270,7 +270,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
         about["files"] = exported_files(folder, about)
         return about
 
-    about = broadcast_from_rank0(said)
+    about = broadcast_from_rank0(read_origin)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     problems: list[str] = []
     for name in shares(about["files"], ranks)[rank]:
@@ -293,6 +293,6 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
 @torch.no_grad()
 def _read_exported(folder: Path, files: Mapping[str, str], model: ParallelModel) -> None:
     """Each rank reads the rows and columns that it has."""
-    for name, rows, others, local in _local_parts(model):
+    for name, rows, others, local in _local_shards(model):
         with safe_open(folder / files[name], framework="pt") as tensors:
             local.copy_(tensors.get_slice(name)[(rows, *others)])

@@ -77,7 +77,7 @@ def uneven_shards(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> list[
     return list(dict.fromkeys(matrix for layer in chosen for matrix in layer if matrix.rows % layout.shards))
 
 
-def fp8_share(config: Fp8Config, spec: DecoderSpec, tp: int, sequence_length: int) -> float:
+def fp8_fraction(config: Fp8Config, spec: DecoderSpec, tp: int, sequence_length: int) -> float:
     """Share of a token's FLOPs in training that are in fp8, causal attention counted half."""
     elements = sum(matrix.elements for layer in fp8_matrices(config, spec, tp).values() for matrix in layer)
     return 6.0 * elements / flops_per_token(spec, sequence_length, causal=True)
@@ -95,12 +95,12 @@ def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_len
     chosen = fp8_matrices(config, spec, layout.tp)
     every = {index: matrices_of(layer, layout.tp) for index, layer in enumerate(spec.layers)}
     count, total = (sum(map(len, matrices.values())) for matrices in (chosen, every))
-    share = fp8_share(config, spec, layout.tp, sequence_length)
+    fraction = fp8_fraction(config, spec, layout.tp, sequence_length)
     sent = ", weights sent in fp8" if gathers_fp8(config, spec, layout) else ""
     emulated = ", emulated" if config.emulate else ""
     yield (
         f"fp8 ({config.backend}, {config.scaling}{sent}{emulated}): {count:,} of {total:,} matrices of layers, "
-        f"{share:.0%} of the FLOPs of a token"
+        f"{fraction:.0%} of the FLOPs of a token"
     )
     left: dict[str, list[int]] = defaultdict(list)
     for index, matrices in every.items():

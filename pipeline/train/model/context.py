@@ -34,7 +34,7 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 class SequenceCut(Protocol):
     """How a sequence is cut over processes that have a share of it each and attend to all of it."""
 
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """What this process has of x, whose dimension `dim` is positions."""
 
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:

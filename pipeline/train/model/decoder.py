@@ -152,7 +152,7 @@ class Decoder(nn.Module):
             documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
             self._look(of_layers, documents, windows, x.shape[0], keys, device)
         if context.cut is not None:
-            positions = context.cut.share(positions)
+            positions = context.cut.shard(positions)
         of_layers.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
         return positions, of_layers
 

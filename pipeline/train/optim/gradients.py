@@ -27,10 +27,10 @@ class Gradients:
         elsewhere = None if self._tied is None else self._tied.counted_elsewhere
         self._counted = {name: p for name, p in model.named_parameters() if _owns(p) and p is not elsewhere}
 
-    def share_tied(self) -> None:
+    def sum_tied(self) -> None:
         """Add up the gradients of a tied embedding, of which the first and the last stage have copies."""
         if self._tied is not None:
-            self._tied.share_gradients()
+            self._tied.sum_gradients()
 
     def sum_of_squares(self) -> Tensor:
         """This process's share of the squared L2 norm of the whole gradient, fp64 scalar."""

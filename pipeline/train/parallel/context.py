@@ -44,7 +44,7 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
     """
     if cut is None:
         return batch
-    tokens, targets, weight = (cut.share(x) for x in (batch.tokens, batch.targets, batch.weight))
+    tokens, targets, weight = (cut.shard(x) for x in (batch.tokens, batch.targets, batch.weight))
     return replace(batch, tokens=tokens, targets=targets, weight=weight, starts=batch.starts[:0])
 
 
@@ -56,7 +56,7 @@ class GatheredKeys:
     rank: int
     size: int
 
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: pieces r and 2 cp - 1 - r of 2 cp."""
         pieces = x.chunk(2 * self.size, dim)
         assert len(pieces) == 2 * self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"
@@ -121,7 +121,7 @@ class ExchangedHeads:
     rank: int
     size: int
 
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: piece r of cp."""
         pieces = x.chunk(self.size, dim)
         assert len(pieces) == self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"

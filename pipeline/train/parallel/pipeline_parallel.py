@@ -228,7 +228,7 @@ class TiedEmbedding:
         """The last stage's copy, if it is here: a norm over the model's gradients must not count it."""
 
     @torch.no_grad()
-    def share_gradients(self) -> None:
+    def sum_gradients(self) -> None:
         """Both copies get the sum of their gradients, with the same bits. Once a step, after all backward passes.
 
         Every process of the pipeline may call this; those in between do nothing.

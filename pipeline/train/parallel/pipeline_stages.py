@@ -57,8 +57,8 @@ def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_
 
 def rank_of(stage: int, pp: int, pipeline: PipelineConfig) -> int:
     """The pp coordinate that has a stage."""
-    lap, place = divmod(stage, pp)
-    return pp - 1 - place if pipeline.schedule in V_SHAPED and lap % 2 else place
+    turn, place = divmod(stage, pp)
+    return pp - 1 - place if pipeline.schedule in V_SHAPED and turn % 2 else place
 
 
 def layer_costs(spec: DecoderSpec, sequence_length: int) -> list[int]:

@@ -36,7 +36,7 @@ class StepShape:
         return self.count(self.micro_batch_size)
 
     @property
-    def share(self) -> int:
+    def windows_per_rank(self) -> int:
         """Windows of one rank, padding within them not counted."""
         return -(-self.batch_size // self.ranks)
 
@@ -91,8 +91,8 @@ def _course(config: Config, ranks: int) -> Iterator[tuple[StepShape, int | None]
         length = phase.sequence_length or config.train.sequence_length
         while True:
             size, key, rise = _batch_size(config, number, phase, tokens)
-            share = -(-size // ranks)
-            micro = phase.micro_batch_size or config.train.micro_batch_size or share
+            per_rank = -(-size // ranks)
+            micro = phase.micro_batch_size or config.train.micro_batch_size or per_rank
             ends = [_steps_until(end, steps, tokens, size * length) for end in (phase.until, rise) if end is not None]
             # A phase that ends before it begins is refused where the run is planned.
             taken = max(0, min(ends)) if ends else None
@@ -103,7 +103,7 @@ def _course(config: Config, ranks: int) -> Iterator[tuple[StepShape, int | None]
                     _key(number, phase, "sequence_length"),
                     size,
                     length,
-                    min(micro, share),
+                    min(micro, per_rank),
                     ranks,
                 ),
                 taken,

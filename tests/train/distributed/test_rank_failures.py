@@ -40,7 +40,7 @@ def _train(file: Path, run: str, *values: str) -> None:
 def _rank_1_fails_while_rank_0_commits(file: Path) -> None:
     calls = 0
 
-    def share(make: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    def broadcast(make: Callable[[], Any], group: dist.ProcessGroup) -> Any:
         nonlocal calls
         calls += 1
         if calls == 1:  # the folder that is written to
@@ -51,7 +51,7 @@ def _rank_1_fails_while_rank_0_commits(file: Path) -> None:
         make()
         raise RuntimeError("now here, too")
 
-    saving.share = share
+    saving.broadcast_from_rank0 = broadcast
     with pytest.raises(RuntimeError, match="a connection is lost|now here, too"):
         _train(file, "run", "parallel.dp_shard=2")
 

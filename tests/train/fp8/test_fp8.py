@@ -21,7 +21,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.train import Fp8Config, OptimizerConfig, PrecisionConfig, RecomputeConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.convert import check_fp8, use_fp8
-from pipeline.train.fp8.matrices import fp8_lines, fp8_matrices, fp8_share, gathers_fp8
+from pipeline.train.fp8.matrices import fp8_fraction, fp8_lines, fp8_matrices, gathers_fp8
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Context, Decoder, ModelPart
 from pipeline.train.model.flops import num_parameters
@@ -79,7 +79,7 @@ def test_all_matrices_of_large_layers() -> None:
     assert elements == num_parameters(spec) - 2 * 4096 * 128256 - 65 * 4096
     # Of a token: 6 FLOPs a weight; scores and their sum 6 * D * S a layer; the head.
     attention = 6 * 4096 * 8192 * 32
-    assert fp8_share(config, spec, 1, 8192) == pytest.approx(
+    assert fp8_fraction(config, spec, 1, 8192) == pytest.approx(
         6 * elements / (6 * elements + attention + 6 * 4096 * 128256)
     )
 

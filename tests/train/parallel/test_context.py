@@ -86,7 +86,7 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
         q, k, v = (x.repeat_interleave(case.heads // x.shape[2], dim=2).transpose(1, 2) for x in whole)
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen(case, length)).transpose(1, 2)
         expected.backward(factor)
-        mine = [cut.share(x.detach()).requires_grad_() for x in whole]
+        mine = [cut.shard(x.detach()).requires_grad_() for x in whole]
         documents = Documents(bounds(length)) if case.documents else None
         sights = [AttentionMask.of(SAMPLES, piece, case.window, CPU, documents) for piece in cut.pieces(length)]
         work: list[int] = []
@@ -96,11 +96,11 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
             return KERNEL(q, k, v, KERNEL.prepare(sights[piece]), HEAD**-0.5)
 
         out = cut.attend(mine[0], mine[1], mine[2], core)
-        out.backward(cut.share(factor))
+        out.backward(cut.shard(factor))
         pairs = [("output", out, expected), *zip("qkv", [x.grad for x in mine], [x.grad for x in whole], strict=True)]
         for name, ours, theirs in pairs:
             assert ours is not None and theirs is not None
-            if not torch.allclose(ours, cut.share(theirs), rtol=0, atol=1e-12):
+            if not torch.allclose(ours, cut.shard(theirs), rtol=0, atol=1e-12):
                 found.append(f"rank {rank}: {name} of {case}")
         by_rank: list[Any] = [None] * world
         dist.all_gather_object(by_rank, sum(work))

@@ -227,13 +227,13 @@ def _demand(pipeline: PipelineConfig, pp: int) -> str:
 
 
 def _way_out(config: Config, layout: Layout, shape: StepShape) -> str:
-    allows = SCHEDULES[config.parallel.pipeline.schedule].allows
-    sizes = [size for size in range(1, shape.share + 1) if allows(shape.count(size), layout.pp)]
+    allows, windows = SCHEDULES[config.parallel.pipeline.schedule].allows, shape.windows_per_rank
+    sizes = [size for size in range(1, windows + 1) if allows(shape.count(size), layout.pp)]
     if sizes:
         # Before others those that need no padding.
-        size = min(sizes, key=lambda size: (shape.share % size > 0, abs(size - shape.micro_batch_size)))
+        size = min(sizes, key=lambda size: (windows % size > 0, abs(size - shape.micro_batch_size)))
         return f"set {shape.micro_key}={size} ({counted(shape.count(size), 'micro-batch')})"
-    micro = next(m for m in range(max(1, shape.share), 4 * layout.pp + shape.share) if allows(m, layout.pp))
+    micro = next(m for m in range(max(1, windows), 4 * layout.pp + windows) if allows(m, layout.pp))
     what = "train.batch_ramp.start" if shape.batch_key == "train.batch_ramp" else shape.batch_key
     return f"set {what}={micro * layout.dp} or more, with {shape.micro_key}=1, or a smaller parallel.pp"
 
