@@ -79,14 +79,6 @@ _OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume", "slurm")
 _ABSENT = object()
 
 
-def winner(key: str) -> Winner:
-    """Who wins where a key, like `train.optimizer.lr`, differs from the checkpoint."""
-    parts = key.split(".")
-    while ".".join(parts) not in WINNERS:
-        parts.pop()
-    return WINNERS[".".join(parts)][0]
-
-
 def table() -> str:
     """`WINNERS` for the documentation."""
     rows = ["| key | where it differs from the checkpoint | |", "|---|---|---|"]

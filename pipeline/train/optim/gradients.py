@@ -20,7 +20,7 @@ class Gradients:
 
     def __init__(self, model: ParallelModel, mesh: Mesh) -> None:
         self._tied = None
-        if model.tied_over_stages:
+        if model.spec.tie_embeddings and len(model.stages) > 1:  # the last stage has a copy of the embedding
             self._tied = TiedEmbedding(model.stages, model.parts, mesh.role("pp"))
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         # Of equal copies on several processes one counts for the norm.

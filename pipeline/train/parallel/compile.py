@@ -15,7 +15,6 @@ import torch
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
@@ -36,9 +35,10 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def _ruled_out(config: Config) -> bool:
-    parallel, fp8 = config.parallel, config.train.precision.fp8
-    zero_bubble = parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE
-    return config.train.recompute.offload or zero_bubble or (fp8 is not None and fp8.backend == "te")
+    fp8 = config.train.precision.fp8
+    return (
+        config.train.recompute.offload or config.parallel.splits_backward or (fp8 is not None and fp8.backend == "te")
+    )
 
 
 def choose_compiling(

@@ -69,11 +69,6 @@ class ParallelModel:
         """Columns of the logits that this process has."""
         return self.spec.vocab_padded // (1 if self.vocab_shard is None else self.vocab_shard.group.size())
 
-    @property
-    def tied_over_stages(self) -> bool:
-        """Whether the last stage has a copy of the embedding."""
-        return self.spec.tie_embeddings and len(self.stages) > 1
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of all parts. A tied embedding comes twice where a process has the first stage and the last."""
         for part in self.parts.values():

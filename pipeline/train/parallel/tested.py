@@ -55,14 +55,14 @@ class LayoutKind:
         """The settings that make another kind of this one."""
         changes = [f"parallel.{axis}=1" for axis in _AXES if axis in self.axes - to.axes]
         changes += [f"parallel.{axis} above 1" for axis in _AXES if axis in to.axes - self.axes]
-        if to.sequence_parallel not in (None, self.sequence_parallel):
-            changes.append(f"parallel.sequence_parallel={str(to.sequence_parallel).lower()}")
-        if to.schedule not in (None, self.schedule):
-            changes.append(f"parallel.pipeline.schedule={to.schedule}")
-        if to.reshard not in (None, self.reshard):
-            changes.append(f"parallel.reshard_after_forward={str(to.reshard).lower()}")
-        if to.cp_method not in (None, self.cp_method):
-            changes.append(f"parallel.cp_method={to.cp_method}")
+        for key, now, then in (
+            ("sequence_parallel", self.sequence_parallel, to.sequence_parallel),
+            ("pipeline.schedule", self.schedule, to.schedule),
+            ("reshard_after_forward", self.reshard, to.reshard),
+            ("cp_method", self.cp_method, to.cp_method),
+        ):
+            if then not in (None, now):
+                changes.append(f"parallel.{key}={str(then).lower()}")
         return changes
 
 

@@ -33,6 +33,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
 from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.torch_compat.core import local_shard
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.ledger import KINDS, Memory, MemoryLedger, Passes
 from pipeline.train.step import Stepper
@@ -219,7 +220,7 @@ class _Recording:
     def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> StageMemory:
         ledger = self._ledger
         known: dict[Memory, set[Any]] = {"parameters": ledger.find(parameters), "moments": ledger.find(self._states())}
-        shards = {_local(parameter).numel() for parameter in parameters}
+        shards = {local_shard(parameter).numel() for parameter in parameters}
         wholes = {_whole_numel(parameter) for parameter in parameters}
         sizes = {GRADIENT_BYTES * numel for numel in shards | wholes}
         sizes |= {width * numel for numel in wholes for width in COMPUTE_BYTES.values()}
@@ -318,10 +319,6 @@ class _Recording:
 
     def _backward_of(self, place: int) -> str:
         return f"backward of layer {place}" if self._layers else "backward of the embedding"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole_numel(parameter: Tensor) -> int:

@@ -56,10 +56,6 @@ class DeviceCaps:
             return cls(device.type)
         return cls("cuda", torch.cuda.get_device_capability(device), _flash_versions(), _folder("transformer_engine"))
 
-    def without(self, version: int, why: str) -> DeviceCaps:
-        """The same without a version of flash-attn."""
-        return replace(self, flash=self.flash - {version}, unfit={**self.unfit, version: why})
-
 
 @dataclass(frozen=True)
 class KernelRequirements:
@@ -152,7 +148,7 @@ def choose_on(config: AttentionConfig, need: KernelRequirements, device: torch.d
         choice = choose(config, need, machine)
         if choice.version is None or not (why := _unfit(choice.version, need)):
             return choice
-        machine = machine.without(choice.version, why)
+        machine = replace(machine, flash=machine.flash - {choice.version}, unfit={**machine.unfit, choice.version: why})
 
 
 def _unfit(version: int, need: KernelRequirements) -> str | None:

@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
-from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
+from pipeline.config.parallel import ParallelConfig, PipelineConfig
 from pipeline.data.order.phases import MUCH_PADDING, padding_warning
 from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
@@ -238,22 +238,21 @@ def _way_out(config: Config, layout: Layout, shape: StepShape) -> str:
     return f"set {what}={micro * layout.dp} or more, with {shape.micro_key}=1, or a smaller parallel.pp"
 
 
-def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
-    schedule = config.parallel.pipeline.schedule
-    if layout.pp > 1 and schedule in ZERO_BUBBLE and not pipeline_stage.SPLITS_BACKWARD:
+def _split_backward(config: Config, _: Layout) -> Iterator[str]:
+    if config.parallel.splits_backward and not pipeline_stage.SPLITS_BACKWARD:
         yield (
-            f"parallel.pipeline.schedule={schedule} needs torch 2.13 or later, but torch {torch.__version__} is "
-            "installed, where its backward passes fail: install a later torch, or take one of "
+            f"parallel.pipeline.schedule={config.parallel.pipeline.schedule} needs torch 2.13 or later, but torch "
+            f"{torch.__version__} is installed, where its backward passes fail: install a later torch, or take one of "
             f"{', '.join(WHOLE_BACKWARD)}"
         )
 
 
-def _resharding(config: Config, layout: Layout) -> Iterator[str]:
-    schedule = config.parallel.pipeline.schedule
-    if layout.pp > 1 and schedule in ZERO_BUBBLE and config.parallel.reshard_after_forward:
+def _resharding(config: Config, _: Layout) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.splits_backward and parallel.reshard_after_forward:
         yield (
-            f"parallel.reshard_after_forward=true with schedule={schedule} gives wrong gradients: set it to false, or "
-            f"take one of {', '.join(WHOLE_BACKWARD)}"
+            f"parallel.reshard_after_forward=true with schedule={parallel.pipeline.schedule} gives wrong gradients: "
+            f"set it to false, or take one of {', '.join(WHOLE_BACKWARD)}"
         )
 
 

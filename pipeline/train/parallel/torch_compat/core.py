@@ -59,6 +59,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return with_local(tensor.detach(), local._tensor.detach())
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a tensor, see `plain`; shares the memory."""
+    tensor = plain(tensor)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
     """Let the next step of a fused optimizer leave weights and states as they are where `found_inf` is 1.
 
