@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,14 +51,12 @@ def open_run_everywhere(
     folder = mine[0] if mine else RunFolder(config.run.dir, attempt)
     stack.enter_context(watchdog.heartbeats(folder, ranks, config.launch.heartbeat_seconds))
 
-    def report(line: str) -> None:
-        warn(console, line)
-
+    report = partial(warn, console)
     damage: list[str] = []
     checkpoint = resume_point(checkpoints, config.resume, damage.append)
     plans: list[RunPlan] = []
 
-    def plan() -> None:
+    def plan_on_rank_0() -> None:
         if checkpoint is None:
             refuse_lost_checkpoints(config.run.dir)
         else:
@@ -69,10 +68,9 @@ def open_run_everywhere(
             checkpoints.settle(checkpoint, config.resume.step, report)
         _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
-    broadcast_from_rank0(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong
-    plan_here = plans[0] if plans else plan_run(config, checkpoint, check=False)
+    broadcast_from_rank0(plan_on_rank_0)  # rank 0 alone looks at the files of the datasets, and says what is wrong
     folder.step = checkpoint.step if checkpoint else 0
-    return folder, checkpoint, plan_here
+    return folder, checkpoint, plans[0] if plans else plan_run(config, checkpoint, check=False)
 
 
 def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, first_step: int) -> None:
@@ -80,10 +78,8 @@ def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, f
     if first_step >= plan.length.steps:
         return
     tried = _what_is_tried(config)
-    passes_over = plan.journal.is_skipped
-    refuse_crash_loop(folder.path, config.launch.crash_loop, first_step, tried, passes_over)
-    layout = resolve(config.parallel, ranks.world_size)
-    folder.begin(first_step, layout=layout.to_json(), config=tried)
+    refuse_crash_loop(folder.path, config.launch.crash_loop, first_step, tried, plan.journal.is_skipped)
+    folder.begin(first_step, layout=resolve(config.parallel, ranks.world_size).to_json(), config=tried)
 
 
 def _what_is_tried(config: Config) -> str:

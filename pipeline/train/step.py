@@ -36,7 +36,7 @@ def make_context(
     batch: Batch,
     document_attention: bool,
     criterion: Criterion | None = None,
-    watch: ActivationObserver | None = None,
+    observer: ActivationObserver | None = None,
     cut: SequenceCut | None = None,
 ) -> Context:
     """What the model needs besides the tokens.
@@ -45,12 +45,12 @@ def make_context(
         batch: With whole sequences, also where the model gets a share of them.
         document_attention: Tokens attend to those of their document alone.
         criterion: Of what the model gets.
-        watch: Is shown what the layers compute.
+        observer: Is shown what the layers compute.
         cut: Which share of the sequences it gets.
     """
     bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
     length = batch.tokens.shape[1]
-    return Context(bounds_BS=bounds, starts=starts, length=length, criterion=criterion, watch=watch, cut=cut)
+    return Context(bounds_BS=bounds, starts=starts, length=length, criterion=criterion, observer=observer, cut=cut)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Context:
         length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
             only its share of the residual stream.
         criterion: What the head is to give the loss of; None: it gives logits.
-        watch: Is shown what the layers compute.
+        observer: Is shown what the layers compute.
         cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
     """
 
@@ -72,7 +72,7 @@ class Context:
     last_only: bool = False
     length: int | None = None
     criterion: Criterion | None = None
-    watch: ActivationObserver | None = None
+    observer: ActivationObserver | None = None
     cut: SequenceCut | None = None
 
 
@@ -81,7 +81,7 @@ class LayerContext:
     """What the layers of one forward pass are told besides their input, made by the decoder once a pass.
 
     Attributes:
-        bounds_BS: See `Context`, as are `states`, `counts`, `watch` and `cut`.
+        bounds_BS: See `Context`, as are `states`, `counts`, `observer` and `cut`.
         kernel: What computes attention, where there are no states.
         rope: cos and sin of the positions, if they are rotary.
         sights: By window, which keys are seen; with a cut for each piece, else for one. Empty with states.
@@ -93,7 +93,7 @@ class LayerContext:
     bounds_BS: Tensor | None
     states: States | None
     counts: Sequence[int] | None
-    watch: ActivationObserver | None
+    observer: ActivationObserver | None
     cut: SequenceCut | None
     kernel: Kernel
     rope: tuple[Tensor, Tensor] | None = None

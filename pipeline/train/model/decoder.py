@@ -140,7 +140,7 @@ class Decoder(nn.Module):
             context.bounds_BS,
             context.states,
             context.counts,
-            context.watch,
+            context.observer,
             context.cut,
             self.kernel,
             places=places,

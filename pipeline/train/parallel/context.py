@@ -49,12 +49,17 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
 
 
 @dataclass(frozen=True)
-class GatheredKeys:
-    """Every rank has two pieces of the sequence, and collects the keys and values of all."""
+class _ContextAxis:
+    """The cp axis as one of its processes has it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
+
+
+@dataclass(frozen=True)
+class GatheredKeys(_ContextAxis):
+    """Every rank has two pieces of the sequence, and collects the keys and values of all."""
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: pieces r and 2 cp - 1 - r of 2 cp."""
@@ -114,12 +119,8 @@ class _Gather(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class ExchangedHeads:
+class ExchangedHeads(_ContextAxis):
     """Every rank has one piece of the sequence, and some heads of all of it while it attends."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: piece r of cp."""

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import Fp8Config, OptimizerConfig, PrecisionConfig, RecomputeConfig
+from pipeline.config.train import Fp8Config, PrecisionConfig, RecomputeConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.convert import check_fp8, use_fp8
 from pipeline.train.fp8.matrices import fp8_fraction, fp8_lines, fp8_matrices, gathers_fp8
@@ -442,18 +441,9 @@ def test_devices_without_fp8_are_refused(tmp_path: Path) -> None:
 
 def test_copies_in_fp8_take_a_byte() -> None:
     spec, layout = spec_of(LLAMA_8B), Layout(dp_shard=8)
-    parallel = ParallelConfig(reshard_after_forward=False)
+    parallel, parts = {"dp_shard": 8, "reshard_after_forward": False}, [ModelPart.whole(spec)]
     rows = [
-        footprint(
-            spec,
-            [ModelPart.whole(spec)],
-            parallel,
-            layout,
-            "bf16",
-            averages=False,
-            optimizer=OptimizerConfig(),
-            fp8=fp8,
-        )
+        footprint(one_process.config_of(LLAMA_8B, parallel=parallel, precision={"fp8": fp8}), layout, spec, parts)
         for fp8 in (None, config_of(), config_of(all_gather=False))
     ]
     elements = num_parameters(spec) - 2 * 4096 * 128256 - 65 * 4096

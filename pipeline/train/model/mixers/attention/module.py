@@ -58,8 +58,8 @@ class Attention(nn.Module):
             return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, spec.scale))
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
-            if context.watch is not None:
-                context.watch.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
+            if context.observer is not None:
+                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
             return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[spec.window][piece], spec.scale)
 
         if context.cut is None:
