@@ -92,7 +92,7 @@ def _what_is_tried(config: Config) -> str:
 
 
 def _what_all_have(config: Config) -> dict[str, Any]:
-    """What must be the same on every rank. Launch and staging may differ by node."""
+    """Keys and versions that must be the same on every rank. Launch and staging may differ by node."""
     keys = config.model_dump(mode="json", exclude={"launch", "stage"})
     return {**keys, "versions": {"pipeline": __version__, "torch": torch.__version__}}
 
@@ -109,7 +109,7 @@ def _same_as_rank_0(theirs: dict[str, Any], mine: dict[str, Any], ranks: Process
 
 
 def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> dict[str, HeldOut]:
-    """What is validated on, checked like what is trained on, since it is read only after many steps."""
+    """Validation data by source, checked like training data, since it is read only after many steps."""
     if not config.train.validation.samples:
         return {}
     splits = open_heldout(config, config.train.validation.split)

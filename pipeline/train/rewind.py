@@ -1,4 +1,4 @@
-"""Where a run continues that goes back to a checkpoint: the checkpoint, the new plan of the order, the next attempt."""
+"""Going back to a checkpoint: the checkpoint itself, the new plan of the order, the next attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: at the start, and where something changes on the way."""
+"""Lines that a run prints: at the start, and where something changes on the way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def nothing_held_out(config: Config, sizes: Iterable[int]) -> Iterator[str]:
 
 
 def step_lines(config: Config, plan: RunPlan, data: StepData, first: int) -> Iterator[str]:
-    """What changes with a step, if anything does.
+    """Lines for what changes with a step, if anything does.
 
     Args:
         config: resolved config.
@@ -73,7 +73,7 @@ def step_lines(config: Config, plan: RunPlan, data: StepData, first: int) -> Ite
 
 
 def _why(journal: Journal, step: int) -> str | None:
-    """What passes a step over; None for a step that is made."""
+    """The reason why a step is skipped; None for a step that is made."""
     skip = journal.why_skipped(step)
     if skip is None or skip.steps is None:
         return None

@@ -51,7 +51,7 @@ _PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class SaveReport:
-    """How a save ended."""
+    """The end of a save."""
 
     step: int
     seconds: float
@@ -148,7 +148,7 @@ class Saver:
         overdue: bool = False,
         prune: bool,
     ) -> None:
-        """Save after `step` steps: copy what there is now, and write it while training goes on.
+        """Save after `step` steps: copy the state as it is now, and write it while training continues.
 
         Waits for the save before it. A save that fails is tried again, then reported and given up.
 
@@ -244,12 +244,12 @@ class Saver:
         return self.last_good()
 
     def last_good(self) -> str:
-        """What the run would go on from, for messages."""
+        """The checkpoint that the run would resume from, for messages."""
         latest = self._checkpoints.latest()
         return latest.path.name if latest else "The start of the run (there is no checkpoint yet)"
 
     def _work(self, job: _Job) -> None:
-        """What the thread does."""
+        """Body of the thread: write a save and report it."""
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # each thread has a device of its own, at first the first one
@@ -333,7 +333,7 @@ class Saver:
         return problem
 
     def _on_rank_0(self, make: Callable[[], Any]) -> tuple[str | None, Any]:
-        """What went wrong with files there, which can be tried again, and what came of it otherwise; told to all."""
+        """An error of files on rank 0, which can be tried again, or else the result of `make`; all ranks get both."""
 
         def attempt() -> tuple[str | None, Any]:
             try:

@@ -39,7 +39,7 @@ def make_context(
     observer: ActivationObserver | None = None,
     cut: SequenceCut | None = None,
 ) -> Context:
-    """What the model needs besides the tokens.
+    """The context of a batch: all that the model needs besides the tokens.
 
     Args:
         batch: With whole sequences, also where the model gets a share of them.
@@ -99,7 +99,7 @@ class StepResult:
         return sum(int(word) << (16 * place) for place, word in enumerate(self.hash_words.tolist())) % 2**64
 
     def wish(self) -> StopRequest:
-        """What any rank asked for; reads the device."""
+        """The stop requests of all ranks together; reads the device."""
         return StopRequest(*(count > 0 for count in self.wishes.tolist()))
 
 
@@ -189,7 +189,7 @@ class Stepper:
         return result
 
     def _context(self, whole: Batch, batch: Batch, valid_targets: int) -> Context:
-        """With what is minimized: cross entropy over the valid targets of the global batch.
+        """The context of a micro-batch in training, which minimizes cross entropy over the step's valid targets.
 
         Args:
             whole: With all of its sequences.
@@ -221,7 +221,7 @@ class Stepper:
         return objective
 
     def _facts(self, data_hash: int, wish: StopRequest, work: float) -> list[Tensor]:
-        """What this rank tells the others, fp64: its wishes, words of the hash of its samples, its work by rank."""
+        """Facts for the other ranks, fp64: stop requests, words of the hash of this rank's samples, work by rank."""
         # Ranks with the same samples count once.
         counts = all(self._mesh.rank(axis) == 0 for axis in ("tp", "cp", "pp"))
         words = [(data_hash >> (16 * place)) & 0xFFFF if counts else 0 for place in range(_HASH_WORDS)]
@@ -237,7 +237,7 @@ class Stepper:
 
 
 def agree(wish: StopRequest, device: torch.device) -> StopRequest:
-    """What any rank is asked for. Every rank calls this; it reads the device."""
+    """The stop requests of all ranks together. Every rank calls this; it reads the device."""
     flags = torch.tensor([float(asked) for asked in wish], device=device)
     dist.all_reduce(flags)
     return StopRequest(*(count > 0 for count in flags.tolist()))

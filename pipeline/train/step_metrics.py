@@ -96,7 +96,7 @@ class StepMetrics:
 
 
 def place(loader: Loader, data: StepData) -> dict[str, Any]:
-    """Where a step is in the run and its data; also of one that is passed over."""
+    """Place of a step in the run and its data; also of one that is skipped."""
     step = data.step + 1
     return {
         "tokens": loader.tokens(step),
@@ -107,7 +107,7 @@ def place(loader: Loader, data: StepData) -> dict[str, Any]:
 
 
 def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
-    """What a step computed.
+    """Metrics that a step computed.
 
     Args:
         result: of the step, on the host.
@@ -136,7 +136,7 @@ def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
 
 
 def speed(tokens: int, seconds: float, flops: float, causal_flops: float, peak: float | None) -> dict[str, float]:
-    """How fast a step was.
+    """Speed of a step.
 
     Args:
         tokens: targets of the step, over all ranks.

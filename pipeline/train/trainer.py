@@ -365,7 +365,7 @@ class Trainer:
                 part.load(state[name])
 
     def _stateful(self) -> dict[str, Any]:
-        """What else has a state that is saved, by its name in state.json; each has `state` and `load`."""
+        """Other objects whose state is saved, by its name in state.json; each has `state` and `load`."""
         parts = {
             "loss_scale": self._stepper.loss_scale,
             "spikes": self._stepper.spikes,
@@ -391,7 +391,7 @@ class Trainer:
         )
 
     def _choose_compiling(self, checkpoint: Checkpoint | None) -> tuple[bool, str]:
-        """Whether layers are compiled, and a line for the log; see `choose_compiling`."""
+        """True if layers are compiled, and a line for the log; see `choose_compiling`."""
         device, plan = self._setup.device, self._plan
         flops = flops_per_token(self._setup.spec, plan.segment(0).sequence_length, causal=True)
         flops = flops * plan.journal.tokens(plan.length.steps) / dist.get_world_size()

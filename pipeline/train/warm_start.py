@@ -38,7 +38,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass
 class WeightsOrigin:
-    """Where a run comes from, for its checkpoints: the weights it began with, or the run that it was forked from."""
+    """Origin of a run, for its checkpoints: the weights it began with, or the run that it was forked from."""
 
     value: dict[str, Any] = field(default_factory=dict)
 
@@ -168,7 +168,7 @@ def _check_run(
 
 
 def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> list[str]:
-    """What the weights were trained as that this model is not, though they fit."""
+    """Warnings for keys of the model that were others when the weights were trained, though the weights fit."""
     saved, now = (_what_computes(values, spec) for values in (saved, model_fingerprint(config)))
     return [
         f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
@@ -242,7 +242,7 @@ def _from_hf(
 
 
 def _local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
-    """What this rank has: name, rows and columns of each parameter, and the tensor that holds them."""
+    """Shards of this rank: name, rows and columns of each parameter, and the tensor that holds them."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         ranges = (local_range(parameter, dim) for dim in range(parameter.ndim))
@@ -256,7 +256,7 @@ def _local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice
 
 
 def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
-    """What a folder says of the weights that were exported to it. Each rank reads and hashes a share of the files."""
+    """The record of weights that were exported to a folder. Each rank reads and hashes some of the files."""
     folder = _folder(wanted)
 
     def read_origin() -> dict[str, Any]:

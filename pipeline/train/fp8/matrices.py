@@ -1,4 +1,4 @@
-"""Which matrix products of a model are in fp8: the same answer for rules, conversion, plans and what a run says."""
+"""The matrix products of a model that are in fp8: one answer for rules, conversion, plans and the run's log."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _fits(config: Fp8Config, matrix: RankMatrix) -> bool:
 
 
 def gathers_fp8(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> bool:
-    """Whether weights are sent in fp8 by those who have a shard of them.
+    """True if weights are sent in fp8 by those who have a shard of them.
 
     By default where weights are sharded, in equal pieces: torchao sends what a process has as it is.
     """
@@ -84,7 +84,7 @@ def fp8_fraction(config: Fp8Config, spec: DecoderSpec, tp: int, sequence_length:
 
 
 def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_length: int) -> Iterator[str]:
-    """What of a model is in fp8 and what is not, in words.
+    """Lines on the matrices of a model that are in fp8 and those that are not.
 
     Args:
         config: The `train.precision.fp8:` section.

@@ -67,7 +67,7 @@ class Matrix:
         return self.rows * self.columns
 
     def shared(self, tp: int) -> bool:
-        """Whether every rank of tp has all of it, and uses the rows of one head."""
+        """True if every rank of tp has all of it, and uses the rows of one head."""
         return self.heads is not None and self.heads % tp > 0
 
     def on_rank(self, tp: int) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class Division:
     """With fewer things than ranks, ranks share them: then the number of those that share them without tp."""
 
     def fits(self, tp: int) -> bool:
-        """Whether tp can cut them, or each is shared by equally many ranks."""
+        """True if tp can cut them, or each is shared by equally many ranks."""
         return self.size % tp == 0 or (self.shared_by is not None and tp % self.size == 0)
 
 
@@ -189,7 +189,7 @@ class LayerPartSpec(ABC):
     @property
     @abstractmethod
     def divisions(self) -> tuple[Division, ...]:
-        """What tp must divide."""
+        """Numbers that tp must divide."""
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs of one token in the forward pass besides `matrices`; see `flops_per_token` for the conventions."""
@@ -212,7 +212,7 @@ class LayerPartSpec(ABC):
         """A generous bound of the numbers of a token that are kept and worked with."""
 
     def fits(self, tp: int) -> bool:
-        """Whether tp can cut the part."""
+        """True if tp can cut the part."""
         return all(division.fits(tp) for division in self.divisions)
 
     def matrix(self, name: str) -> Matrix | None:
@@ -250,15 +250,15 @@ class MixerSpec(LayerPartSpec):
 
     @property
     def kernel(self) -> KernelUse | None:
-        """What it wants of the kernel of attention; None: it has no attention."""
+        """Demand on the kernel of attention; None: it has no attention."""
         return None
 
     def sees_all(self, length: int) -> bool:
-        """Whether a kernel needs no mask for a sequence of one document."""
+        """True if a kernel needs no mask for a sequence of one document."""
         return self.kernel is None or (self.kernel.window or length) >= length
 
     def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer | None:
-        """What it sends with a value of `parallel.cp_method`; None: it needs whole sequences."""
+        """Transfers with a value of `parallel.cp_method`; None: it needs whole sequences."""
         return None
 
 
@@ -286,5 +286,5 @@ class LayerSpec:
         return [size for part in self.parts.values() for size in self.norm.parameters(part.dim)]
 
     def fits(self, tp: int) -> bool:
-        """Whether tp can cut all parts."""
+        """True if tp can cut all parts."""
         return all(part.fits(tp) for part in self.parts.values())

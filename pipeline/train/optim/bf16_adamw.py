@@ -136,7 +136,7 @@ class Bf16AdamW(StatesOptimizer):
 
 
 def _pieces(tensor: Tensor) -> Iterator[slice]:
-    """Rows of a matrix, so many that they have about `_AT_ONCE` elements; a vector at once."""
+    """Slices of rows of a matrix with about `_AT_ONCE` elements each; a vector at once."""
     if tensor.numel() == 0:
         return
     rows = len(tensor) if tensor.ndim == 1 else max(1, _AT_ONCE // tensor.shape[1])

@@ -47,7 +47,7 @@ class Ema:
             self.averages[name].copy_(weight)
 
     def _weights(self) -> dict[str, Tensor]:
-        """By name; of a tied embedding that this process has twice, the first copy, which is equal to the other."""
+        """Weights by name; of a tied embedding that this process has twice, the first of two equal copies."""
         weights: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
             weights.setdefault(name, plain(parameter.detach()))

@@ -65,7 +65,7 @@ def _square(tensors: list[Tensor]) -> Tensor:
 
 
 def _owns(parameter: nn.Parameter) -> bool:
-    """Whether this process counts what it has of a parameter: it is the first along each axis of copies."""
+    """True if this process counts its shard of a parameter: it is the first along each axis of copies."""
     assert isinstance(parameter, DTensor)
     coordinates = parameter.device_mesh.get_coordinate()
     assert coordinates is not None

@@ -43,7 +43,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def rate_factor(shape: torch.Size, adjust: str) -> float:
-    """What the learning rate of a matrix is multiplied by, see `train.optimizer.muon.adjust_lr`."""
+    """Factor on the learning rate of a matrix, see `train.optimizer.muon.adjust_lr`."""
     rows, columns = shape
     if adjust == "original":
         return math.sqrt(max(1.0, rows / columns))

@@ -51,7 +51,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def all(self) -> Iterator[torch.optim.Optimizer]:
-        """Of all stages."""
+        """Optimizers of all pipeline stages."""
         for optimizers in self.by_stage.values():
             yield from optimizers
 

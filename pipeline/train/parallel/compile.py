@@ -28,7 +28,7 @@ _LONG_HOURS = 0.5
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Whether layers are compiled: as the run file says, else on a GPU where nothing that is asked for rules it out."""
+    """True if layers are compiled: by the run file, else on a GPU where nothing that is asked for rules it out."""
     if config.train.compile is not None:
         return config.train.compile
     return device.type == "cuda" and not _ruled_out(config)
@@ -44,7 +44,7 @@ def _ruled_out(config: Config) -> bool:
 def choose_compiling(
     config: Config, device: torch.device, flops: float, threads: int, before: bool | None = None
 ) -> tuple[bool, str]:
-    """Whether layers are compiled, and a line for the log. One rank decides for all.
+    """True if layers are compiled, and a line for the log. One rank decides for all.
 
     On a CPU compiling takes half a minute at each start and saves about a tenth of every step: that is for long runs.
 

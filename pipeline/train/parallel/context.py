@@ -30,7 +30,7 @@ from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, re
 
 
 def build_cut(mesh: Mesh, parallel: ParallelConfig) -> SequenceCut | None:
-    """How this process's share of every sequence is cut; None without cp. Heads and lengths must fit, see the rules."""
+    """The cut of every sequence over cp; None without it. Heads and lengths must fit, see the rules."""
     if mesh.size("cp") == 1:
         return None
     way = GatheredKeys if parallel.cp_method == "all_gather" else ExchangedHeads
@@ -86,7 +86,7 @@ class GatheredKeys(_ContextAxis):
         return rank, 2 * self.size - 1 - rank
 
     def ordered(self, gathered: Sequence[Tensor]) -> Tensor:
-        """What the ranks have, [N, B, 2, C, K, E] each, as the sequence: [N, B, S, K, E]."""
+        """The shards of the ranks, [N, B, 2, C, K, E] each, as the sequence: [N, B, S, K, E]."""
         pieces: dict[int, Tensor] = {}
         for rank, both in enumerate(gathered):
             pieces |= dict(zip(self._places(rank), both.unbind(2), strict=True))

@@ -26,7 +26,7 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the parameters of one rank take."""
+    """Memory of the parameters of one rank."""
 
     parameters: int
     """Parameters of its stages, after the cut by tp and before that by dp_shard."""
@@ -44,7 +44,7 @@ class Footprint:
 
 
 def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence[ModelPart]) -> Footprint:
-    """What the parameters of one rank take: weights, gradients, optimizer states. Activations come on top.
+    """Memory of the parameters of one rank: weights, gradients, optimizer states. Activations come on top.
 
     Whole weights in the compute format are all there until the step ends, or with `reshard_after_forward` those of the
     layer at work and the next ones, and of embedding, norm and head. Shards are counted even, without padding.
@@ -74,7 +74,7 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
 
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
-    """What the parameters of a rank take in a run, by pp rank."""
+    """Memory of the parameters of a rank in a run, by pp rank."""
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     return [
         footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])

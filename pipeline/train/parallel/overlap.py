@@ -1,4 +1,4 @@
-"""What communication runs beside computation: weights that are gathered ahead, gradients that are added up early."""
+"""Communication beside computation: weights that are gathered ahead, gradients that are added up early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ all of them."""
 
 
 def reduction(parallel: ParallelConfig, layout: Layout) -> Reduction:
-    """When the gradients of a layout are added up."""
+    """The time when the gradients of a layout are added up."""
     if layout.pp == 1:
         return parallel.overlap.reduce or "each"
     # Where a backward pass has two halves, `fully_shard` would add up after the first, before there are gradients.

@@ -42,7 +42,7 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """What this process has of the model: one part for each of its pipeline stages, the whole without a pipeline."""
+    """This process's parts of the model: one for each of its pipeline stages, the whole without a pipeline."""
 
     spec: DecoderSpec
     stages: list[Stage]

@@ -176,7 +176,7 @@ class PipelineRunner:
         return self._work.batches[number].tokens
 
     def _compute(self, part: Decoder, number: int, x: Tensor) -> Tensor:
-        """What a stage gives for a micro-batch in training: the residual stream, or the loss in the last one.
+        """Output of a stage for a micro-batch in training: the residual stream, or the loss in the last one.
 
         The logits are used up here, so that no schedule keeps them.
         """
@@ -246,7 +246,7 @@ class Action(NamedTuple):
 
 
 def forward_order(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """What each rank does, in order, to take micro-batches through stages placed in any way on ranks.
+    """Actions of each rank, in order, that take micro-batches through stages placed in any way on ranks.
 
     In every time step a rank runs its last stage that has an input, so that little is under way. A receive stands
     where the other rank sends: between two ranks, sends and receives have one order, which no backend can deadlock on.
@@ -276,7 +276,7 @@ def forward_order(placement: Sequence[int], micro_batches: int) -> list[list[Act
 
 
 class _Work(NamedTuple):
-    """What a call of `train` is about."""
+    """Arguments of a call of `train`."""
 
     batches: Sequence[Batch]
     contexts: Sequence[Context]

@@ -1,4 +1,4 @@
-"""What a model is built on: a device, the mesh of all processes, and the model's specification."""
+"""The ground that a model is built on: a device, the mesh of all processes, and the model's specification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the steps of a run are cut into micro-batches, as far as the run file alone tells: phases and the batch ramp."""
+"""Shapes of the steps of a run, as far as the run file alone decides them: phases, batch ramp, micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.config.blend import PhaseConfig
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is like on each data-parallel rank."""
+    """Shape of a step on each data-parallel rank."""
 
     batch_key: str
     """Where the run file has its batch size."""
@@ -59,7 +59,7 @@ class StepShape:
         )
 
     def count(self, micro_batch_size: int) -> int:
-        """Micro-batches on each rank if they had so many windows."""
+        """Micro-batches on each rank if they had `micro_batch_size` windows."""
         return -(-self.batch_size // (micro_batch_size * self.ranks))
 
 
@@ -72,7 +72,7 @@ def step_shapes(config: Config, ranks: int) -> list[StepShape]:
 
 
 def step_counts(config: Config, ranks: int) -> dict[StepShape, int]:
-    """How many steps of each shape a run makes if its data last until `train.duration`."""
+    """Number of steps of each shape in a run whose data last until `train.duration`."""
     counts: dict[StepShape, int] = {}
     steps = tokens = 0
     for shape, taken in _course(config, ranks):
@@ -126,7 +126,7 @@ def _steps_until(until: Duration, steps: int, tokens: int, tokens_per_step: int)
 
 
 def _batch_size(config: Config, number: int, phase: PhaseConfig, tokens: int) -> tuple[int, str, Duration | None]:
-    """The batch size after so many tokens, its key, and until when it holds."""
+    """The batch size after `tokens` tokens, its key, and the end of its validity."""
     full, key = phase.batch_size or config.train.batch_size, _key(number, phase, "batch_size")
     ramp = config.train.batch_ramp
     if ramp is None or tokens >= ramp.tokens:

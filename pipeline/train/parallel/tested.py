@@ -21,7 +21,7 @@ _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """What two layouts have in common if they take the same ways through the program: all but the degrees.
+    """All of a layout but its degrees: layouts of one kind take the same ways through the program.
 
     Families of models are not part of it; the tests of a kind alternate between them.
     """
@@ -113,7 +113,7 @@ class Combination:
 
     @property
     def kind(self) -> LayoutKind:
-        """What it stands for."""
+        """The kind that it stands for."""
         return LayoutKind.of(self.parallel, self.layout)
 
     @property
@@ -295,12 +295,12 @@ OVERLAPPED: tuple[Combination, ...] = tuple(_overlapped())
 
 @lru_cache(maxsize=1)
 def tested_kinds() -> frozenset[LayoutKind]:
-    """What is allowed: the kinds of all rows, and one process."""
+    """Allowed kinds: those of all rows, and one process."""
     return frozenset(row.kind for row in TESTED) | {LayoutKind.of(ParallelConfig(), Layout())}
 
 
 def nearest_tested(kind: LayoutKind) -> list[str]:
-    """What to change, in words, to come to the tested kinds that differ least; empty if the kind itself is tested."""
+    """Changes, in words, that lead to the nearest tested kinds; empty if the kind itself is tested."""
     kinds = tested_kinds()
     if kind in kinds:
         return []

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: a function of the device, of what is installed, and of what the model needs."""
+"""Choice of the kernel of attention: a function of the device, of installed packages, and of the model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DeviceCaps:
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """What a model asks of a kernel."""
+    """Requirements of a model on a kernel."""
 
     documents: bool
     """Tokens attend to those of their document alone."""
@@ -152,7 +152,7 @@ def choose_on(config: AttentionConfig, need: KernelRequirements, device: torch.d
 
 
 def _unfit(version: int, need: KernelRequirements) -> str | None:
-    """What is wrong with a version of flash-attn that is installed; it is imported."""
+    """The fault of a version of flash-attn that is installed, if it has one; it is imported."""
     try:
         flash_function(version)
     except Exception as error:  # built for another torch, it may end in anything
@@ -241,7 +241,7 @@ def _flash_versions() -> frozenset[int]:
 
 
 def _folder(package: str, module: str | None = None) -> bool:
-    """Whether there is a package, and a module in its folder; nothing is imported."""
+    """True if there is a package, and a module in its folder; nothing is imported."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -25,7 +25,7 @@ from pipeline.train.parallel.torch_compat.core import vary_length
 
 @dataclass(frozen=True)
 class Packing:
-    """A sight as these kernels are told it."""
+    """Arguments of these kernels for a mask."""
 
     queries_N: Tensor
     """[N + 1] int32, on the device: how many queries come before each document, and at last all."""
@@ -158,7 +158,7 @@ def operations() -> tuple[Any, ...]:
 
 
 def followed(version: int) -> bool:
-    """Whether torch.compile can follow a version of flash-attn, which has been imported.
+    """True if torch.compile can follow a version of flash-attn, which has been imported.
 
     Version 3 registers its operations with a module `flash_attn_config`; older builds of it do not.
     """

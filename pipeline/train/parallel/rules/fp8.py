@@ -1,4 +1,4 @@
-"""What products in fp8 demand of the run file, see `rules/layout.py`."""
+"""Rules for products in fp8, see `rules/layout.py`."""
 
 from __future__ import annotations
 

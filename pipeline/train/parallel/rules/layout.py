@@ -1,4 +1,4 @@
-"""What a layout demands of the run file, as data: rules are checked before a run and printed in the documentation."""
+"""Rules for layouts, as data: they are checked before a run and printed in the documentation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_layout(config: Config, world_size: int) -> Layout:
 
 
 def evaluation_parallel(config: Config, world_size: int) -> ParallelConfig:
-    """What an evaluation on `world_size` processes is laid out by: its own section, or that of the training."""
+    """The layout section of an evaluation on `world_size` processes: its own, or that of the training."""
     if config.eval.parallel is not None:
         return config.eval.parallel
     return config.parallel if world_size > 1 else ParallelConfig()
@@ -78,7 +78,7 @@ def check_evaluation_layout(config: Config, world_size: int) -> Layout:
 
 
 def layout_warnings(config: Config, layout: Layout) -> list[str]:
-    """What is allowed and probably not meant."""
+    """Warnings for settings that are allowed and probably not meant."""
     return [message for rule in WARNINGS for message in rule.check(config, layout)]
 
 
@@ -146,7 +146,7 @@ def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _cut(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
-    """Whether sequences of a length can be cut."""
+    """Problems of cutting sequences of a length."""
     parallel, multiple = config.parallel, sequence_multiple(config.parallel, layout)
     if length % multiple == 0:
         return

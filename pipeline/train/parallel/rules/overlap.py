@@ -1,4 +1,4 @@
-"""What overlapping communication demands of the run file, see `rules/layout.py`."""
+"""Rules for overlapping communication, see `rules/layout.py`."""
 
 from __future__ import annotations
 

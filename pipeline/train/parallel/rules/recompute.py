@@ -1,4 +1,4 @@
-"""What recomputation and compiled layers demand of the run file, see `rules/layout.py`."""
+"""Rules for recomputation and compiled layers, see `rules/layout.py`."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self._project(context.cut.attend(q_BSHE, k_BTKE, v_BTKE, attend))
 
     def _project(self, out_BSHE: Tensor) -> Tensor:
-        """What the heads found, [B, S, D]."""
+        """Outputs of the heads, projected to [B, S, D]."""
         out_BSD: Tensor = self.wo(out_BSHE.flatten(2))
         return out_BSD
 

@@ -41,7 +41,7 @@ class MlpSpec(LayerPartSpec):
 
     @property
     def gated(self) -> bool:
-        """Whether the hidden layer is a product of two."""
+        """True if the hidden layer is a product of two."""
         return self.kind == "swiglu"
 
     @cached_property
