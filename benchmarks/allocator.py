@@ -13,20 +13,10 @@ import sys
 import time
 
 import torch
+from one_process import stepper_of
 
-from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.host.cpu_allocator import keep_freed_memory
-from pipeline.train.model.config import decoder_spec
-from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
-from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.step import Stepper
 
 _MODEL = {"layers": 3, "dim": 192, "heads": 3, "kv_heads": 1, "ffn_dim": 512}
 _BATCH, _LENGTH, _VOCABULARY = 8, 256, 8192
@@ -36,15 +26,7 @@ def tokens_per_second(keep: bool, steps: int) -> float:
     """The quickstart's model on random tokens; the median step after a warm-up."""
     if keep:
         assert keep_freed_memory()
-    device, config, parallel = torch.device("cpu"), ModelConfig.model_validate(_MODEL), ParallelConfig()
-    train = TrainConfig.model_validate({"duration": "1 steps", "sequence_length": _LENGTH})
-    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
-    spec, mesh = decoder_spec(config, _VOCABULARY, _LENGTH), build_mesh(Layout(), "cpu")
-    model = build_model(config, spec, mesh, parallel, train.precision, device, seed=1, sequence_length=_LENGTH)
-    optimizers = Optimizers(model, config.init, train.optimizer)
-    stepper = Stepper(
-        model, optimizers, mesh, device, train=train, parallel=parallel, sources=1, document_attention=False
-    )
+    stepper = stepper_of(torch.device("cpu"), _VOCABULARY, model=_MODEL, train={"sequence_length": _LENGTH})
     tokens = torch.randint(_VOCABULARY, (_BATCH, _LENGTH + 1))
     ones, zeros = torch.ones(_BATCH, _LENGTH), torch.zeros(_BATCH, _LENGTH, dtype=torch.int64)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], ones, zeros, zeros[:, 0], {})

@@ -44,8 +44,9 @@ from pipeline.train.open_run import open_run_everywhere
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.parallel.setup import set_up
 from pipeline.train.saving import Saver
-from pipeline.train.setup import join, set_up
+from pipeline.train.setup import init_rank
 
 CHUNK = 8 << 20
 WORDS = ("the", "a", "sea", "boat", "wind", "sails", "north", "harbour", "of", "under", "light", "old", "night")
@@ -86,17 +87,14 @@ def rank(number: int, world: int, port: int, file: Path, name: str, rounds: int,
 def measure(file: Path, overrides: list[str], stack: ExitStack, rounds: int, pause: float) -> None:
     """All rounds, on every rank."""
     config, ranks = load(file, overrides), of_environment()
-    layout = check_layout(config, ranks.world_size)
+    check_layout(config, ranks.world_size)
     watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
-    device = join(config, ranks)
+    device = init_rank(config, ranks)
     folder, _, plan = open_run_everywhere(config, ranks, stack, watchdog, Console(quiet=True))
     watchdog.pause()
-    setup = set_up(config, plan.tokenizer, device, layout)
-    train = config.train
-    model = build_model(
-        config.model, setup.spec, setup.mesh, config.parallel, train.precision, device, 0, train.sequence_length
-    )
-    optimizers = Optimizers(model, config.model.init, train.optimizer)
+    setup = set_up(config, plan.tokenizer.vocab_size, device)
+    model = build_model(config, setup)
+    optimizers = Optimizers(config, model)
     checkpoints = Checkpoints.of_run(folder.path)
     savers = {}
     for kind in ("sync", "async"):

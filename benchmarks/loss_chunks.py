@@ -17,19 +17,9 @@ import time
 from pathlib import Path
 
 import torch
+from one_process import stepper_of
 
-from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
-from pipeline.train.model.config import decoder_spec
-from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
-from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.step import Stepper
 
 _VOCABULARY = 131_072
 _SAMPLE = 1024
@@ -38,22 +28,13 @@ _SAMPLE = 1024
 def step_costs(tokens: int, chunk: int, compute: str, steps: int) -> tuple[float, float]:
     """Peak memory in GB and seconds of a step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config, parallel = ModelConfig.model_validate({"layers": 2, "dim": 256, "heads": 4}), ParallelConfig()
-    train = TrainConfig.model_validate(
-        {
-            "duration": "1 steps",
-            "sequence_length": _SAMPLE,
-            "precision": {"compute": compute},
-            "loss": {"chunk_tokens": chunk or None},
-        }
-    )
-    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
-    spec, mesh = decoder_spec(config, _VOCABULARY, _SAMPLE), build_mesh(Layout(), device.type)
-    model = build_model(config, spec, mesh, parallel, train.precision, device, seed=1, sequence_length=_SAMPLE)
-    optimizers = Optimizers(model, config.init, train.optimizer)
-    stepper = Stepper(
-        model, optimizers, mesh, device, train=train, parallel=parallel, sources=1, document_attention=False
-    )
+    train = {
+        "sequence_length": _SAMPLE,
+        "precision": {"compute": compute},
+        "loss": {"chunk_tokens": chunk or None},
+        "compile": False,
+    }
+    stepper = stepper_of(device, _VOCABULARY, model={"layers": 2, "dim": 256, "heads": 4}, train=train)
     rows = tokens // _SAMPLE
     ids = torch.randint(_VOCABULARY, (rows, _SAMPLE + 1))
     ones, zeros = torch.ones(rows, _SAMPLE), torch.zeros(rows, _SAMPLE, dtype=torch.int64)

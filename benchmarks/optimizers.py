@@ -20,22 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from one_process import stepper_of
 from torch import Tensor
 
-from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.optim.stochastic_rounding import Rounding
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
-from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.step import Stepper
 
 _VOCABULARY, _WARM_UP, _LAST = 256, 20, 50
 
@@ -49,29 +40,19 @@ WAYS: dict[str, dict[str, Any]] = {
 def train(way: str, given: argparse.Namespace) -> dict[str, Any]:
     """A row of the result."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model_config = ModelConfig.model_validate({"layers": given.layers, "dim": given.dim, "heads": given.dim // 32})
-    config = TrainConfig.model_validate(
-        {
-            "duration": "1 steps",
-            "sequence_length": given.length,
-            "precision": {"compute": "fp32"},
-            "compile": False,
-            "optimizer": {"lr": given.lr, **WAYS[way]},
-        }
-    )
     if way.startswith("nearest"):
         Rounding.store = _nearest  # type: ignore[method-assign]
-    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
-    mesh, parallel = build_mesh(Layout(), device.type), ParallelConfig()
-    spec = decoder_spec(model_config, _VOCABULARY, given.length)
-    model = build_model(model_config, spec, mesh, parallel, config.precision, device, given.seed, given.length, config)
-    optimizers = Optimizers(model, model_config.init, config.optimizer)
     update = _Timer(device)
-    optimizers.step = update.of(optimizers.step)  # type: ignore[method-assign]
+    Optimizers.step = update.of(Optimizers.step)  # type: ignore[method-assign]
     Gradients.scale = update.of(Gradients.scale)  # type: ignore[method-assign]
-    stepper = Stepper(
-        model, optimizers, mesh, device, train=config, parallel=parallel, sources=1, document_attention=False
-    )
+    config = {
+        "sequence_length": given.length,
+        "precision": {"compute": "fp32"},
+        "compile": False,
+        "optimizer": {"lr": given.lr, **WAYS[way]},
+    }
+    model = {"layers": given.layers, "dim": given.dim, "heads": given.dim // 32}
+    stepper = stepper_of(device, _VOCABULARY, model=model, train=config, seed=given.seed)
     text, generator = _text(), torch.Generator().manual_seed(given.seed)
     losses, times, updates = [], [], []
     for step in range(given.steps):

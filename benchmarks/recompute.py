@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from one_process import stepper_of
 
-from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
-from pipeline.train.model.config import decoder_spec
-from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
-from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.step import Stepper
 
 _VOCABULARY = 4096
 _SAMPLE = 1024
@@ -52,31 +42,15 @@ WAYS: dict[str, dict[str, Any]] = {
 def step_costs(way: str, tokens: int, layers: int, dim: int, compute: str, steps: int) -> tuple[float, float, float]:
     """Peak memory in GB, seconds of the first step, and of a later one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = ModelConfig.model_validate({"layers": layers, "dim": dim, "heads": max(1, dim // 64)})
-    train = TrainConfig.model_validate(
-        {
-            "duration": "1 steps",
-            "sequence_length": _SAMPLE,
-            "precision": {"compute": compute},
-            "loss": {"chunk_tokens": _SAMPLE},
-            "compile": False,
-            **WAYS[way],
-        }
-    )
-    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
-    mesh, parallel = build_mesh(Layout(), device.type), ParallelConfig()
-    spec = decoder_spec(config, _VOCABULARY, _SAMPLE)
-    model = build_model(config, spec, mesh, parallel, train.precision, device, 1, _SAMPLE, train)
-    stepper = Stepper(
-        model,
-        Optimizers(model, config.init, train.optimizer),
-        mesh,
-        device,
-        train=train,
-        parallel=parallel,
-        sources=1,
-        document_attention=False,
-    )
+    train = {
+        "sequence_length": _SAMPLE,
+        "precision": {"compute": compute},
+        "loss": {"chunk_tokens": _SAMPLE},
+        "compile": False,
+        **WAYS[way],
+    }
+    model = {"layers": layers, "dim": dim, "heads": max(1, dim // 64)}
+    stepper = stepper_of(device, _VOCABULARY, model=model, train=train)
     rows = tokens // _SAMPLE
     ids = torch.randint(_VOCABULARY, (rows, _SAMPLE + 1))
     ones, zeros = torch.ones(rows, _SAMPLE), torch.zeros(rows, _SAMPLE, dtype=torch.int64)

@@ -20,22 +20,12 @@ import time
 from collections import defaultdict
 
 import torch
+from one_process import stepper_of
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.host.cpu_matmul import choose_products
-from pipeline.train.model.config import decoder_spec
-from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
-from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.step import Stepper
 
 BATCH, LENGTH, VOCABULARY = 4, 1024, 8192
 MODEL = {"layers": 8, "dim": 384, "heads": 6, "ffn_dim": 1024}
@@ -76,24 +66,14 @@ def profiled(way: str, dtype: str, documents: int, steps: int, threads: int) -> 
     if way != "plain":
         keep_freed_memory()
         choose_products()
-    device, parallel = torch.device("cpu"), ParallelConfig()
-    train = TrainConfig.model_validate(
-        {
-            "duration": "1 steps",
-            "sequence_length": LENGTH,
-            "precision": {"compute": dtype},
-            "compile": way == "ours, compiled",
-            "loss": {"chunk_tokens": BATCH * LENGTH} if way == "plain" else {},
-        }
-    )
-    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
-    config = ModelConfig.model_validate(MODEL)
-    mesh, spec = build_mesh(Layout(), "cpu"), decoder_spec(config, VOCABULARY, LENGTH)
-    model = build_model(config, spec, mesh, parallel, train.precision, device, 1, LENGTH, train)
-    optimizers = Optimizers(model, config.init, train.optimizer)
-    stepper = Stepper(
-        model, optimizers, mesh, device, train=train, parallel=parallel, sources=1, document_attention=documents > 1
-    )
+    train = {
+        "sequence_length": LENGTH,
+        "precision": {"compute": dtype},
+        "compile": way == "ours, compiled",
+        "loss": {"chunk_tokens": BATCH * LENGTH} if way == "plain" else {},
+    }
+    model = {**MODEL, "document_attention": documents > 1}
+    stepper = stepper_of(torch.device("cpu"), VOCABULARY, model=model, train=train)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     begins = torch.cat([row * LENGTH + torch.arange(documents) * LENGTH // documents for row in range(BATCH)])
     ones, sources = torch.ones(BATCH, LENGTH), torch.zeros(BATCH, dtype=torch.int64)

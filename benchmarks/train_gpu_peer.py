@@ -31,12 +31,12 @@ def peer(kind: str) -> Build:
     def build(place: Place, steps: list[list[Batch]]) -> tuple[Step, dict[str, Any]]:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config, train, device = place.config, place.config.train, place.device
-        if place.world_size > 1:
+        config, train, device = place.config, place.config.train, place.setup.device
+        if place.setup.mesh.layout.world_size > 1:
             raise UserError("the peer runs on one device; measure it with --processes 1")
-        if compiles(train, config.parallel, device):
+        if compiles(config, device):
             check_compiler(device)
-        family, values = to_hf_config(config.model, place.spec.vocab_size, train.sequence_length)
+        family, values = to_hf_config(config.model, place.setup.spec.vocab_size, train.sequence_length)
         if family.model_type == "gpt2":
             raise UserError("the peer is made for models like Llama; measure without it: --peer and nothing behind it")
         attention = "sdpa" if kind == "autocast" else kind
@@ -65,7 +65,7 @@ def peer(kind: str) -> Build:
             logits = model.lm_head(hidden).float()
             return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum") / targets
 
-        if compiles(train, config.parallel, device):
+        if compiles(config, device):
             # One by one: compiled as a whole, up to torch 2.13 the model makes a mask of all pairs of tokens, which
             # keeps torch from its fastest kernel of attention.
             for module in (*model.model.layers, model.model.norm):
@@ -104,11 +104,13 @@ def peer(kind: str) -> Build:
 @torch.no_grad()
 def draw_all(model: nn.Module, family: Family, place: Place) -> None:
     """The weights that ours has."""
-    plan = plan_tensors(family, place.spec)
+    plan = plan_tensors(family, place.setup.spec)
     for name, parameter in model.named_parameters():
-        sources = {ours: torch.empty(plan.our_shapes[ours], device=place.device) for ours in plan.theirs[name].ours}
+        sources = {
+            ours: torch.empty(plan.our_shapes[ours], device=place.setup.device) for ours in plan.theirs[name].ours
+        }
         for ours, tensor in sources.items():
-            draw(tensor, ours, place.spec, place.config.model.init)
+            draw(tensor, ours, place.setup.spec, place.config.model.init)
         parameter.copy_(plan.to_theirs(name, sources))
 
 

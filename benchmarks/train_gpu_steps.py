@@ -30,11 +30,12 @@ from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import local_range, weight_std
 from pipeline.train.monitor.metrics import peak_flops
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.mesh import Mesh, build_mesh
+from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, build_model
 from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.setup import join
+from pipeline.train.setup import init_rank
 from pipeline.train.step import Stepper
 
 DOCUMENT = 1000
@@ -53,15 +54,8 @@ class Place:
     """Where and what a process trains."""
 
     config: Config
-    spec: DecoderSpec
+    setup: Setup
     shape: StepShape
-    mesh: Mesh
-    device: torch.device
-
-    @property
-    def world_size(self) -> int:
-        """Processes."""
-        return self.mesh.layout.world_size
 
 
 Build = Callable[[Place, list[list[Batch]]], tuple[Step, dict[str, Any]]]
@@ -78,7 +72,7 @@ def measure(config: Config, build: Build, steps: int, warmup: int) -> dict[str, 
         warmup: Before them; layers are compiled in the first.
     """
     place = place_of(config)
-    device = place.device
+    device = place.setup.device
     dtype = COMPUTE_DTYPE[config.train.precision.compute]
     product = [product_rate(device, dtype)]
     step, about = build(place, [micro_batches(place, number) for number in range(warmup + steps)])
@@ -111,40 +105,21 @@ def place_of(config: Config) -> Place:
     ranks = process_group.of_environment()
     layout = check_layout(config, ranks.world_size)
     (shape,) = step_shapes(config, layout.dp)
-    device = join(config, ranks)
-    return Place(config, planned_spec(config), shape, build_mesh(layout, device.type), device)
+    device = init_rank(config, ranks)
+    return Place(config, Setup(device, build_mesh(layout, device.type), planned_spec(config)), shape)
 
 
 def ours(place: Place, steps: list[list[Batch]]) -> tuple[Step, dict[str, Any]]:
     """What `pipeline train` builds, with weights that are drawn faster."""
-    config, train = place.config, place.config.train
+    config = place.config
     # The weights of a run follow from the seed on any layout, which takes minutes for billions of them on one process.
     with mock.patch("pipeline.train.parallel.parallelize.init_weights", _draw_all):
-        model = build_model(
-            config.model,
-            place.spec,
-            place.mesh,
-            config.parallel,
-            train.precision,
-            place.device,
-            config.run.seed,
-            train.sequence_length,
-            train,
-        )
-    stepper = Stepper(
-        model,
-        Optimizers(model, config.model.init, train.optimizer),
-        place.mesh,
-        place.device,
-        train=train,
-        parallel=config.parallel,
-        sources=1,
-        document_attention=config.model.document_attention,
-    )
+        model = build_model(config, place.setup)
+    stepper = Stepper(config, place.setup, model, Optimizers(config, model), sources=1)
     targets = place.shape.batch_size * place.shape.sequence_length
 
     def step(number: int) -> Callable[[], float]:
-        arrived = stepper.step(steps[number], targets, train.optimizer.lr, step=number + 1).to_host()
+        arrived = stepper.step(steps[number], targets, config.train.optimizer.lr, step=number + 1).to_host()
 
         def loss() -> float:
             result = arrived()
@@ -185,8 +160,8 @@ def _draw_all(model: nn.Module, spec: DecoderSpec, init: InitConfig, _: int) -> 
 def micro_batches(place: Place, step: int) -> list[Batch]:
     """Tokens as frequent as words are (Zipf), so that the loss falls; documents of log-normal lengths."""
     shape, size = place.shape, place.shape.micro_batch_size
-    chance = np.random.default_rng((step, place.mesh.rank("batch")))
-    shares = np.cumsum(1.0 / np.arange(3.0, 3.0 + place.spec.vocab_size))
+    chance = np.random.default_rng((step, place.setup.mesh.rank("batch")))
+    shares = np.cumsum(1.0 / np.arange(3.0, 3.0 + place.setup.spec.vocab_size))
     length = shape.sequence_length
     batches = []
     for _ in range(shape.micro_batches):
@@ -205,7 +180,7 @@ def micro_batches(place: Place, step: int) -> list[Batch]:
             torch.zeros(size, dtype=torch.int64),
             {},
         )
-        batches.append(batch.pin() if place.device.type == "cuda" else batch)
+        batches.append(batch.pin() if place.setup.device.type == "cuda" else batch)
     return batches
 
 
@@ -261,13 +236,13 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def speeds(place: Place, seconds: list[float], product: list[float]) -> dict[str, Any]:
     """Rates of one process, whose FLOPs are those of the model alone, whatever is computed again."""
-    spec, length, world = place.spec, place.shape.sequence_length, place.world_size
+    spec, length, world = place.setup.spec, place.shape.sequence_length, place.setup.mesh.layout.world_size
     low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
     tokens = place.shape.batch_size * length
     rate = tokens / middle / world
     whole, half = (rate * flops_per_token(spec, length, causal=causal) for causal in (False, True))
     # Against bf16's also with fp8, so that lines can be compared.
-    peak, reached = peak_flops(place.device, place.config.train.precision.compute), statistics.mean(product)
+    peak, reached = peak_flops(place.setup.device, place.config.train.precision.compute), statistics.mean(product)
     return {
         "layers": len(spec.layers),
         "parameters": num_parameters(spec),

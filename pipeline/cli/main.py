@@ -423,7 +423,7 @@ def main() -> None:
     if processes is not None:
         if processes.joined():
             processes.leave(code if isinstance(code, int) else EXIT_OTHER if code else EXIT_OK)
-        processes.part()
+        processes.destroy()
     flush()
     sys.exit(code)
 

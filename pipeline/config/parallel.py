@@ -86,6 +86,11 @@ class ParallelConfig(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """With pp, the pipeline."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes have two halves: gradients of inputs, and later those of weights."""
+        return self.pp > 1 and self.pipeline.schedule in ZERO_BUBBLE
+
     @model_validator(mode="after")
     def _degrees(self) -> ParallelConfig:
         for name in ("dp_replicate", "dp_shard"):

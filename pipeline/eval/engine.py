@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
@@ -17,12 +16,11 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.out_of_memory import out_of_memory_means
-from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
 from pipeline.train.parallel.runner import Runner
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.setup import load_for_inference
 
 
@@ -34,12 +32,10 @@ class GenerationEngine:
     """
 
     config: Config
-    spec: DecoderSpec
+    setup: Setup
     model: ParallelModel
     """This process's parts of it."""
     runner: Runner
-    mesh: Mesh
-    device: torch.device
     tokenizer: Tokenizer
     checkpoint: Checkpoint | None
     """None for weights that are in training."""
@@ -48,7 +44,7 @@ class GenerationEngine:
     def max_length(self) -> int:
         """Tokens of input at once: `eval.max_length`, or what was trained; never more than there are positions."""
         length = self.config.eval.max_length or self.config.train.sequence_length
-        return min(length, self.spec.learned_positions or length)
+        return min(length, self.setup.spec.learned_positions or length)
 
     @property
     def is_first(self) -> bool:
@@ -72,8 +68,8 @@ def open_engine(config: Config, step: int | None, ranks: Processes) -> Generatio
     parallel = evaluation_parallel(config, ranks.world_size)
     advice = "the model does not fit; evaluate on more processes (eval.processes, eval.parallel)"
     with out_of_memory_means(lambda: advice):
-        setup, model, runner, checkpoint = load_for_inference(config, step, ranks, parallel)
-    return GenerationEngine(config, setup.spec, model, runner, setup.mesh, setup.device, setup.tokenizer, checkpoint)
+        found = load_for_inference(config, step, ranks, parallel)
+    return GenerationEngine(config, found.setup, found.model, found.runner, found.tokenizer, found.checkpoint)
 
 
 @contextmanager

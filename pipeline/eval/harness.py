@@ -28,7 +28,7 @@ from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.distributed.process_group import barrier, share
+from pipeline.train.distributed.process_group import barrier, broadcast_from_rank0
 from pipeline.train.out_of_memory import out_of_memory_means
 
 PREFETCHED = "prefetched"
@@ -65,9 +65,9 @@ def run_harness(
     config, checkpoint = engine.config, engine.checkpoint
     assert checkpoint is not None and config.eval.harness is not None
     path = benchmark_path(config, checkpoint.step, "harness")
-    value: dict[str, Any] | None = share(lambda: _made(config, checkpoint))
+    value: dict[str, Any] | None = broadcast_from_rank0(lambda: _made(config, checkpoint))
     if value is None:
-        made_with = share(lambda: _made_with(config, checkpoint))
+        made_with = broadcast_from_rank0(lambda: _made_with(config, checkpoint))
         found = _evaluate(engine, config.eval.harness, console, beat)
         value = {"step": checkpoint.step, "made_with": made_with, **found}
         if keep and engine.is_first:
@@ -160,7 +160,7 @@ def _evaluate(
     engine: GenerationEngine, harness: HarnessConfig, console: Console, beat: Callable[[], None]
 ) -> dict[str, Any]:
     """What the harness says. Every rank calls this."""
-    share(_require)
+    broadcast_from_rank0(_require)
     from lm_eval import simple_evaluate
 
     from pipeline.eval.harness_model import HarnessModel
@@ -181,7 +181,9 @@ def _evaluate(
             log_samples=False,
         )
         # Rank 0 resamples, for which the others wait here.
-        result: dict[str, Any] = share(lambda: {key: _plain(found[key]) for key in _KEPT if key in found})
+        result: dict[str, Any] = broadcast_from_rank0(
+            lambda: {key: _plain(found[key]) for key in _KEPT if key in found}
+        )
     return result
 
 
@@ -202,7 +204,7 @@ class _Tasks:
         """Load them; every rank calls this."""
         # Rank 0 first: it says what is wrong, and has fetched what the others then find.
         loaded: list[Any] = []
-        share(lambda: loaded.append(_load(self._manager, self._harness)))
+        broadcast_from_rank0(lambda: loaded.append(_load(self._manager, self._harness)))
         return loaded[0] if loaded else _load(self._manager, self._harness)
 
 

@@ -31,10 +31,11 @@ def load_decoder(config: Config, step: int | None) -> Loaded:
     Raises:
         UserError: As `load_for_inference`.
     """
-    setup, model, _, checkpoint = load_for_inference(config, step)
+    found = load_for_inference(config, step)
     # cuDNN's attention makes a plan for every number of keys, which here is one a token, and keeps them all.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return Loaded(unwrapped(model.whole, COMPUTE_DTYPE[config.train.precision.compute]), setup.tokenizer, checkpoint)
+    model = unwrapped(found.model.whole, COMPUTE_DTYPE[config.train.precision.compute])
+    return Loaded(model, found.tokenizer, found.checkpoint)
 
 
 def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:

@@ -20,10 +20,10 @@ from pipeline.eval.engine import GenerationEngine, open_engine, watched
 from pipeline.eval.reports import WINDOWS, report_path
 from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.distributed.process_group import Processes, share
+from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
 from pipeline.train.open_run import open_heldout
 from pipeline.train.out_of_memory import out_of_memory_means
-from pipeline.train.setup import ALONE, check_tokenizer, join
+from pipeline.train.setup import ALONE, check_tokenizer, init_rank
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
 
@@ -98,8 +98,8 @@ def evaluate(
     """
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     with watched(config, ranks) as beat:
-        join(config, ranks)
-        share(lambda: bool(heldout_splits(config)))  # rank 0 alone says what is wrong
+        init_rank(config, ranks)
+        broadcast_from_rank0(lambda: bool(heldout_splits(config)))  # rank 0 alone says what is wrong
         engine = open_engine(config, checkpoint, ranks)
         beat()
         report = heldout_report(engine, console, beat)
@@ -128,7 +128,9 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
     config, found = engine.config, engine.checkpoint
     assert found is not None, "a report is of a checkpoint"
     splits = heldout_splits(config)
-    share(lambda: check_tokenizer({name: split.dataset for name, split in splits.items()}, engine.tokenizer))
+    broadcast_from_rank0(
+        lambda: check_tokenizer({name: split.dataset for name, split in splits.items()}, engine.tokenizer)
+    )
     losses: dict[str, HeldOutLoss] = {}
     sampled = sample(splits, config.eval.samples)
     for name, windows in sampled.items():
@@ -142,15 +144,13 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
                 beat()
 
             losses[name] = heldout_loss(
+                config,
+                engine.setup,
                 engine.model,
                 engine.runner,
-                engine.mesh,
                 splits[name],
                 windows,
                 batch_size=config.eval.batch_size,
-                document_attention=config.model.document_attention,
-                chunk_tokens=config.train.loss.tokens_at_once(engine.model.vocab_columns),
-                device=engine.device,
                 advance=done,
             )
     texts = {name: _text_of(splits[name], windows, engine) for name, windows in sampled.items()}
@@ -182,7 +182,7 @@ def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -
         }
         return len(documents), text_bytes(dataset, engine.tokenizer, spans)
 
-    documents, size = share(read)
+    documents, size = broadcast_from_rank0(read)
     return documents, size
 
 

@@ -25,7 +25,7 @@ from pipeline.data.loading.batch import Batch
 from pipeline.eval.engine import GenerationEngine
 from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.loss import VocabShard, token_loss
-from pipeline.train.parallel.context import share_of
+from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.step import make_context
 
 T = TypeVar("T")
@@ -137,9 +137,9 @@ def score(
     rows = [_row(requests, numbers) for numbers in together.values()]
     rows.sort(key=lambda row: -len(row.tokens))
     # One more for what fills up batches.
-    nats = torch.zeros(len(requests) + 1, dtype=torch.float64, device=engine.device)
+    nats = torch.zeros(len(requests) + 1, dtype=torch.float64, device=engine.setup.device)
     misses = torch.zeros_like(nats)
-    counts = engine.mesh.rank("tp") == 0  # the others have the same
+    counts = engine.setup.mesh.rank("tp") == 0  # the others have the same
 
     def measure(logits: Tensor, batch: Batch) -> None:
         for asked in torch.split(batch.extras["asked"], _AT_ONCE):
@@ -195,13 +195,13 @@ def continue_greedily(
     new: list[list[int]] = [[] for _ in prompts]
     # Long ones first: what is in a batch together is of about the same length then.
     waiting = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
-    counts = engine.mesh.rank("tp") == 0
+    counts = engine.setup.mesh.rank("tp") == 0
     with _evaluation_mode(engine):
         while waiting:
             active = next(_rounds(engine, waiting, batch_size))
             # What a number of this round stands for; one more for what fills up batches.
             texts = [[*prompts[number].tokens, *new[number]] for number in active]
-            chosen = torch.zeros(len(active) + 1, dtype=torch.int64, device=engine.device)
+            chosen = torch.zeros(len(active) + 1, dtype=torch.int64, device=engine.setup.device)
 
             def measure(logits: Tensor, batch: Batch, chosen: Tensor = chosen) -> None:
                 row, column, _, place = batch.extras["asked"].unbind(1)
@@ -248,7 +248,7 @@ def _row(requests: Sequence[Request], numbers: Sequence[int]) -> _Row:
 
 def _rounds(engine: GenerationEngine, order: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
     """What all ranks work on at the same time: a batch on each, and as many as there are stages, so that all work."""
-    most = batch_size * engine.mesh.size("batch") * len(engine.model.stages)
+    most = batch_size * engine.setup.mesh.size("batch") * len(engine.model.stages)
     for first in range(0, len(order), most):
         yield order[first : first + most]
 
@@ -257,14 +257,14 @@ def _evaluate(
     engine: GenerationEngine, rows: Sequence[_Row], dummy: int, measure: Callable[[Tensor, Batch], None]
 ) -> None:
     """A forward pass of a round of rows, of which this rank has its share; what fills up batches asks as `dummy`."""
-    ranks, rank = engine.mesh.size("batch"), engine.mesh.rank("batch")
+    ranks, rank = engine.setup.mesh.size("batch"), engine.setup.mesh.rank("batch")
     # The fewest rows on a rank, over as many batches as there are stages, or fewer rows than those.
     count = min(len(engine.model.stages), -(-len(rows) // ranks))
     size = -(-len(rows) // (count * ranks))
     length = _length(max(len(row.tokens) for row in rows), engine.max_length, engine.model.sequence_multiple)
     starts = [(number * ranks + rank) * size for number in range(count)]
     cut = engine.model.cut
-    batches = [_batch(rows[start : start + size], size, length, dummy).to(engine.device) for start in starts]
+    batches = [_batch(rows[start : start + size], size, length, dummy).to(engine.setup.device) for start in starts]
     contexts = [make_context(batch, False, cut=cut) for batch in batches]
     engine.runner.evaluate([_share_of(batch, cut, dummy) for batch in batches], contexts, measure)
 
@@ -274,14 +274,14 @@ def _share_of(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
     if cut is None:
         return batch
     asked, length = batch.extras["asked"], batch.tokens.shape[1]
-    places = cut.share(torch.arange(length, device=asked.device), 0)
+    places = cut.shard(torch.arange(length, device=asked.device), 0)
     column = torch.full((length,), -1, device=asked.device)
     column[places] = torch.arange(len(places), device=asked.device)
     asked = torch.cat((asked[:, :1], column[asked[:, 1:2]], asked[:, 2:]), dim=1)
     asked = asked[asked[:, 1] >= 0]
     if not len(asked):
         asked = asked.new_tensor([_nothing(dummy)])
-    return replace(share_of(batch, cut), extras={"asked": asked})
+    return replace(sequence_shard(batch, cut), extras={"asked": asked})
 
 
 def _nothing(dummy: int) -> tuple[int, int, int, int]:
@@ -352,7 +352,7 @@ def _agree(engine: GenerationEngine, what: Sequence[Sequence[int]]) -> None:
     for numbers in what:
         digest.update(np.array([len(numbers), *numbers], dtype=np.int64).tobytes())
     own = digest.intdigest() >> 2
-    both = torch.tensor([own, -own], device=engine.device)
+    both = torch.tensor([own, -own], device=engine.setup.device)
     dist.all_reduce(both, dist.ReduceOp.MAX)
     if both[0] != -both[1]:
         raise MachineError(

@@ -20,7 +20,7 @@ from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.scoring import score
 from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.distributed.process_group import share
+from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.out_of_memory import out_of_memory_means
 
 Row = tuple[str, str, float | None, float | None, str]
@@ -53,11 +53,11 @@ def run_tasks(
     config, checkpoint = engine.config, engine.checkpoint
     assert checkpoint is not None, "results are of a checkpoint"
     path = benchmark_path(config, checkpoint.step, "tasks")
-    made: dict[str, Any] = share(lambda: _made(config, checkpoint))
+    made: dict[str, Any] = broadcast_from_rank0(lambda: _made(config, checkpoint))
     for task in config.eval.tasks:
         if task.title in made:
             continue
-        made_with, texts = share(lambda task=task: (_made_with(config, task, checkpoint), _read(task)))  # type: ignore[misc]
+        made_with, texts = broadcast_from_rank0(lambda task=task: (_made_with(config, task, checkpoint), _read(task)))  # type: ignore[misc]
         figures = _evaluate(engine, task, texts, console, beat)
         made[task.title] = {"made_with": made_with, "results": figures}
         if keep and engine.is_first:

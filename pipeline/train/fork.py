@@ -131,7 +131,7 @@ def _check_new(parent: Path, child: Path) -> None:
 
 
 def _only_forked(child: Path) -> bool:
-    """Whether there is nothing but the checkpoint that a fork has put there."""
+    """True if there is nothing but the checkpoint that a fork has put there."""
     if RunFiles(child).metrics.exists():
         return False
     try:
@@ -173,7 +173,7 @@ def _check_data(config: Config, state: dict[str, Any]) -> None:
 
 
 def _check_start(config: Config, plan: RunPlan, checkpoint: Checkpoint) -> None:
-    """What `pipeline train` looks at after its plan, so that no fork is made that it would refuse."""
+    """Make the checks of `pipeline train` after its plan, so that no fork is made that it would refuse."""
     wanted = config.resume.step
     if wanted is not None and wanted != checkpoint.step:
         raise UserError(
@@ -210,7 +210,7 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
     try:
         files: Files = {name: record for name, record in checkpoint.files().items() if name != CHECKPOINT_STATE}
         for name, record in files.items():
-            if _link(checkpoint.path / name, tmp / name):
+            if _hard_link(checkpoint.path / name, tmp / name):
                 linked += 1
                 continue
             shutil.copyfile(checkpoint.path / name, tmp / name, follow_symlinks=False)
@@ -224,8 +224,8 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
     return linked, copied
 
 
-def _link(source: Path, target: Path) -> bool:
-    """Whether the file could get another name. Another file system, or one without links, wants a copy."""
+def _hard_link(source: Path, target: Path) -> bool:
+    """Hard link a file; False where a copy is needed: on another file system, or one without links."""
     try:
         os.link(source, target)
     except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import resume_point
-from pipeline.train.distributed.process_group import Processes, share
+from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.run.attempts import refuse_crash_loop
@@ -44,20 +45,18 @@ def open_run_everywhere(
         checkpoints.clean(lambda line: say(console, line))
         return _what_all_have(config), mine[0].attempt
 
-    everywhere, attempt = share(lock)
+    everywhere, attempt = broadcast_from_rank0(lock)
     if not mine:
         _same_as_rank_0(everywhere, _what_all_have(config), ranks)
     folder = mine[0] if mine else RunFolder(config.run.dir, attempt)
     stack.enter_context(watchdog.heartbeats(folder, ranks, config.launch.heartbeat_seconds))
 
-    def report(line: str) -> None:
-        warn(console, line)
-
+    report = partial(warn, console)
     damage: list[str] = []
     checkpoint = resume_point(checkpoints, config.resume, damage.append)
     plans: list[RunPlan] = []
 
-    def plan() -> None:
+    def plan_on_rank_0() -> None:
         if checkpoint is None:
             refuse_lost_checkpoints(config.run.dir)
         else:
@@ -69,10 +68,9 @@ def open_run_everywhere(
             checkpoints.settle(checkpoint, config.resume.step, report)
         _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
-    share(plan)  # rank 0 alone looks at the files of the datasets, and says what is wrong
-    plan_here = plans[0] if plans else plan_run(config, checkpoint, check=False)
+    broadcast_from_rank0(plan_on_rank_0)  # rank 0 alone looks at the files of the datasets, and says what is wrong
     folder.step = checkpoint.step if checkpoint else 0
-    return folder, checkpoint, plan_here
+    return folder, checkpoint, plans[0] if plans else plan_run(config, checkpoint, check=False)
 
 
 def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, first_step: int) -> None:
@@ -80,10 +78,8 @@ def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, f
     if first_step >= plan.length.steps:
         return
     tried = _what_is_tried(config)
-    passes_over = plan.journal.is_skipped
-    refuse_crash_loop(folder.path, config.launch.crash_loop, first_step, tried, passes_over)
-    layout = resolve(config.parallel, ranks.world_size)
-    folder.begin(first_step, layout=layout.to_json(), config=tried)
+    refuse_crash_loop(folder.path, config.launch.crash_loop, first_step, tried, plan.journal.is_skipped)
+    folder.begin(first_step, layout=resolve(config.parallel, ranks.world_size).to_json(), config=tried)
 
 
 def _what_is_tried(config: Config) -> str:
@@ -96,7 +92,7 @@ def _what_is_tried(config: Config) -> str:
 
 
 def _what_all_have(config: Config) -> dict[str, Any]:
-    """What must be the same on every rank. Launch and staging may differ by node."""
+    """Keys and versions that must be the same on every rank. Launch and staging may differ by node."""
     keys = config.model_dump(mode="json", exclude={"launch", "stage"})
     return {**keys, "versions": {"pipeline": __version__, "torch": torch.__version__}}
 
@@ -113,7 +109,7 @@ def _same_as_rank_0(theirs: dict[str, Any], mine: dict[str, Any], ranks: Process
 
 
 def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> dict[str, HeldOut]:
-    """What is validated on, checked like what is trained on, since it is read only after many steps."""
+    """Validation data by source, checked like training data, since it is read only after many steps."""
     if not config.train.validation.samples:
         return {}
     splits = open_heldout(config, config.train.validation.split)

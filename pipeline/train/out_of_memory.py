@@ -43,5 +43,5 @@ def out_of_memory_means(advice: Callable[[], str]) -> Iterator[None]:
 
 
 def _reason(error: RuntimeError) -> str:
-    """What torch tried to get, without its prefix and its advice on allocators."""
+    """Torch's words for what it tried to allocate, without its prefix and its advice on allocators."""
     return str(error).partition("DefaultCPUAllocator: ")[2] or str(error).partition(". ")[0]

@@ -1,4 +1,4 @@
-"""Which keys of the run file win over a checkpoint, and what differs between the two, in words."""
+"""Keys of the run file that win over a checkpoint, and differences between the two, in words."""
 
 from __future__ import annotations
 
@@ -79,14 +79,6 @@ _OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume", "slurm")
 _ABSENT = object()
 
 
-def winner(key: str) -> Winner:
-    """Who wins where a key, like `train.optimizer.lr`, differs from the checkpoint."""
-    parts = key.split(".")
-    while ".".join(parts) not in WINNERS:
-        parts.pop()
-    return WINNERS[".".join(parts)][0]
-
-
 def table() -> str:
     """`WINNERS` for the documentation."""
     rows = ["| key | where it differs from the checkpoint | |", "|---|---|---|"]
@@ -103,7 +95,7 @@ _SHORT: dict[Winner, str] = {
 
 
 def resume_lines(checkpoint: Checkpoint, config: Config, now: Fingerprints, layout: Layout) -> list[str]:
-    """`changes` of a run that goes on, under a heading; nothing if nothing has changed."""
+    """`changes` of a run that resumes, under a heading; nothing if nothing has changed."""
     lines = changes(checkpoint.state(), config, now, layout)
     if not lines:
         return []
@@ -111,7 +103,7 @@ def resume_lines(checkpoint: Checkpoint, config: Config, now: Fingerprints, layo
 
 
 def changes(state: Mapping[str, Any], config: Config, now: Fingerprints, layout: Layout | None = None) -> list[str]:
-    """What is other than when a checkpoint was written, a line each; nothing if nothing is.
+    """Differences to the time when a checkpoint was written, a line each; nothing if there are none.
 
     What would change the meaning of the run is not here: that was refused before, or is among the warnings because
     `resume.allow` names it.

@@ -1,4 +1,4 @@
-"""Where a run continues that goes back to a checkpoint: the checkpoint, the new plan of the order, the next attempt."""
+"""Going back to a checkpoint: the checkpoint itself, the new plan of the order, the next attempt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.common.errors import NumericalError
 from pipeline.config import Config
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import rewind_point
-from pipeline.train.distributed.process_group import share
+from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.monitor.faults import Rewind
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run_plan import RunPlan
@@ -42,7 +42,7 @@ def go_back(
         folder.next_attempt(write=True)
         plan.write_journal(folder.path)
 
-    share(write_down)
+    broadcast_from_rank0(write_down)
     if dist.get_rank() > 0:
         folder.next_attempt(write=False)
     return checkpoint, plan

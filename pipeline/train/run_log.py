@@ -1,4 +1,4 @@
-"""What a run says of itself: at the start, and where something changes on the way."""
+"""Lines that a run prints: at the start, and where something changes on the way."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.phase_log import describe_change, describe_run
 from pipeline.train.parallel.parallelize import attention_choice
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.run_plan import RunPlan
-from pipeline.train.setup import Setup
 
 
 def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: float) -> Iterator[str]:
@@ -30,14 +30,13 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     """
     spec, length = setup.spec, plan.length
     yield (
-        f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on {_where(setup)}, "
-        f"{flops / 1e6:,.4g} MFLOP a token"
+        f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on "
+        f"{_devices(setup)}, {flops / 1e6:,.4g} MFLOP a token"
     )
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
         yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))
-    attention = attention_choice(config.model, spec, config.train, config.parallel, setup.device)
-    yield f"attention: {attention}"
+    yield f"attention: {attention_choice(config, setup)}"
     yield f"train: {describe_run(config, plan.journal, first, length.steps)} ({length.reason})"
 
 
@@ -50,7 +49,7 @@ def nothing_held_out(config: Config, sizes: Iterable[int]) -> Iterator[str]:
 
 
 def step_lines(config: Config, plan: RunPlan, data: StepData, first: int) -> Iterator[str]:
-    """What changes with a step, if anything does.
+    """Lines for what changes with a step, if anything does.
 
     Args:
         config: resolved config.
@@ -74,14 +73,14 @@ def step_lines(config: Config, plan: RunPlan, data: StepData, first: int) -> Ite
 
 
 def _why(journal: Journal, step: int) -> str | None:
-    """What passes a step over; None for a step that is made."""
+    """The reason why a step is skipped; None for a step that is made."""
     skip = journal.why_skipped(step)
     if skip is None or skip.steps is None:
         return None
     return f"fault at step {skip.steps[1]}" if skip.fault else "blend.skip"
 
 
-def _where(setup: Setup) -> str:
+def _devices(setup: Setup) -> str:
     """Devices, layout and threads: `cpu, 2 threads`, `4 x cpu (pp 2 x tp 2), 1 thread each`."""
     device, threads = setup.device.type, counted(torch.get_num_threads(), "thread")
     world = setup.mesh.layout.world_size

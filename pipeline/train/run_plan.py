@@ -1,4 +1,4 @@
-"""What is known of a run before its first step: its data, their order, how long it lasts, what it goes on from."""
+"""The plan of a run before its first step: its data, their order, its length, the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipeline.train.setup import check_tokenizer
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as it goes on from a checkpoint, or starts."""
+    """Plan of a run that resumes from a checkpoint, or starts."""
 
     datasets: dict[str, Dataset]
     """The training split of each source."""

@@ -28,16 +28,16 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
-from pipeline.train.distributed.process_group import background_group, gather, share
+from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.unsaved import Unsaved
 from pipeline.train.run_plan import RunPlan
-from pipeline.train.setup import Setup
 
 _PAUSE = 0.5
 """Seconds before a save that failed is tried again."""
@@ -51,7 +51,7 @@ _PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class SaveReport:
-    """How a save ended."""
+    """The end of a save."""
 
     step: int
     seconds: float
@@ -148,7 +148,7 @@ class Saver:
         overdue: bool = False,
         prune: bool,
     ) -> None:
-        """Save after `step` steps: copy what there is now, and write it while training goes on.
+        """Save after `step` steps: copy the state as it is now, and write it while training continues.
 
         Waits for the save before it. A save that fails is tried again, then reported and given up.
 
@@ -236,7 +236,7 @@ class Saver:
     def saved_steps(self) -> list[int]:
         """Steps of the checkpoints, ascending, also of one that was still being written; every rank calls this."""
         self.finish()
-        return share(lambda: [checkpoint.step for checkpoint in self._checkpoints.all()])
+        return broadcast_from_rank0(lambda: [checkpoint.step for checkpoint in self._checkpoints.all()])
 
     def last_saved(self) -> str:
         """`last_good` when the save in flight has ended; every rank calls this."""
@@ -244,12 +244,12 @@ class Saver:
         return self.last_good()
 
     def last_good(self) -> str:
-        """What the run would go on from, for messages."""
+        """The checkpoint that the run would resume from, for messages."""
         latest = self._checkpoints.latest()
         return latest.path.name if latest else "The start of the run (there is no checkpoint yet)"
 
     def _work(self, job: _Job) -> None:
-        """What the thread does."""
+        """Body of the thread: write a save and report it."""
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # each thread has a device of its own, at first the first one
@@ -333,7 +333,7 @@ class Saver:
         return problem
 
     def _on_rank_0(self, make: Callable[[], Any]) -> tuple[str | None, Any]:
-        """What went wrong with files there, which can be tried again, and what came of it otherwise; told to all."""
+        """An error of files on rank 0, which can be tried again, or else the result of `make`; all ranks get both."""
 
         def attempt() -> tuple[str | None, Any]:
             try:
@@ -341,7 +341,7 @@ class Saver:
             except OSError as error:
                 return error.strerror or str(error), None
 
-        problem, value = share(attempt, self._group)
+        problem, value = broadcast_from_rank0(attempt, self._group)
         return problem, value
 
     def _remove(self, tmp: Path | None) -> None:

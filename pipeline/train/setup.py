@@ -12,7 +12,7 @@ from pipeline.common.console import alarm
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import AttentionConfig
+from pipeline.config.train import AttentionConfig, RecomputeConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
@@ -20,34 +20,34 @@ from pipeline.train.checkpoint.fingerprint import compare, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.distributed import process_group
-from pipeline.train.distributed.process_group import Processes, share, visible_gpus
+from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0, visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER
 from pipeline.train.host.cpu_affinity import available, bind, far_from_gpu
 from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.host.cpu_matmul import choose_products
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.model.kernels.choice import KernelRequirements, choose_on
-from pipeline.train.parallel.layout import Layout, resolve
-from pipeline.train.parallel.mesh import Mesh, build_mesh
-from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel, parallelize
+from pipeline.train.parallel.parallelize import ParallelModel, attention_choice, parallelize
 from pipeline.train.parallel.runner import Runner, build_runner
+from pipeline.train.parallel.setup import Setup, set_up
 
 _SMALLEST_WEIGHT = 2
 """Bytes of a weight in a checkpoint at least."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What exists before the first weight."""
+class CheckpointModel:
+    """The model of a checkpoint in evaluation mode, on this process's place in its layout."""
 
-    device: torch.device
-    mesh: Mesh
+    setup: Setup
+    model: ParallelModel
+    runner: Runner
     tokenizer: Tokenizer
-    spec: DecoderSpec
+    """The checkpoint's own."""
+    checkpoint: Checkpoint
 
 
-def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda line: None) -> torch.device:
+def init_rank(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda line: None) -> torch.device:
     """Threads, device and process group of this rank; returns the device.
 
     Args:
@@ -70,7 +70,7 @@ def join(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda 
     else:
         # Not what an earlier run in this process chose for the CPU: here that means TF32.
         torch.set_float32_matmul_precision("highest")
-    process_group.join(ranks, device, config.launch.time_limits)
+    process_group.init_process_group(ranks, device, config.launch.time_limits)
     return device
 
 
@@ -116,12 +116,6 @@ def be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def set_up(config: Config, tokenizer: Tokenizer, device: torch.device, layout: Layout) -> Setup:
-    """The mesh, and the model's specification for a tokenizer."""
-    spec = decoder_spec(config.model, tokenizer.vocab_size, config.max_positions)
-    return Setup(device, build_mesh(layout, device.type), tokenizer, spec)
-
-
 ALONE = Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
 """A process that has all of the model."""
 
@@ -138,7 +132,7 @@ def check_has_weights(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
 
 def load_for_inference(
     config: Config, step: int | None, ranks: Processes = ALONE, parallel: ParallelConfig | None = None
-) -> tuple[Setup, ParallelModel, Runner, Checkpoint]:
+) -> CheckpointModel:
     """The model of a verified checkpoint, of `step` or the latest one, in evaluation mode; every rank calls this.
 
     Its weights are those that `eval.weights` names. The tokenizer is the checkpoint's own, so that text can be
@@ -154,25 +148,35 @@ def load_for_inference(
         UserError: no such checkpoint, a damaged one, one of another model than the config's, or one without the
             weights that are asked for.
     """
-    parallel, precision = parallel or ParallelConfig(), config.train.precision
-    device = join(config, ranks)
+    device = init_rank(config, ranks)
     checkpoint = source_point(Checkpoints.of_run(config.run.dir), step)
     # Rank 0 alone says what is wrong.
-    share(
+    broadcast_from_rank0(
         lambda: compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
     )
-    setup = set_up(config, Tokenizer.open(checkpoint.path), device, resolve(parallel, ranks.world_size))
-    share(lambda: check_has_weights(checkpoint, setup.spec))
-    model = parallelize(setup.spec, setup.mesh, parallel, precision, setup.device, config.train.sequence_length)
-    # The training's own choice may not be installed here.
-    need = KernelRequirements.of(config.model, setup.spec, config.train, compiled=False)
-    kernel = choose_on(AttentionConfig(), need, device).build(config.train.deterministic)
+    config = _for_inference(config, parallel or ParallelConfig())
+    tokenizer = Tokenizer.open(checkpoint.path)
+    setup = set_up(config, tokenizer.vocab_size, device)
+    broadcast_from_rank0(lambda: check_has_weights(checkpoint, setup.spec))
+    model = parallelize(config, setup)
+    kernel = attention_choice(config, setup).build(config.train.deterministic)
     for part in model.parts.values():
         part.kernel = kernel
     dcp_storage.read(checkpoint, model, weights=config.eval.weights)
     model.train(False)
-    runner = build_runner(model, setup.mesh, parallel, setup.device, COMPUTE_DTYPE[precision.compute])
-    return setup, model, runner, checkpoint
+    return CheckpointModel(setup, model, build_runner(config, setup, model), tokenizer, checkpoint)
+
+
+def _for_inference(config: Config, parallel: ParallelConfig) -> Config:
+    """A config whose model is laid out by `parallel`, without what only its training passes have."""
+    unused = {
+        "compile": False,
+        "recompute": RecomputeConfig(),
+        "precision": config.train.precision.model_copy(update={"fp8": None}),
+        # The training's own choice may not be installed here.
+        "attention": AttentionConfig(),
+    }
+    return config.model_copy(update={"parallel": parallel, "train": config.train.model_copy(update=unused)})
 
 
 def check_tokenizer(datasets: Mapping[str, Dataset], tokenizer: Tokenizer) -> None:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import TrainConfig
+from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import ActivationObserver, Context, SequenceCut
 from pipeline.train.model.loss import Criterion, TokenLosses
@@ -23,10 +22,10 @@ from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.loss_scale import LossScale
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.context import share_of
-from pipeline.train.parallel.mesh import Mesh
-from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
+from pipeline.train.parallel.context import sequence_shard
+from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import build_runner
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.run.stop_requests import StopRequest
 
 _HASH_WORDS = 4
@@ -37,21 +36,21 @@ def make_context(
     batch: Batch,
     document_attention: bool,
     criterion: Criterion | None = None,
-    watch: ActivationObserver | None = None,
+    observer: ActivationObserver | None = None,
     cut: SequenceCut | None = None,
 ) -> Context:
-    """What the model needs besides the tokens.
+    """The context of a batch: all that the model needs besides the tokens.
 
     Args:
         batch: With whole sequences, also where the model gets a share of them.
         document_attention: Tokens attend to those of their document alone.
         criterion: Of what the model gets.
-        watch: Is shown what the layers compute.
+        observer: Is shown what the layers compute.
         cut: Which share of the sequences it gets.
     """
     bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
     length = batch.tokens.shape[1]
-    return Context(bounds_BS=bounds, starts=starts, length=length, criterion=criterion, watch=watch, cut=cut)
+    return Context(bounds_BS=bounds, starts=starts, length=length, criterion=criterion, observer=observer, cut=cut)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class StepResult:
         return sum(int(word) << (16 * place) for place, word in enumerate(self.hash_words.tolist())) % 2**64
 
     def wish(self) -> StopRequest:
-        """What any rank asked for; reads the device."""
+        """The stop requests of all ranks together; reads the device."""
         return StopRequest(*(count > 0 for count in self.wishes.tolist()))
 
 
@@ -112,28 +111,18 @@ class Stepper:
     """The arithmetic of a step, for a model, its optimizers and a mesh."""
 
     def __init__(
-        self,
-        model: ParallelModel,
-        optimizers: Optimizers,
-        mesh: Mesh,
-        device: torch.device,
-        *,
-        train: TrainConfig,
-        parallel: ParallelConfig,
-        sources: int,
-        document_attention: bool,
+        self, config: Config, setup: Setup, model: ParallelModel, optimizers: Optimizers, *, sources: int
     ) -> None:
-        compute = train.precision.compute
+        train, precision, device = config.train, config.train.precision, setup.device
+        self._config = config
+        self._mesh = setup.mesh
+        self._device = device
         self._model = model
         self._optimizers = optimizers
-        self._mesh = mesh
-        self._device = device
-        self._train = train
         self._sources = sources
-        self._document_attention = document_attention
-        self._gradients = Gradients(model, mesh)
-        self.runner = build_runner(model, mesh, parallel, device, COMPUTE_DTYPE[compute])
-        self.loss_scale = LossScale(train.precision.loss_scale, device) if compute == "fp16" else None
+        self._gradients = Gradients(model, setup.mesh)
+        self.runner = build_runner(config, setup, model)
+        self.loss_scale = LossScale(precision.loss_scale, device) if precision.compute == "fp16" else None
         self.spikes = SpikeGuard(train.faults, device) if train.faults.on_spike != "ignore" else None
         self.ema = Ema(train.ema, model) if train.ema else None
         self._observer = Observer(model, device, train.metrics.layers_every_steps)
@@ -162,7 +151,7 @@ class Stepper:
         """
         with span("prepare"):
             whole = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
-            batches = [share_of(batch, self._model.cut) for batch in whole]
+            batches = [sequence_shard(batch, self._model.cut) for batch in whole]
             self._observer.begin(step)
             contexts = [self._context(*pair, valid_targets) for pair in zip(whole, batches, strict=True)]
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
@@ -170,7 +159,7 @@ class Stepper:
             self._model.prepare_passes()
             self.runner.train(batches, contexts, self._objective(sums))
         with span("reduce"):
-            self._gradients.share_tied()
+            self._gradients.sum_tied()
             self._observer.gradients(self._gradients)
             # One sum over all ranks for everything that they have to agree on.
             parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]
@@ -200,7 +189,7 @@ class Stepper:
         return result
 
     def _context(self, whole: Batch, batch: Batch, valid_targets: int) -> Context:
-        """With what is minimized: cross entropy over the valid targets of the global batch.
+        """The context of a micro-batch in training, which minimizes cross entropy over the step's valid targets.
 
         Args:
             whole: With all of its sequences.
@@ -210,10 +199,12 @@ class Stepper:
         weight = batch.weight / max(1, valid_targets)
         if self.loss_scale is not None:
             weight = weight * self.loss_scale.scale
-        loss = self._train.loss
+        loss = self._config.train.loss
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
-        return make_context(whole, self._document_attention, criterion, self._observer.watch(batch), self._model.cut)
+        return make_context(
+            whole, self._config.model.document_attention, criterion, self._observer.watch(batch), self._model.cut
+        )
 
     def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:
         """Books the sums by source."""
@@ -230,7 +221,7 @@ class Stepper:
         return objective
 
     def _facts(self, data_hash: int, wish: StopRequest, work: float) -> list[Tensor]:
-        """What this rank tells the others, fp64: its wishes, words of the hash of its samples, its work by rank."""
+        """Facts for the other ranks, fp64: stop requests, words of the hash of this rank's samples, work by rank."""
         # Ranks with the same samples count once.
         counts = all(self._mesh.rank(axis) == 0 for axis in ("tp", "cp", "pp"))
         words = [(data_hash >> (16 * place)) & 0xFFFF if counts else 0 for place in range(_HASH_WORDS)]
@@ -241,12 +232,12 @@ class Stepper:
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """fp32 scalar that takes gradients to at most the configured norm, and the loss scale out of them."""
-        factor = (self._train.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (self._config.train.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         return (factor if self.loss_scale is None else factor / self.loss_scale.scale).float()
 
 
 def agree(wish: StopRequest, device: torch.device) -> StopRequest:
-    """What any rank is asked for. Every rank calls this; it reads the device."""
+    """The stop requests of all ranks together. Every rank calls this; it reads the device."""
     flags = torch.tensor([float(asked) for asked in wish], device=device)
     dist.all_reduce(flags)
     return StopRequest(*(count > 0 for count in flags.tolist()))

@@ -16,9 +16,9 @@ from pipeline.data.order.segments import Segment
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.metrics import peak_flops
 from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.heartbeat import host_of
-from pipeline.train.setup import Setup
 from pipeline.train.step import StepResult
 
 
@@ -96,7 +96,7 @@ class StepMetrics:
 
 
 def place(loader: Loader, data: StepData) -> dict[str, Any]:
-    """Where a step is in the run and its data; also of one that is passed over."""
+    """Place of a step in the run and its data; also of one that is skipped."""
     step = data.step + 1
     return {
         "tokens": loader.tokens(step),
@@ -107,7 +107,7 @@ def place(loader: Loader, data: StepData) -> dict[str, Any]:
 
 
 def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
-    """What a step computed.
+    """Metrics that a step computed.
 
     Args:
         result: of the step, on the host.
@@ -136,7 +136,7 @@ def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
 
 
 def speed(tokens: int, seconds: float, flops: float, causal_flops: float, peak: float | None) -> dict[str, float]:
-    """How fast a step was.
+    """Speed of a step.
 
     Args:
         tokens: targets of the step, over all ranks.

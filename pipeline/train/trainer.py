@@ -27,7 +27,7 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
-from pipeline.train.distributed.process_group import share
+from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.host.gc_schedule import Garbage
 from pipeline.train.model.flops import flops_per_token
@@ -41,9 +41,10 @@ from pipeline.train.open_run import open_run_everywhere, open_validation
 from pipeline.train.optim.lr_schedule import Schedule
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.out_of_memory import out_of_memory_means, step_advice, weights_advice
-from pipeline.train.parallel.compile import settle
+from pipeline.train.parallel.compile import choose_compiling
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.resume import resume_lines
 from pipeline.train.rewind import go_back
 from pipeline.train.run.folder import RunFolder
@@ -51,7 +52,7 @@ from pipeline.train.run.stop_requests import Requests, StopRequest
 from pipeline.train.run_log import nothing_held_out, start_lines, step_lines
 from pipeline.train.run_plan import RunPlan
 from pipeline.train.saving import Saver
-from pipeline.train.setup import Setup, be_deterministic, join, set_up
+from pipeline.train.setup import be_deterministic, init_rank
 from pipeline.train.step import Stepper, agree
 from pipeline.train.step_metrics import Issued, StepMetrics
 from pipeline.train.validation import HeldOutLoss, validation_losses
@@ -83,28 +84,10 @@ class Trainer:
         self._compiles, self._compiler_line = self._choose_compiling(checkpoint)
         self._profile = Profile(config.train.profile, setup.device, dist.get_rank(), folder, console)
         self._profile.watch_memory()
-        self._model = build_model(
-            config.model,
-            setup.spec,
-            setup.mesh,
-            config.parallel,
-            config.train.precision,
-            setup.device,
-            config.run.seed,
-            config.train.sequence_length,
-            config.train.model_copy(update={"compile": self._compiles}),
-        )
-        self._optimizers = Optimizers(self._model, config.model.init, config.train.optimizer)
-        self._stepper = Stepper(
-            self._model,
-            self._optimizers,
-            setup.mesh,
-            setup.device,
-            train=config.train,
-            parallel=config.parallel,
-            sources=len(self._loader.names),
-            document_attention=config.model.document_attention,
-        )
+        train = config.train.model_copy(update={"compile": self._compiles})
+        self._model = build_model(config.model_copy(update={"train": train}), setup)
+        self._optimizers = Optimizers(config, self._model)
+        self._stepper = Stepper(config, setup, self._model, self._optimizers, sources=len(self._loader.names))
         state = (self._model, self._optimizers, self._stepper.ema)
         self._saver = Saver(config, setup, plan, folder, watchdog, *state, console)
         self._faults = Faults(config.train.faults, folder, self._saver, self._describe, console)
@@ -246,7 +229,7 @@ class Trainer:
         start = time.monotonic()
         # Each of the two saves that this may wait for has the whole limit.
         self._watchdog.phase("save", step)
-        more = {name: part.state() for name, part in self._parts().items()}
+        more = {name: part.state() for name, part in self._stateful().items()}
         more[_COMPILED] = {self._setup.device.type: self._compiles}
         prune = not self._faults.troubled
         with span("save"):
@@ -377,12 +360,12 @@ class Trainer:
                 "train.optimizer.type",
             )
         state = checkpoint.state()
-        for name, part in self._parts().items():
+        for name, part in self._stateful().items():
             if state.get(name):
                 part.load(state[name])
 
-    def _parts(self) -> dict[str, Any]:
-        """What else has a state that is saved, by its name in state.json; each has `state` and `load`."""
+    def _stateful(self) -> dict[str, Any]:
+        """Other objects whose state is saved, by its name in state.json; each has `state` and `load`."""
         parts = {
             "loss_scale": self._stepper.loss_scale,
             "spikes": self._stepper.spikes,
@@ -408,13 +391,13 @@ class Trainer:
         )
 
     def _choose_compiling(self, checkpoint: Checkpoint | None) -> tuple[bool, str]:
-        """Whether layers are compiled, and a line for the log; see `settle`."""
-        config, device, plan = self._config, self._setup.device, self._plan
+        """True if layers are compiled, and a line for the log; see `choose_compiling`."""
+        device, plan = self._setup.device, self._plan
         flops = flops_per_token(self._setup.spec, plan.segment(0).sequence_length, causal=True)
         flops = flops * plan.journal.tokens(plan.length.steps) / dist.get_world_size()
         before = checkpoint.state().get(_COMPILED, {}).get(device.type) if checkpoint else None
         threads = torch.get_num_threads()
-        return share(lambda: settle(config.train, config.parallel, device, flops, threads, before))
+        return broadcast_from_rank0(lambda: choose_compiling(self._config, device, flops, threads, before))
 
 
 def train(config: Config, console: Console | None = None) -> int:
@@ -437,7 +420,7 @@ def train(config: Config, console: Console | None = None) -> int:
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
         watchdog.phase("init")
-        device = join(config, ranks, lambda line: say(console, f"train: {line}"))
+        device = init_rank(config, ranks, lambda line: say(console, f"train: {line}"))
         # Rank 0 reads the whole checkpoint to verify it, and the others wait.
         watchdog.phase("save")
         folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, watchdog, console)
@@ -459,7 +442,7 @@ def train(config: Config, console: Console | None = None) -> int:
         # Here too: where all is there already, the other ranks are waited for without a limit.
         process_group.wait_for_all()
         watchdog.phase("init")
-        setup = set_up(config, plan.tokenizer, device, layout)
+        setup = set_up(config, plan.tokenizer.vocab_size, device)
         # The stop file is rank 0's to look at. A rank of several does nothing after training, unlike `pipeline run`.
         with Requests(
             config.run.dir if ranks.rank == 0 else None,

@@ -14,11 +14,11 @@ from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.train.model.context import Context
 from pipeline.train.model.loss import Criterion, TokenLosses
-from pipeline.train.parallel.context import share_of
+from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner
-from pipeline.train.setup import Setup
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.step import make_context
 
 _MULTIPLE = 64
@@ -66,15 +66,13 @@ def validation_losses(
     splits = {name: split for name, split in heldout.items() if samples and len(split)}
     return {
         name: heldout_loss(
+            config,
+            setup,
             model,
             runner,
-            setup.mesh,
             splits[name],
             windows,
             batch_size=batch_size,
-            document_attention=config.model.document_attention,
-            chunk_tokens=config.train.loss.tokens_at_once(model.vocab_columns),
-            device=setup.device,
             advance=lambda windows: advance(),
         )
         for name, windows in sample(splits, samples).items()
@@ -83,16 +81,14 @@ def validation_losses(
 
 @torch.no_grad()
 def heldout_loss(
+    config: Config,
+    setup: Setup,
     model: ParallelModel,
     runner: Runner,
-    mesh: Mesh,
     split: HeldOut,
     windows: Sequence[int],
     *,
     batch_size: int,
-    document_attention: bool,
-    chunk_tokens: int | None,
-    device: torch.device,
     advance: Callable[[int], None] = lambda windows: None,
 ) -> HeldOutLoss:
     """Cross entropy of what counts in `windows` of a split, dealt to all data-parallel ranks; sums are taken in fp64.
@@ -103,24 +99,25 @@ def heldout_loss(
         batch_size: windows of one forward pass on one rank.
         advance: called with the number of windows done after each pass.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    chunk_tokens = config.train.loss.tokens_at_once(model.vocab_columns)
 
     def context(whole: Batch, batch: Batch) -> Context:
         criterion = Criterion(batch.targets, batch.weight, shard=model.vocab_shard, chunk_tokens=chunk_tokens)
-        return make_context(whole, document_attention, criterion, cut=model.cut)
+        return make_context(whole, config.model.document_attention, criterion, cut=model.cut)
 
     def measure(losses: TokenLosses, batch: Batch) -> None:
-        if mesh.rank("tp") == 0:  # the others have the same sums
+        if setup.mesh.rank("tp") == 0:  # the others have the same sums
             sums[0] += (losses.loss_BS * batch.weight).sum(dtype=torch.float64)
             sums[1] += batch.weight.sum(dtype=torch.float64)
 
     was_training = next(iter(model.parts.values())).training
     model.train(False)
     model.prepare_passes()
-    for batches, count in _passes(split, split.longest_first(windows), batch_size, mesh, model):
-        on_device = [batch.to(device) for batch in batches]
-        shares = [share_of(batch, model.cut) for batch in on_device]
-        runner.evaluate(shares, [context(*pair) for pair in zip(on_device, shares, strict=True)], measure)
+    for batches, count in _passes(split, split.longest_first(windows), batch_size, setup.mesh, model):
+        on_device = [batch.to(setup.device) for batch in batches]
+        shards = [sequence_shard(batch, model.cut) for batch in on_device]
+        runner.evaluate(shards, [context(*pair) for pair in zip(on_device, shards, strict=True)], measure)
         advance(count)
     model.train(was_training)
     dist.all_reduce(sums)
@@ -136,12 +133,12 @@ def _passes(
     whole = len(windows) // everyone
     for first in range(0, whole, together):
         groups = [windows[group * everyone : (group + 1) * everyone] for group in range(first, whole)[:together]]
-        yield _shares(split, groups, batch_size, mesh, multiple), everyone * len(groups)
+        yield _own_batches(split, groups, batch_size, mesh, multiple), everyone * len(groups)
     if rest := windows[whole * everyone :]:
-        yield _shares(split, [rest], -(-len(rest) // ranks), mesh, multiple), len(rest)
+        yield _own_batches(split, [rest], -(-len(rest) // ranks), mesh, multiple), len(rest)
 
 
-def _shares(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int) -> list[Batch]:
+def _own_batches(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int) -> list[Batch]:
     """This rank's `size` windows of each group, in batches as long as the longest window needs, or a bit longer.
 
     All ranks have as many, so what is missing is filled up with weight 0.

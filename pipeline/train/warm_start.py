@@ -26,7 +26,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import shares, source_point
 from pipeline.train.checkpoint.tensors import stored
 from pipeline.train.checkpoint.weight_source import exported_files, tensors_in
-from pipeline.train.distributed.process_group import gather, share
+from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.init import local_range
@@ -38,7 +38,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass
 class WeightsOrigin:
-    """Where a run comes from, for its checkpoints: the weights it began with, or the run that it was forked from."""
+    """Origin of a run, for its checkpoints: the weights it began with, or the run that it was forked from."""
 
     value: dict[str, Any] = field(default_factory=dict)
 
@@ -74,16 +74,21 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
     # The hashes of everything that is read have been compared before it is.
     if checkpoint is not None:
         where, weights = checkpoint.path, wanted.weights
-        share(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
-        lines = share(lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer))
+        broadcast_from_rank0(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
+        lines = broadcast_from_rank0(
+            lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer, model.spec)
+        )
         dcp_storage.read(checkpoint, model, weights=wanted.weights)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
         where = _folder(wanted)
         export = _verified_export(wanted)
         (files, tensors), weights = tensors_in(where, export["files"]), export["weights"]
-        share(lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where))
-        lines = share(lambda: _check_run(export["fingerprints"]["model"], where, config, tokenizer))
+        broadcast_from_rank0(
+            lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where)
+        )
+        saved = export["fingerprints"]["model"]
+        lines = broadcast_from_rank0(lambda: _check_run(saved, where, config, tokenizer, model.spec))
         _read_exported(where, files, model)
         known = {"run": export["run"], "checkpoints": export["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
@@ -98,7 +103,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
 def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
     """The checkpoint that is meant, verified; None where the folder has weights that were exported."""
     path = _folder(wanted)
-    kind = share(lambda: _kind(wanted))
+    kind = broadcast_from_rank0(lambda: _kind(wanted))
     if kind == "exported":
         return None
     if kind == "checkpoint":
@@ -155,27 +160,29 @@ def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
     return {name: tensor.shape for name, tensor in found.items()}
 
 
-def _check_run(saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer) -> list[str]:
+def _check_run(
+    saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer, spec: DecoderSpec
+) -> list[str]:
     """Weights of a run, whose tokenizer lies beside them."""
-    return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config)]
+    return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config, spec)]
 
 
-def _check_meaning(saved: dict[str, Any], config: Config) -> list[str]:
-    """What the weights were trained as that this model is not, though they fit."""
-    saved, now = (_what_computes(values) for values in (saved, model_fingerprint(config)))
+def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> list[str]:
+    """Warnings for keys of the model that were others when the weights were trained, though the weights fit."""
+    saved, now = (_what_computes(values, spec) for values in (saved, model_fingerprint(config)))
     return [
         f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
         for name, old, new in differences("model", saved, now)
     ]
 
 
-def _what_computes(model: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model` that decide what weights of the same shapes compute."""
-    # The tensors have shown what the vocabulary is. Defaults that follow from other keys may be written out.
-    spoken_for = ("init", "max_positions", "vocab_size", "vocab_multiple", "kv_heads", "head_dim", "ffn_dim")
-    keys = {key: value for key, value in model.items() if key not in spoken_for}
-    heads, dim = model["heads"], model["dim"]
-    keys["kv_heads"], keys["head_dim"] = model["kv_heads"] or heads, model["head_dim"] or dim // heads
+def _what_computes(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
+    """The keys of `model` that decide what weights of the shapes of `spec` compute."""
+    # The tensors have shown what the vocabulary is.
+    keys = {key: value for key, value in model.items() if key not in ("max_positions", "vocab_size", "vocab_multiple")}
+    for layer in spec.different_layers:
+        for part in layer.parts.values():
+            keys |= part.same_meaning(model)
     # Of how the weights were drawn, the base width of muP alone matters later: it scales attention and logits.
     return {**keys, "init": {"mup_base_dim": model["init"].get("mup_base_dim")}}
 
@@ -217,12 +224,12 @@ def _from_hf(
         shapes = {name: each.shape for name, each in found.tensors.items()}
         _check_fit(shapes, model.spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
         lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)
-        return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config)]
+        return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config, model.spec)]
 
-    lines = share(check)
+    lines = broadcast_from_rank0(check)
     found = opened()
     with torch.no_grad():
-        for name, rows, others, local in _local_parts(model):
+        for name, rows, others, local in _local_shards(model):
             local.zero_()
             piece = found.read_piece(name, rows, *others)
             if piece is not None:
@@ -234,8 +241,8 @@ def _from_hf(
     return [first, *lines], WeightsOrigin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
 
 
-def _local_parts(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
-    """What this rank has: name, rows and columns of each parameter, and the tensor that holds them."""
+def _local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
+    """Shards of this rank: name, rows and columns of each parameter, and the tensor that holds them."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         ranges = (local_range(parameter, dim) for dim in range(parameter.ndim))
@@ -249,10 +256,10 @@ def _local_parts(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice]
 
 
 def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
-    """What a folder says of the weights that were exported to it. Each rank reads and hashes a share of the files."""
+    """The record of weights that were exported to a folder. Each rank reads and hashes some of the files."""
     folder = _folder(wanted)
 
-    def said() -> dict[str, Any]:
+    def read_origin() -> dict[str, Any]:
         keys = ("files", "weights", "fingerprints", "run", "checkpoints")
         about: dict[str, Any] = storage.get_json(folder / EXPORT_ORIGIN, *keys)
         if wanted.weights == "ema" and about["weights"] != "ema":
@@ -263,7 +270,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
         about["files"] = exported_files(folder, about)
         return about
 
-    about = share(said)
+    about = broadcast_from_rank0(read_origin)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     problems: list[str] = []
     for name in shares(about["files"], ranks)[rank]:
@@ -279,13 +286,13 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
         if everything := [problem for those in found for problem in those]:
             raise UserError("train.init_from: " + "; ".join(everything) + "; export them again")
 
-    share(verdict)
+    broadcast_from_rank0(verdict)
     return about
 
 
 @torch.no_grad()
 def _read_exported(folder: Path, files: Mapping[str, str], model: ParallelModel) -> None:
     """Each rank reads the rows and columns that it has."""
-    for name, rows, others, local in _local_parts(model):
+    for name, rows, others, local in _local_shards(model):
         with safe_open(folder / files[name], framework="pt") as tensors:
             local.copy_(tensors.get_slice(name)[(rows, *others)])

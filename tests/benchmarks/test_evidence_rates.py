@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.config.load import load
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.planning import shares
 from pipeline.train.planning.devices import DEVICES, find_device
 from pipeline.train.planning.plan import plan
@@ -164,7 +164,7 @@ def test_the_file_that_ships_is_what_the_results_give() -> None:
 
 
 def test_plans_for_items() -> None:
-    part()  # tests of a whole run may have come before
+    destroy()  # tests of a whole run may have come before
     steps = "train={duration: 10 steps, sequence_length: 2048, batch_size: 4, micro_batch_size: 2}"
     config = load(Path("models/llama3-8b.yaml"), ["model.layers=2", "parallel.dp_shard=-1", steps])
     found, expected = planned(config, 1, "NVIDIA H200"), plan(config, find_device("h200"), 1)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.load import load, packaged_configs
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
@@ -146,7 +146,7 @@ def test_fits_its_cluster(path: Path) -> None:
     config = load(path)
     assert config.slurm.processes_per_node is not None
     device = DEVICES[DEVICE.get(path.stem, "h100")]
-    part()
+    destroy()
     found = plan(config, device, config.slurm.nodes * config.slurm.processes_per_node)
     assert found.fits, f"{found.peak_bytes / 2**30:.1f} of {found.memory_limit / 2**30:.1f} GiB"
     assert 0.2 < found.mfu < 0.65

@@ -24,7 +24,7 @@ import pytest
 
 from pipeline.cli.main import main
 from pipeline.config.load import load
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from slurm.local.stages import run
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def test_the_parser_sees_commands() -> None:
 
 def _check_exit(folder: Path, words: list[str], wanted: int, label: str, capfd: pytest.CaptureFixture[str]) -> None:
     if words[:2] == ["pipeline", "plan"]:
-        part()
+        destroy()
     if words[0] == "pipeline":
         # In this process: a new one would spend its time on imports. tests/cli/test_main.py starts real ones.
         with contextlib.chdir(folder), mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as left:

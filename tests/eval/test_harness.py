@@ -250,7 +250,7 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
             assert time.monotonic() < end, f"no sign of life while waiting for {name}"
             time.sleep(0.01)
 
-    def share(make: Any) -> Any:
+    def broadcast(make: Any) -> Any:
         if make is not harness_module._require:  # which comes before all that takes long
             wait("the result")
         return make()
@@ -262,7 +262,7 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
         return {"results": {}}
 
     monkeypatch.setattr(harness_module, "_BEAT", 0.01)
-    monkeypatch.setattr(harness_module, "share", share)
+    monkeypatch.setattr(harness_module, "broadcast_from_rank0", broadcast)
     monkeypatch.setattr(harness_module, "barrier", lambda: wait("the others"))
     monkeypatch.setattr(harness_module, "_load", lambda *_: {"tasks": {}})
     monkeypatch.setattr(harness_module, "_manager", lambda *_: None)

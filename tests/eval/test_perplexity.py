@@ -54,9 +54,9 @@ def heldout(config: Config) -> dict[str, Dataset]:
 def texts(config: Config, name: str) -> list[bytes]:
     """The held-out documents of a source, from its files: those whose text is in the held-out split."""
     dataset = heldout(config)[name]
-    setup, _, _, _ = load_for_inference(config, None)
+    loaded = load_for_inference(config, None)
     decoded = {
-        setup.tokenizer.decode(
+        loaded.tokenizer.decode(
             dataset.read(dataset.document_start(d), dataset.document_start(d + 1) - dataset.document_start(d) - 1)
         ).encode()
         for d in range(dataset.documents)
@@ -85,8 +85,9 @@ def nats_by_hand(config: Config, rows: list[list[int]], stride: int) -> list[lis
 
     Window by window in fp64, without batches, padding or masks of the suite.
     """
-    setup, model, _, _ = load_for_inference(config, None)
-    length, end = config.train.sequence_length, setup.tokenizer.end_of_document
+    loaded = load_for_inference(config, None)
+    model = loaded.model
+    length, end = config.train.sequence_length, loaded.tokenizer.end_of_document
     found: list[list[float]] = []
     for row in rows:
         nats: list[float] = []
@@ -157,7 +158,7 @@ def test_a_sample_has_the_loss_and_the_bytes_of_its_own_tokens(config: Config, v
     chosen = sample(splits, 7)
     assert 4 <= sum(map(len, chosen.values())) <= 7
     report = evaluate(wanted)
-    setup, _, _, _ = load_for_inference(config, None)
+    loaded = load_for_inference(config, None)
     for name, dataset in heldout(config).items():
         rows = rows_of(config, dataset, documents=wanted.eval.documents)
         # Of each window what counts: (row, its tokens from here, to there), by counting on from the start.
@@ -176,7 +177,7 @@ def test_a_sample_has_the_loss_and_the_bytes_of_its_own_tokens(config: Config, v
         assert score.targets == len(nats)
         assert score.loss == pytest.approx(sum(nats) / len(nats), rel=1e-6)
         tokens = [rows[row][first + 1 : end + 1] for row, first, end in mine]
-        text = "".join(setup.tokenizer.decode(each) for each in tokens).replace("<|endoftext|>", "")
+        text = "".join(loaded.tokenizer.decode(each) for each in tokens).replace("<|endoftext|>", "")
         assert score.text_bytes == len(text.encode())
         assert score.bits_per_byte == pytest.approx(sum(nats) / math.log(2) / len(text.encode()), rel=1e-6)
         assert 0 < score.documents <= len(mine) * (1 + length)
@@ -304,12 +305,12 @@ def test_unigram_line_equals_a_count_by_hand(config: Config) -> None:
 
 
 def test_zstd_line_is_that_of_the_original_bytes(config: Config) -> None:
-    setup, _, _, _ = load_for_inference(config, None)
+    loaded = load_for_inference(config, None)
     held = heldout(config)
     original = b"".join(text for name in held for text in texts(config, name))
     expected = 8 * len(zstandard.ZstdCompressor(level=19).compress(original)) / len(original)
     # The documents lie in another order than the files.
-    assert zstd_bits_per_byte(list(held.values()), setup.tokenizer) == pytest.approx(expected, rel=0.02)
+    assert zstd_bits_per_byte(list(held.values()), loaded.tokenizer) == pytest.approx(expected, rel=0.02)
 
 
 def test_nothing_held_out_is_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_the_model_computes_what_the_one_in_training_does(file: Path, compute: str) -> None:
     config = load(file, [f"train.precision.compute={compute}"])
-    _, model, _, _ = load_for_inference(config, None)
+    model = load_for_inference(config, None).model
     tokens = torch.randint(280, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = unwrapped(model.whole, COMPUTE_DTYPE[compute])(tokens, Context())

@@ -18,8 +18,6 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import OptimizerConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.layout_check import check, world_size
 from pipeline.train.model.config import decoder_spec
@@ -30,6 +28,7 @@ from pipeline.train.parallel.layout import Layout
 from tests import tiny
 from tests.config.runfile import write
 from tests.train.models import FAMILIES
+from tests.train.one_process import config_of
 
 LLAMA_405B = (
     "model={layers: 126, dim: 16384, heads: 128, kv_heads: 8, ffn_dim: 53248}",
@@ -147,8 +146,8 @@ def test_parameters_of_a_rank_are_those_of_the_module(family: str, tp: int) -> N
 
 
 def test_footprint_by_hand() -> None:
-    config = FAMILIES["llama"].config.model_copy(update={"layers": 4, "vocab_multiple": 100})
-    spec = decoder_spec(config, 97, 64)
+    model = FAMILIES["llama"].config.model_copy(update={"layers": 4, "vocab_multiple": 100})
+    spec = decoder_spec(model, 97, 64)
     # q and o 32 * 32, k and v 32 * 16, three of 32 * 48, two norms; two tables of 100 * 32 and a norm.
     layer, ends = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 64, 2 * 3200 + 32
     everything = 4 * layer + ends
@@ -156,9 +155,13 @@ def test_footprint_by_hand() -> None:
     def of(
         layout: Layout, parts: list[ModelPart], *, averages: bool = False, optimizer: Any = None, **keys: Any
     ) -> tuple[int, int, int, int]:
-        parallel = ParallelConfig.model_validate({**layout.degrees, **keys})
-        how = OptimizerConfig.model_validate(optimizer or {})
-        row = footprint(spec, parts, parallel, layout, "bf16", averages=averages, optimizer=how)
+        config = config_of(
+            model,
+            parallel={**layout.degrees, **keys},
+            optimizer=optimizer or {},
+            ema={"decay": 0.9} if averages else None,
+        )
+        row = footprint(config, layout, spec, parts)
         return row.parameters, row.states, row.compute, row.accumulated
 
     whole = [ModelPart.whole(spec)]

@@ -19,11 +19,8 @@ import torch.distributed.fsdp._fully_shard as fsdp
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention import flex_attention
 
-from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
@@ -33,15 +30,16 @@ from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.step import Stepper, StepResult
+from tests.train.one_process import config_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SAMPLES, LENGTH = 2, 16
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 MODEL: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_multiple": 8}
-TRAIN: dict[str, Any] = {"duration": "10 steps", "sequence_length": LENGTH}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
     "plain": ({}, {}, Layout()),
     "documents": ({"document_attention": True}, {}, Layout()),
@@ -73,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
 @pytest.fixture(autouse=True)
 def no_group() -> None:
     """Tests of a whole run may have come before."""
-    part()
+    destroy()
 
 
 def issue(
@@ -81,21 +79,16 @@ def issue(
 ) -> StepResult:
     """Two steps of two micro-batches, which are on the host at first, and the result of the second."""
     model_changes, train_changes, layout = CASES[case]
-    config = ModelConfig.model_validate({**MODEL, **model_changes})
-    train = TrainConfig.model_validate({**TRAIN, "micro_batch_size": SAMPLES, **train_changes})
-    parallel = ParallelConfig().model_copy(update=layout.degrees)
-    spec = decoder_spec(config, 61, LENGTH)
+    train = {"sequence_length": LENGTH, "micro_batch_size": SAMPLES, **train_changes}
+    config = config_of({**MODEL, **model_changes}, parallel=layout.degrees, **train)
+    spec = decoder_spec(config.model, 61, LENGTH)
     # On the host, where everybody may read them.
     starts = torch.tensor([0, 5, LENGTH, LENGTH + 3], dtype=torch.int32)
     with fake_mesh(layout, 0) as mesh:
-        model = parallelize(spec, mesh, parallel, train.precision, META, LENGTH, train)
+        model = parallelize(config, Setup(META, mesh, spec))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.whole.to_empty(device=device)
-            optimizers = Optimizers(model, config.init, train.optimizer)
-            attends = config.document_attention
-            stepper = Stepper(
-                model, optimizers, mesh, device, train=train, parallel=parallel, sources=2, document_attention=attends
-            )
+            stepper = Stepper(config, Setup(device, mesh, spec), model, Optimizers(config, model), sources=2)
             change(stepper)
             for step in (1, 2):
                 ids, size = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64), (SAMPLES, LENGTH)

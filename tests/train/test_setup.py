@@ -10,7 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.train import setup
 from pipeline.train.distributed.process_group import Processes
-from pipeline.train.setup import choose_device, cores_of, join
+from pipeline.train.setup import choose_device, cores_of, init_rank
 from tests import tiny
 
 
@@ -33,12 +33,12 @@ def test_a_rank_has_no_more_threads_than_the_cores_that_it_got(tmp_path: Path, m
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(mask))
     monkeypatch.setattr(setup, "available", lambda: frozenset(range(8)))
     monkeypatch.setattr(setup, "bind", lambda *_: mask.intersection_update({0, 1, 2}))
-    monkeypatch.setattr(setup.process_group, "join", lambda *_: None)
+    monkeypatch.setattr(setup.process_group, "init_process_group", lambda *_: None)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     rank = Processes(rank=0, world_size=2, local_rank=0, local_world_size=2)
     changes = {"launch.device": "cpu", "launch.bind": "auto", "launch.threads": None}
-    join(load(tiny.write_run(tmp_path, changes)), rank)
+    init_rank(load(tiny.write_run(tmp_path, changes)), rank)
     assert threads == [3]
 
 

@@ -6,20 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.config import Config
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import PrecisionConfig, TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.loss import token_loss
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.step import Stepper
+from tests.train.one_process import config_of, setup_of
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(layers=2, dim=32, heads=2, vocab_multiple=8)
@@ -38,23 +34,16 @@ def batches(count: int, seed: int = 0) -> list[Batch]:
     return made
 
 
-def train_config(**optimizer: float) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "duration": "10 steps",
-            "sequence_length": 16,
-            "optimizer": {"weight_decay": 0.1, **optimizer},
-            "precision": {"compute": "fp32"},
-        }
-    )
+def step_config(*, precision: str = "fp32", **optimizer: float) -> Config:
+    keys = {"weight_decay": 0.1, **optimizer}
+    return config_of(MODEL, sequence_length=16, optimizer=keys, precision={"compute": precision})
 
 
-def stepper(train: TrainConfig) -> tuple[Decoder, torch.optim.Optimizer, Stepper]:
-    join(Processes(0, 1, 0, 1), CPU, TimeLimitsConfig())
-    mesh, parallel = build_mesh(Layout(), "cpu"), ParallelConfig()
-    model = build_model(MODEL, SPEC, mesh, parallel, train.precision, CPU, seed=3, sequence_length=16)
-    optimizers = Optimizers(model, MODEL.init, train.optimizer)
-    made = Stepper(model, optimizers, mesh, CPU, train=train, parallel=parallel, sources=2, document_attention=False)
+def stepper(config: Config) -> tuple[Decoder, torch.optim.Optimizer, Stepper]:
+    setup = setup_of(config)
+    model = build_model(config, setup)
+    optimizers = Optimizers(config, model)
+    made = Stepper(config, setup, model, optimizers, sources=2)
     (optimizer,) = optimizers.all()
     return model.whole, optimizer, made
 
@@ -72,16 +61,16 @@ def plain_copy(model: Decoder) -> Decoder:
 @pytest.mark.parametrize("clip_norm", [1e9, 0.05])
 def test_three_steps_equal_plain_pytorch(clip_norm: float) -> None:
     # With a smaller eps a gradient that is rounding alone would move its weight by the whole learning rate.
-    train = train_config(lr=1e-2, clip_norm=clip_norm, eps=1e-3)
-    model, _, ours = stepper(train)
+    config = step_config(lr=1e-2, clip_norm=clip_norm, eps=1e-3)
+    model, _, ours = stepper(config)
     reference = plain_copy(model)
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
     vectors = [p for p in reference.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         lr=1e-2,
-        betas=train.optimizer.betas,
-        eps=train.optimizer.eps,
+        betas=config.train.optimizer.betas,
+        eps=config.train.optimizer.eps,
     )
     for number in range(3):
         data = batches(3, seed=number)
@@ -108,7 +97,7 @@ def test_three_steps_equal_plain_pytorch(clip_norm: float) -> None:
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_non_finite_step_leaves_every_bit_as_it_was(poison: str) -> None:
-    model, optimizer, ours = stepper(train_config(lr=1e-2))
+    model, optimizer, ours = stepper(step_config(lr=1e-2))
     ours.step(batches(2), 40, 1e-2)
     weights, states = plain_weights(model), copy.deepcopy(optimizer.state_dict()["state"])
     data = batches(2, seed=1)
@@ -153,8 +142,8 @@ def test_z_loss_is_the_squared_log_partition_function() -> None:
 
 def test_bf16_is_for_parameters_and_activations_alone() -> None:
     """What is said of positions and of the weight of tokens stays fp32, as in a model without FSDP."""
-    train = train_config().model_copy(update={"precision": PrecisionConfig(compute="bf16")})
-    model, _, ours = stepper(train)
+    config = step_config(precision="bf16")
+    model, _, ours = stepper(config)
     plain = plain_copy(model).to(torch.bfloat16)
     (batch,) = batches(1)
     loss, objective = token_loss(plain(batch.tokens, Context()), batch.targets)
@@ -167,8 +156,8 @@ def test_bf16_is_for_parameters_and_activations_alone() -> None:
 
 
 def test_bf16_keeps_fp32_master_weights() -> None:
-    train = train_config(lr=1e-2).model_copy(update={"precision": PrecisionConfig(compute="bf16")})
-    model, optimizer, ours = stepper(train)
+    config = step_config(precision="bf16", lr=1e-2)
+    model, optimizer, ours = stepper(config)
     before = plain_weights(model)
     result = ours.step(batches(2), 40, 1e-5)
     assert result.finite.item()

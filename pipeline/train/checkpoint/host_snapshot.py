@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pipeline.train.checkpoint.dcp_storage import State
-from pipeline.train.parallel.torch_compat.core import with_local
+from pipeline.train.parallel.torch_compat.core import local_shard, with_local
 
 _ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple."""
@@ -36,7 +35,7 @@ class Staging:
         DTensors stay DTensors of the same mesh and placements, whose local part is on the host: names and places in the
         checkpoint are those of the original.
         """
-        sources = [(tensor, _local(tensor)) for tensor in _tensors(state)]
+        sources = [(tensor, local_shard(tensor)) for tensor in _tensors(state)]
         shapes = [(local.shape, local.dtype) for _, local in sources]
         if shapes != self._shapes:
             self._buffers = []  # before there are new ones
@@ -60,10 +59,6 @@ class Staging:
 def _tensors(state: State) -> list[Tensor]:
     values: list[Any] = [value for entries in state.values() for value in entries.values()]
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _allocate(shapes: list[tuple[torch.Size, torch.dtype]], *, pin: bool) -> list[Tensor]:

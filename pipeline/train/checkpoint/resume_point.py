@@ -16,7 +16,7 @@ from pipeline.common.errors import MachineError
 from pipeline.config.train import ResumeConfig
 from pipeline.train.checkpoint.committed import Files, changed, wait_until_visible
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Verify
-from pipeline.train.distributed.process_group import gather, share
+from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
 
 Report = Callable[[str], None]
 
@@ -85,7 +85,7 @@ def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | Non
     if dist.get_rank() != 0:
         while True:
             # Also the end of this loop where rank 0 has failed.
-            task: dict[str, Any] = share(_of_rank_0)
+            task: dict[str, Any] = broadcast_from_rank0(_of_rank_0)
             if "files" not in task:
                 return None if task["step"] is None else checkpoints.committed(task["step"])
             gather(_look(checkpoints, task, dist.get_rank(), ranks))
@@ -94,7 +94,7 @@ def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | Non
         problems = checkpoint.problems(full=False)
         if problems or not full:
             return problems
-        task = share(lambda: {"step": checkpoint.step, "files": checkpoint.files()})
+        task = broadcast_from_rank0(lambda: {"step": checkpoint.step, "files": checkpoint.files()})
         verdicts = gather(_look(checkpoints, task, 0, ranks))
         assert verdicts is not None, "this is rank 0"
         for verdict in verdicts:
@@ -106,7 +106,7 @@ def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | Non
         found = choose(verify)
         return {"step": found.step if found else None}
 
-    step = share(find)["step"]
+    step = broadcast_from_rank0(find)["step"]
     return None if step is None else checkpoints.committed(step)
 
 

@@ -27,14 +27,14 @@ __all__ = [
     "Processes",
     "background_group",
     "barrier",
+    "broadcast_from_rank0",
     "cpu_group",
     "gather",
-    "join",
+    "init_process_group",
     "joined",
     "leave",
     "of_environment",
     "record_error",
-    "share",
     "start_is_over",
     "wait_for_all",
 ]
@@ -50,7 +50,7 @@ _LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "/sys/class/net/lo"
 
 
 class _Joined:
-    """What `join` made. torch has one process group in a process, and so it is one here."""
+    """What `init_process_group` made. torch has one process group in a process, and so it is one here."""
 
     store: Any = None
     peers: Peers | None = None
@@ -66,7 +66,7 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
+def init_process_group(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -> None:
     """Make the process group, over NCCL between GPUs and over gloo between CPUs; once in a process.
 
     A process of its own needs no port, and may train on a GPU after it has trained on the CPU. Several find one another
@@ -83,7 +83,7 @@ def join(processes: Processes, device: torch.device, limits: TimeLimitsConfig) -
     if dist.is_initialized():
         if processes.world_size > 1 or _Joined.backend in ("", backend):
             return
-        part()  # gloo takes what is on a GPU, too, and would wait for it
+        destroy()  # gloo takes what is on a GPU, too, and would wait for it
     if processes.is_one_machine and Path(_LOOPBACK_DEVICE).exists():
         # Whatever the host's name resolves to, and also where a site's setup names another one.
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
@@ -208,7 +208,7 @@ def background_group() -> dist.ProcessGroup:
     return _Joined.background_group
 
 
-def share(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def broadcast_from_rank0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `make` on rank 0 and give its value to all; every rank calls this.
 
     Args:
@@ -311,7 +311,7 @@ def joined() -> bool:
     return _world() > 1
 
 
-def part() -> None:
+def destroy() -> None:
     """End the process group, if there is one, of a process alone: torch warns of NCCL's that is left to the exit."""
     if dist.is_initialized():
         dist.destroy_process_group()

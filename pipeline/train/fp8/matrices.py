@@ -1,4 +1,4 @@
-"""Which matrix products of a model are in fp8: the same answer for rules, conversion, plans and what a run says."""
+"""The matrix products of a model that are in fp8: one answer for rules, conversion, plans and the run's log."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _fits(config: Fp8Config, matrix: RankMatrix) -> bool:
 
 
 def gathers_fp8(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> bool:
-    """Whether weights are sent in fp8 by those who have a shard of them.
+    """True if weights are sent in fp8 by those who have a shard of them.
 
     By default where weights are sharded, in equal pieces: torchao sends what a process has as it is.
     """
@@ -77,14 +77,14 @@ def uneven_shards(config: Fp8Config, spec: DecoderSpec, layout: Layout) -> list[
     return list(dict.fromkeys(matrix for layer in chosen for matrix in layer if matrix.rows % layout.shards))
 
 
-def fp8_share(config: Fp8Config, spec: DecoderSpec, tp: int, sequence_length: int) -> float:
+def fp8_fraction(config: Fp8Config, spec: DecoderSpec, tp: int, sequence_length: int) -> float:
     """Share of a token's FLOPs in training that are in fp8, causal attention counted half."""
     elements = sum(matrix.elements for layer in fp8_matrices(config, spec, tp).values() for matrix in layer)
     return 6.0 * elements / flops_per_token(spec, sequence_length, causal=True)
 
 
 def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_length: int) -> Iterator[str]:
-    """What of a model is in fp8 and what is not, in words.
+    """Lines on the matrices of a model that are in fp8 and those that are not.
 
     Args:
         config: The `train.precision.fp8:` section.
@@ -95,12 +95,12 @@ def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_len
     chosen = fp8_matrices(config, spec, layout.tp)
     every = {index: matrices_of(layer, layout.tp) for index, layer in enumerate(spec.layers)}
     count, total = (sum(map(len, matrices.values())) for matrices in (chosen, every))
-    share = fp8_share(config, spec, layout.tp, sequence_length)
+    fraction = fp8_fraction(config, spec, layout.tp, sequence_length)
     sent = ", weights sent in fp8" if gathers_fp8(config, spec, layout) else ""
     emulated = ", emulated" if config.emulate else ""
     yield (
         f"fp8 ({config.backend}, {config.scaling}{sent}{emulated}): {count:,} of {total:,} matrices of layers, "
-        f"{share:.0%} of the FLOPs of a token"
+        f"{fraction:.0%} of the FLOPs of a token"
     )
     left: dict[str, list[int]] = defaultdict(list)
     for index, matrices in every.items():

@@ -46,11 +46,11 @@ class Block(nn.Module):
         trains = self.training and torch.is_grad_enabled()
         compute = self.compiled if trains and self.compiled is not None else self.compute
         out_BSD, attended = compute(x_BSD, context)
-        if context.watch is not None:
+        if context.observer is not None:
             # Here and not within, where backward may come by again and a compiler would follow.
             for queries, keys, sight, scale in attended:
-                context.watch.attention(self.mixer, queries, keys, sight, scale)
-            context.watch.output(self, out_BSD)
+                context.observer.attention(self.mixer, queries, keys, sight, scale)
+            context.observer.output(self, out_BSD)
         return out_BSD
 
     def compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
@@ -62,8 +62,8 @@ class Block(nn.Module):
     def _compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
         state = None if context.states is None else context.states.layers[self.index]
         attended: list[Attended] = []
-        if context.watch is not None:
-            context = replace(context, watch=_Recorder(attended))
+        if context.observer is not None:
+            context = replace(context, observer=_Recorder(attended))
         mixed_BSD: Tensor = x_BSD + self.mixer(self.mixer_norm(x_BSD), context, state)
         out_BSD: Tensor = mixed_BSD + self.mlp(self.mlp_norm(mixed_BSD))
         return out_BSD, attended

@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data: the list of layers that the model, FLOPs, initial weights and plans iterate.
+"""A decoder as data: the list of layers that the model, FLOPs, initial weights and plans iterate.
 
 The run file's `model:` section describes equal layers; `decoder_spec` turns it into one spec a layer.
 """

@@ -1,4 +1,4 @@
-"""What a forward pass is given besides its input: by its caller, and to its layers.
+"""Contexts of a forward pass: from its caller, and for its layers.
 
 Shapes: B batch, S positions, T keys, D width, H query heads, K key and value heads, E head size; with a cut L positions
 of a share and C of a piece.
@@ -32,10 +32,10 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class SequenceCut(Protocol):
-    """How a sequence is cut over processes that have a share of it each and attend to all of it."""
+    """Cut of a sequence over processes that have a shard of it each and attend to all of it."""
 
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
-        """What this process has of x, whose dimension `dim` is positions."""
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This process's shard of x, whose dimension `dim` is positions."""
 
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
@@ -46,7 +46,7 @@ class SequenceCut(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What the caller of a forward pass gives besides its input.
+    """Arguments of a forward pass besides its input.
 
     Attributes:
         bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
@@ -60,7 +60,7 @@ class Context:
         length: Positions of the sequence, where the input of the model does not show them: a part of a model may get
             only its share of the residual stream.
         criterion: What the head is to give the loss of; None: it gives logits.
-        watch: Is shown what the layers compute.
+        observer: Is shown what the layers compute.
         cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
     """
 
@@ -72,16 +72,16 @@ class Context:
     last_only: bool = False
     length: int | None = None
     criterion: Criterion | None = None
-    watch: ActivationObserver | None = None
+    observer: ActivationObserver | None = None
     cut: SequenceCut | None = None
 
 
 @dataclass
 class LayerContext:
-    """What the layers of one forward pass are told besides their input, made by the decoder once a pass.
+    """Arguments of the layers of one forward pass besides their input, made by the decoder once per pass.
 
     Attributes:
-        bounds_BS: See `Context`, as are `states`, `counts`, `watch` and `cut`.
+        bounds_BS: See `Context`, as are `states`, `counts`, `observer` and `cut`.
         kernel: What computes attention, where there are no states.
         rope: cos and sin of the positions, if they are rotary.
         sights: By window, which keys are seen; with a cut for each piece, else for one. Empty with states.
@@ -93,7 +93,7 @@ class LayerContext:
     bounds_BS: Tensor | None
     states: States | None
     counts: Sequence[int] | None
-    watch: ActivationObserver | None
+    observer: ActivationObserver | None
     cut: SequenceCut | None
     kernel: Kernel
     rope: tuple[Tensor, Tensor] | None = None
@@ -107,7 +107,7 @@ class Mixer(Protocol):
     """The module of a mixer, besides what every `nn.Module` has."""
 
     def new_state(self, max_length: int | None) -> MixerState:
-        """What a mixer keeps of texts that are continued, empty; see `Decoder.new_states`."""
+        """An empty state for texts that are continued; see `Decoder.new_states`."""
 
     def __call__(self, x_BSD: Tensor, context: LayerContext, state: MixerState | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]; with tensor parallelism the input is a whole DTensor, and the output local."""

@@ -35,7 +35,7 @@ __all__ = ["Context", "Decoder", "ModelPart"]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Which piece of a decoder a pipeline stage has."""
+    """The part of a decoder that a pipeline stage has."""
 
     layers: range
     """Indices of its blocks, in the whole model; may be empty."""
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         return x
 
     def new_states(self, rows: int, max_length: int | None = None) -> States:
-        """Empty states of so many rows, for `Context.states`.
+        """Empty states, for `Context.states`.
 
         Args:
             rows: Texts; may be 0, as others can join.
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         return States(rows, [mixer.new_state(max_length) for mixer in mixers])
 
     def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, LayerContext]:
-        """Positions, [1, S] or [B, S] when they differ by row, and what layers are told."""
+        """Positions, [1, S] or [B, S] when they differ by row, and the context of layers."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document a row"
         queries = x.shape[1] if context.length is None else context.length
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
             context.bounds_BS,
             context.states,
             context.counts,
-            context.watch,
+            context.observer,
             context.cut,
             self.kernel,
             places=places,
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
             documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
             self._look(of_layers, documents, windows, x.shape[0], keys, device)
         if context.cut is not None:
-            positions = context.cut.share(positions)
+            positions = context.cut.shard(positions)
         of_layers.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
         return positions, of_layers
 
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
 
 
 def _mask_of_states(places: Places, window: int | None, queries: int, device: torch.device) -> Tensor | None:
-    """Which keys are seen by queries that follow what states hold."""
+    """Mask of the keys that are seen by queries which follow the positions in states."""
     if places.past is not None:
         return attention_mask(None, window, queries, places.keys, device)
     return mask_by_row(places.positions_BS, window, places.keys)

@@ -65,6 +65,6 @@ def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
 
 
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
-    """FLOPs of so many Newton-Schulz iterations, for each matrix of a layer: three products in each."""
+    """FLOPs of Newton-Schulz iterations, for each matrix of a layer: three products in each iteration."""
     sides = [sorted((matrix.rows, matrix.columns)) for matrix in layer.matrices.values()]
     return [steps * 2.0 * short**2 * (2 * long + short) for short, long in sides]

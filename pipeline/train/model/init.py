@@ -82,7 +82,7 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
 
 
 def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
-    """Whether a parameter is a matrix of a layer, and so none of embedding, position embedding and head."""
+    """True for a matrix of a layer, False for embedding, position embedding and head."""
     return _matrix(name, spec) is not None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which columns of the logits a rank has, and who has the others."""
+    """The columns of the logits that a rank has, and the ranks that have the others."""
 
     group: dist.ProcessGroup
     """Its ranks have all columns between them, each one once."""
@@ -27,7 +27,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What a micro-batch is trained on."""
+    """Targets and weights of a micro-batch."""
 
     targets_BS: Tensor
     """int64 ids."""
@@ -41,7 +41,7 @@ class Criterion:
 
 
 class TokenLosses(NamedTuple):
-    """What becomes of a micro-batch under a `Criterion`."""
+    """Loss outputs of a micro-batch."""
 
     total: Tensor
     """fp32 scalar to minimize: the sum over tokens of weight times objective, see `token_loss`."""

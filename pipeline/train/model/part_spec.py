@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.config.model import RopeScalingConfig
 
@@ -69,7 +69,7 @@ class Matrix:
         return self.rows * self.columns
 
     def shared(self, tp: int) -> bool:
-        """Whether every rank of tp has all of it, and uses the rows of one head."""
+        """True if every rank of tp has all of it, and uses the rows of one head."""
         return self.heads is not None and self.heads % tp > 0
 
     def on_rank(self, tp: int) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class Division:
     """With fewer things than ranks, ranks share them: then the number of those that share them without tp."""
 
     def fits(self, tp: int) -> bool:
-        """Whether tp can cut them, or each is shared by equally many ranks."""
+        """True if tp can cut them, or each is shared by equally many ranks."""
         return self.size % tp == 0 or (self.shared_by is not None and tp % self.size == 0)
 
 
@@ -168,6 +168,11 @@ class LayerPartSpec(ABC):
         module: nn.Module = resolve_name(self.module)(self)
         return module
 
+    @classmethod
+    def same_meaning(cls, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of a `model:` section that may differ though weights compute the same, with the value to compare."""
+        return {}
+
     @cached_property
     @abstractmethod
     def matrices(self) -> tuple[Matrix, ...]:
@@ -186,7 +191,7 @@ class LayerPartSpec(ABC):
     @property
     @abstractmethod
     def divisions(self) -> tuple[Division, ...] | None:
-        """What tp must divide; None: tp cannot cut the part."""
+        """Numbers that tp must divide; None: tp cannot cut the part."""
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs of one token in the forward pass besides `matrices`; see `flops_per_token` for the conventions."""
@@ -209,7 +214,7 @@ class LayerPartSpec(ABC):
         """A generous bound of the numbers of a token that are kept and worked with."""
 
     def fits(self, tp: int) -> bool:
-        """Whether tp can cut the part."""
+        """True if tp can cut the part."""
         if self.divisions is None:
             return tp == 1
         return all(division.fits(tp) for division in self.divisions)
@@ -249,15 +254,15 @@ class MixerSpec(LayerPartSpec):
 
     @property
     def kernel(self) -> KernelUse | None:
-        """What it wants of the kernel of attention; None: it has no attention."""
+        """Demand on the kernel of attention; None: it has no attention."""
         return None
 
     def sees_all(self, length: int) -> bool:
-        """Whether a kernel needs no mask for a sequence of one document."""
+        """True if a kernel needs no mask for a sequence of one document."""
         return self.kernel is None or (self.kernel.window or length) >= length
 
     def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer | None:
-        """What it sends with a value of `parallel.cp_method`; None: it needs whole sequences."""
+        """Transfers with a value of `parallel.cp_method`; None: it needs whole sequences."""
         return None
 
 
@@ -285,5 +290,5 @@ class LayerSpec:
         return [size for part in self.parts.values() for size in self.norm.parameters(part.dim)]
 
     def fits(self, tp: int) -> bool:
-        """Whether tp can cut all parts."""
+        """True if tp can cut all parts."""
         return all(part.fits(tp) for part in self.parts.values())

@@ -55,7 +55,7 @@ _SUMS = frozenset((_collectives.reduce_scatter_tensor.default, _collectives.all_
 
 @dataclass(frozen=True)
 class Recompute:
-    """How a layer is run so that backward computes it again.
+    """Way to run a layer so that backward computes it again.
 
     Attributes:
         keep: Operations whose results are kept all the same; None: only the layer's input is.
@@ -70,7 +70,7 @@ class Recompute:
 
     @classmethod
     def of_layer(cls, config: RecomputeConfig, index: int, spec: LayerSpec, tp: int = 1) -> Recompute | None:
-        """What a layer does; None: it keeps everything.
+        """Recomputation of a layer; None: it keeps everything.
 
         Args:
             config: The `train.recompute:` section.
@@ -122,7 +122,7 @@ def _contexts(keep: frozenset[Any], needless: frozenset[int]) -> Any:
 
 
 class _Policy:
-    """Which results of one forward pass of a layer are kept, asked in that pass and again in its repetition."""
+    """Policy for the results of one forward pass of a layer, asked in that pass and again in its repetition."""
 
     def __init__(self, keep: frozenset[Any], needless: frozenset[int]) -> None:
         self._keep = keep
@@ -138,7 +138,7 @@ class _Policy:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _count(self, context: Any, kind: str) -> int:
-        """How many there were before in this pass."""
+        """Number of operations of a kind before in this pass."""
         self._counts[context.is_recompute, kind] += 1
         return self._counts[context.is_recompute, kind] - 1
 

@@ -1,4 +1,4 @@
-"""What the mixers of a decoder keep of the texts that it continues: a row for each text.
+"""States of the mixers of a decoder that continues texts: a row for each text.
 
 Rows have pasts of unequal lengths, come and go. Those that are there are always the first ones, so that a forward pass
 reads the memory as it lies and an idle row costs nothing.
@@ -21,7 +21,7 @@ _FIRST = 64
 
 @dataclass(frozen=True)
 class Places:
-    """Where the new positions of a forward pass go."""
+    """Places of the new positions of a forward pass."""
 
     past: int | None
     """Positions that each row has so far, where all have equally many; otherwise `positions_BS` says it."""
@@ -32,13 +32,13 @@ class Places:
 
 
 class MixerState(Protocol):
-    """What one layer keeps."""
+    """State of one layer."""
 
     def join(self, other: Self, lengths: Sequence[int], more: Sequence[int]) -> None:
         """Rows with `more` positions of another state come behind the rows of this one, which have `lengths`."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Row `source`, of so many positions, takes the place of row `target`."""
+        """Row `source`, which has `length` positions, takes the place of row `target`."""
 
 
 class KVCache:
@@ -76,7 +76,7 @@ class KVCache:
             held[target, :length] = held[source, :length]
 
     def _reserve(self, rows: int, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for so many rows and positions at least, of type and heads of `like` [.., .., K, E]."""
+        """Memory for at least `rows` rows and `positions` positions, of type and heads of `like` [.., .., K, E]."""
         had_rows, had = (0, 0) if self._memory is None else self._memory[0].shape[:2]
         if rows <= had_rows and positions <= had:
             assert self._memory is not None
@@ -110,7 +110,7 @@ class States:
         self.layers = layers
 
     def places(self, queries: int, device: torch.device) -> Places:
-        """Where `queries` new positions of every row go."""
+        """Places of `queries` new positions of every row."""
         longest = max(self.lengths)
         if longest == min(self.lengths):
             positions = torch.arange(longest, longest + queries, device=device)[None]
@@ -119,7 +119,7 @@ class States:
         return Places(None, past_B1 + torch.arange(queries, device=device), longest + queries)
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Every row has so many positions more."""
+        """Add to the length of each row."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def join(self, other: States) -> None:

@@ -16,7 +16,7 @@ from pipeline.common.console import warn
 from pipeline.common.errors import NumericalError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.train import FaultsConfig
-from pipeline.train.distributed.process_group import share
+from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.saving import Saver
 
@@ -90,7 +90,7 @@ class Faults:
         def count() -> int:
             return sum(row.get("action") == "rewind" for row in storage.read_json_lines(self.record))
 
-        self._rewinds = max(self._rewinds, share(count))
+        self._rewinds = max(self._rewinds, broadcast_from_rank0(count))
 
     def after(self, row: dict[str, Any]) -> None:
         """Look at the metrics of a step; every rank calls this.

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from pipeline.train.optim.stochastic_rounding import Rounding
-from pipeline.train.parallel.torch_compat.core import plain
+from pipeline.train.parallel.torch_compat.core import local_shard, plain
 
 _AT_ONCE = 1 << 24
 """Elements whose moments are in fp32 at the same time."""
@@ -42,7 +41,7 @@ class StatesOptimizer(torch.optim.Optimizer):
         mine = {names[parameter]: parameter for parameter in self._parameters()}
         self._rounding = Rounding(mine, len(states)) if dtype == torch.bfloat16 else None
         for parameter in mine.values():
-            device = local(parameter).device
+            device = local_shard(parameter).device
             self.state[parameter] = {"step": torch.zeros((), device=device)} | {
                 state: torch.zeros_like(plain(parameter), dtype=dtype, requires_grad=False) for state in states
             }
@@ -109,7 +108,9 @@ class Bf16AdamW(StatesOptimizer):
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], withheld: Tensor) -> None:
         assert parameter.grad is not None and self._rounding is not None
         state, name = self.state[parameter], self._names[parameter]
-        weights, gradients, *moments = map(local, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+        weights, gradients, *moments = map(
+            local_shard, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        )
         for rows in _pieces(weights):
             wide = [moment[rows].float() for moment in moments]
             adamw(
@@ -135,15 +136,9 @@ class Bf16AdamW(StatesOptimizer):
 
 
 def _pieces(tensor: Tensor) -> Iterator[slice]:
-    """Rows of a matrix, so many that they have about `_AT_ONCE` elements; a vector at once."""
+    """Slices of rows of a matrix with about `_AT_ONCE` elements each; a vector at once."""
     if tensor.numel() == 0:
         return
     rows = len(tensor) if tensor.ndim == 1 else max(1, _AT_ONCE // tensor.shape[1])
     for start in range(0, len(tensor), rows):
         yield slice(start, start + rows)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's shard; shares the memory."""
-    tensor = plain(tensor)
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

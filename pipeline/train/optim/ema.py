@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeline.config.train import EmaConfig
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, plain
+from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, local_shard, plain
 
 
 class Ema:
@@ -21,7 +20,7 @@ class Ema:
         self._model = model
         self.averages: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in self._weights().items()}
         """By parameter name: DTensors with the placements of the parameters."""
-        self._shards = {name: nn.Parameter(_local(average)) for name, average in self.averages.items()}
+        self._shards = {name: nn.Parameter(local_shard(average)) for name, average in self.averages.items()}
         # a - (1 - decay) * (1 * a - w): a step of descent with weight decay 1 along the weights. Torch has it as one
         # kernel for all tensors that needs no memory of its own and that a flag on the device can withhold.
         self._descent = torch.optim.SGD(
@@ -36,7 +35,7 @@ class Ema:
             updated: bool scalar on the device; if it is false, no bit changes.
         """
         for name, weight in self._weights().items():
-            self._shards[name].grad = _local(weight)
+            self._shards[name].grad = local_shard(weight)
         guard_optimizer_step(self._descent, (~updated).float())
         self._descent.step()
         self._descent.zero_grad(set_to_none=True)
@@ -48,14 +47,8 @@ class Ema:
             self.averages[name].copy_(weight)
 
     def _weights(self) -> dict[str, Tensor]:
-        """By name; of a tied embedding that this process has twice, the first copy, which is equal to the other."""
+        """Weights by name; of a tied embedding that this process has twice, the first of two equal copies."""
         weights: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
             weights.setdefault(name, plain(parameter.detach()))
         return weights
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This process's shard; shares the memory."""
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()

@@ -20,17 +20,17 @@ class Gradients:
 
     def __init__(self, model: ParallelModel, mesh: Mesh) -> None:
         self._tied = None
-        if model.tied_over_stages:
+        if model.spec.tie_embeddings and len(model.stages) > 1:  # the last stage has a copy of the embedding
             self._tied = TiedEmbedding(model.stages, model.parts, mesh.role("pp"))
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         # Of equal copies on several processes one counts for the norm.
         elsewhere = None if self._tied is None else self._tied.counted_elsewhere
         self._counted = {name: p for name, p in model.named_parameters() if _owns(p) and p is not elsewhere}
 
-    def share_tied(self) -> None:
+    def sum_tied(self) -> None:
         """Add up the gradients of a tied embedding, of which the first and the last stage have copies."""
         if self._tied is not None:
-            self._tied.share_gradients()
+            self._tied.sum_gradients()
 
     def sum_of_squares(self) -> Tensor:
         """This process's share of the squared L2 norm of the whole gradient, fp64 scalar."""
@@ -65,7 +65,7 @@ def _square(tensors: list[Tensor]) -> Tensor:
 
 
 def _owns(parameter: nn.Parameter) -> bool:
-    """Whether this process counts what it has of a parameter: it is the first along each axis of copies."""
+    """True if this process counts its shard of a parameter: it is the first along each axis of copies."""
     assert isinstance(parameter, DTensor)
     coordinates = parameter.device_mesh.get_coordinate()
     assert coordinates is not None

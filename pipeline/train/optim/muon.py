@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.train import MuonConfig
-from pipeline.train.optim.bf16_adamw import StatesOptimizer, local
+from pipeline.train.optim.bf16_adamw import StatesOptimizer
 from pipeline.train.optim.muon_owners import Owners
+from pipeline.train.parallel.torch_compat.core import local_shard
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of a step of the iteration (Jordan et al. 2024): steep at 0, so that few steps take singular values close to 1."""
@@ -42,7 +43,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def rate_factor(shape: torch.Size, adjust: str) -> float:
-    """What the learning rate of a matrix is multiplied by, see `train.optimizer.muon.adjust_lr`."""
+    """Factor on the learning rate of a matrix, see `train.optimizer.muon.adjust_lr`."""
     rows, columns = shape
     if adjust == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -91,7 +92,7 @@ class Muon(StatesOptimizer):
     def _average(self, parameter: nn.Parameter, skip: Tensor) -> Tensor:
         """Take the gradient into the momentum, unless the step is withheld; returns what is to be orthogonalized."""
         assert parameter.grad is not None
-        gradient, kept = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
+        gradient, kept = local_shard(parameter.grad), local_shard(self.state[parameter]["momentum_buffer"])
         old, momentum = kept.float(), self._config.momentum
         new = old.lerp(gradient, 1 - momentum)
         update = gradient.lerp(new, momentum) if self._config.nesterov else new
@@ -103,7 +104,7 @@ class Muon(StatesOptimizer):
         return update
 
     def _add(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any], skip: Tensor) -> None:
-        weights, lr = local(parameter), group["lr"]
+        weights, lr = local_shard(parameter), group["lr"]
         factor = rate_factor(parameter.shape, self._config.adjust_lr)
         new = weights.mul(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * factor)
         weights.copy_(torch.where(skip, weights, new))

@@ -37,7 +37,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where the pieces of matrices of one shape are, by rank of the group."""
+    """Pieces of matrices of one shape, by rank of the group."""
 
     shape: torch.Size
     pieces: tuple[Piece, ...]
@@ -129,7 +129,7 @@ class Owners:
         return [flat.view(piece.shape) for flat, piece in zip(back, pieces, strict=False)]
 
     def _exchange(self, tensors: Sequence[Tensor], to: list[int], come: list[int]) -> tuple[Tensor, ...]:
-        """What each rank has for this one, flat. Sizes are in elements, by rank."""
+        """Elements that each rank sends to this one, flat. Sizes are in elements, by rank."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         received = flat.new_empty(sum(come))
         dist.all_to_all_single(received, flat, come, to, group=self._group)

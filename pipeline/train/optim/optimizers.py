@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.config.model import InitConfig
-from pipeline.config.train import OptimizerConfig
-from pipeline.train.model.config import DecoderSpec
+from pipeline.config import Config
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import is_layer_matrix, lr_scale
 from pipeline.train.optim.bf16_adamw import Bf16AdamW
@@ -28,13 +26,13 @@ class Optimizers:
     AdamW has all parameters, or with `type: muon` all but the matrices of layers.
     """
 
-    def __init__(self, model: ParallelModel, init: InitConfig, config: OptimizerConfig) -> None:
+    def __init__(self, config: Config, model: ParallelModel) -> None:
         group = None
-        if config.type == "muon":
+        if config.train.optimizer.type == "muon":
             _, parameter = next(model.named_parameters())
             assert isinstance(parameter, DTensor)
             group = group_of(parameter.device_mesh)
-        self.by_stage = {index: _build(part, model.spec, init, config, group) for index, part in model.parts.items()}
+        self.by_stage = {index: _build(config, part, group) for index, part in model.parts.items()}
         """Each parameter of a part belongs to one of the optimizers of its stage."""
 
     def step(self, lr: float, finite: Tensor) -> None:
@@ -53,26 +51,25 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def all(self) -> Iterator[torch.optim.Optimizer]:
-        """Of all stages."""
+        """Optimizers of all pipeline stages."""
         for optimizers in self.by_stage.values():
             yield from optimizers
 
 
-def _build(
-    part: Decoder, spec: DecoderSpec, init: InitConfig, config: OptimizerConfig, group: dist.ProcessGroup | None
-) -> tuple[torch.optim.Optimizer, ...]:
+def _build(config: Config, part: Decoder, group: dist.ProcessGroup | None) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers of a part. Matrices decay, vectors do not; a group keeps its `lr_scale` (1 but for muP)."""
+    optimizer = config.train.optimizer
     groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in part.named_parameters():
-        muon = config.type == "muon" and is_layer_matrix(name, spec)
-        groups[muon, parameter.ndim >= 2, lr_scale(name, spec, init)].append(parameter)
+        muon = optimizer.type == "muon" and is_layer_matrix(name, part.spec)
+        groups[muon, parameter.ndim >= 2, lr_scale(name, part.spec, config.model.init)].append(parameter)
     of_muon, of_adamw = (
         [
             {
                 "params": params,
-                "lr": config.lr,
+                "lr": optimizer.lr,
                 "lr_scale": scale,
-                "weight_decay": config.weight_decay if decays else 0.0,
+                "weight_decay": optimizer.weight_decay if decays else 0.0,
             }
             for (muon, decays, scale), params in groups.items()
             if muon == wanted
@@ -83,11 +80,11 @@ def _build(
     optimizers: list[torch.optim.Optimizer] = []
     if of_muon:  # a stage may be without layers
         assert group is not None
-        dtype = torch.bfloat16 if config.states == "bf16" else torch.float32
-        optimizers.append(Muon(of_muon, names, config.muon, dtype, group))
+        dtype = torch.bfloat16 if optimizer.states == "bf16" else torch.float32
+        optimizers.append(Muon(of_muon, names, optimizer.muon, dtype, group))
     if of_adamw:
-        if config.states == "bf16":
-            optimizers.append(Bf16AdamW(of_adamw, names, config.betas, config.eps))
+        if optimizer.states == "bf16":
+            optimizers.append(Bf16AdamW(of_adamw, names, optimizer.betas, optimizer.eps))
         else:
-            optimizers.append(torch.optim.AdamW(of_adamw, betas=config.betas, eps=config.eps, fused=True))
+            optimizers.append(torch.optim.AdamW(of_adamw, betas=optimizer.betas, eps=optimizer.eps, fused=True))
     return tuple(optimizers)

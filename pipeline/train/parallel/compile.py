@@ -14,8 +14,8 @@ from typing import cast
 import torch
 
 from pipeline.common.errors import UserError
-from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig
-from pipeline.config.train import RecomputeConfig, TrainConfig
+from pipeline.config import Config
+from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.torch_compat.core import prepare_compiler
@@ -27,40 +27,35 @@ _FLOPS_OF_A_THREAD = 1e11
 _LONG_HOURS = 0.5
 
 
-def compiles(train: TrainConfig, parallel: ParallelConfig, device: torch.device) -> bool:
-    """Whether layers are compiled: as the run file says, else on a GPU where nothing that is asked for rules it out."""
-    if train.compile is not None:
-        return train.compile
-    return device.type == "cuda" and not _ruled_out(train, parallel)
+def compiles(config: Config, device: torch.device) -> bool:
+    """True if layers are compiled: by the run file, else on a GPU where nothing that is asked for rules it out."""
+    if config.train.compile is not None:
+        return config.train.compile
+    return device.type == "cuda" and not _ruled_out(config)
 
 
-def _ruled_out(train: TrainConfig, parallel: ParallelConfig) -> bool:
-    fp8 = train.precision.fp8
-    zero_bubble = parallel.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE
-    return train.recompute.offload or zero_bubble or (fp8 is not None and fp8.backend == "te")
+def _ruled_out(config: Config) -> bool:
+    fp8 = config.train.precision.fp8
+    return (
+        config.train.recompute.offload or config.parallel.splits_backward or (fp8 is not None and fp8.backend == "te")
+    )
 
 
-def settle(
-    train: TrainConfig,
-    parallel: ParallelConfig,
-    device: torch.device,
-    flops: float,
-    threads: int,
-    before: bool | None = None,
+def choose_compiling(
+    config: Config, device: torch.device, flops: float, threads: int, before: bool | None = None
 ) -> tuple[bool, str]:
-    """Whether layers are compiled, and a line for the log. One rank decides for all.
+    """True if layers are compiled, and a line for the log. One rank decides for all.
 
     On a CPU compiling takes half a minute at each start and saves about a tenth of every step: that is for long runs.
 
     Args:
-        train: The section of the run file.
-        parallel: The layout.
+        config: The run file.
         device: Where the run is.
         flops: Of a process in the whole run.
         threads: Of a process.
         before: What was decided on a CPU when the run was there last, which stays, as compiled layers round otherwise.
     """
-    compiled = compiles(train, parallel, device)
+    train, compiled = config.train, compiles(config, device)
     why = "as train.compile says" if train.compile is not None else ""
     if train.compile is None and device.type == "cpu" and before is not None:
         compiled, why = before, "as before"
@@ -69,7 +64,7 @@ def settle(
         missing = _missing_program("CXX", ("g++",), "C++")
         long = hours >= _LONG_HOURS
         many_shapes = train.batch_ramp is not None and train.micro_batch_size is None
-        ruled_out = _ruled_out(train, parallel) or many_shapes
+        ruled_out = _ruled_out(config) or many_shapes
         compiled = long and not missing and not ruled_out
         why = f"the run is {'long' if long else 'short'}, {hours:,.2g} hours of arithmetic"
         if long and not compiled:

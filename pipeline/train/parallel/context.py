@@ -30,33 +30,38 @@ from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, re
 
 
 def build_cut(mesh: Mesh, parallel: ParallelConfig) -> SequenceCut | None:
-    """How this process's share of every sequence is cut; None without cp. Heads and lengths must fit, see the rules."""
+    """The cut of every sequence over cp; None without it. Heads and lengths must fit, see the rules."""
     if mesh.size("cp") == 1:
         return None
     way = GatheredKeys if parallel.cp_method == "all_gather" else ExchangedHeads
     return way(mesh.role("cp").get_group(), mesh.rank("cp"), mesh.size("cp"))
 
 
-def share_of(batch: Batch, cut: SequenceCut | None) -> Batch:
+def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
     """A batch with this rank's share of every sequence. Targets follow their inputs.
 
     Its document starts are gone, as a document may begin on another rank: what they say is taken from the whole batch.
     """
     if cut is None:
         return batch
-    tokens, targets, weight = (cut.share(x) for x in (batch.tokens, batch.targets, batch.weight))
+    tokens, targets, weight = (cut.shard(x) for x in (batch.tokens, batch.targets, batch.weight))
     return replace(batch, tokens=tokens, targets=targets, weight=weight, starts=batch.starts[:0])
 
 
 @dataclass(frozen=True)
-class GatheredKeys:
-    """Every rank has two pieces of the sequence, and collects the keys and values of all."""
+class _ContextAxis:
+    """The cp axis as one of its processes has it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+
+@dataclass(frozen=True)
+class GatheredKeys(_ContextAxis):
+    """Every rank has two pieces of the sequence, and collects the keys and values of all."""
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: pieces r and 2 cp - 1 - r of 2 cp."""
         pieces = x.chunk(2 * self.size, dim)
         assert len(pieces) == 2 * self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"
@@ -81,7 +86,7 @@ class GatheredKeys:
         return rank, 2 * self.size - 1 - rank
 
     def ordered(self, gathered: Sequence[Tensor]) -> Tensor:
-        """What the ranks have, [N, B, 2, C, K, E] each, as the sequence: [N, B, S, K, E]."""
+        """The shards of the ranks, [N, B, 2, C, K, E] each, as the sequence: [N, B, S, K, E]."""
         pieces: dict[int, Tensor] = {}
         for rank, both in enumerate(gathered):
             pieces |= dict(zip(self._places(rank), both.unbind(2), strict=True))
@@ -114,14 +119,10 @@ class _Gather(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class ExchangedHeads:
+class ExchangedHeads(_ContextAxis):
     """Every rank has one piece of the sequence, and some heads of all of it while it attends."""
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-
-    def share(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `SequenceCut`: piece r of cp."""
         pieces = x.chunk(self.size, dim)
         assert len(pieces) == self.size and pieces[0].shape == pieces[-1].shape, f"{x.shape} over cp {self.size}"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from pipeline.config import Config
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import Fp8Config, OptimizerConfig
+from pipeline.config.train import OptimizerConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
@@ -28,7 +26,7 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the parameters of one rank take."""
+    """Memory of the parameters of one rank."""
 
     parameters: int
     """Parameters of its stages, after the cut by tp and before that by dp_shard."""
@@ -45,65 +43,41 @@ class Footprint:
         return self.states + self.compute + self.accumulated
 
 
-def footprint(
-    spec: DecoderSpec,
-    parts: Sequence[ModelPart],
-    parallel: ParallelConfig,
-    layout: Layout,
-    compute: Literal["fp32", "bf16", "fp16"],
-    *,
-    averages: bool,
-    optimizer: OptimizerConfig,
-    fp8: Fp8Config | None = None,
-) -> Footprint:
-    """What the parameters of one rank take: weights, gradients, optimizer states. Activations come on top.
+def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence[ModelPart]) -> Footprint:
+    """Memory of the parameters of one rank: weights, gradients, optimizer states. Activations come on top.
 
     Whole weights in the compute format are all there until the step ends, or with `reshard_after_forward` those of the
     layer at work and the next ones, and of embedding, norm and head. Shards are counted even, without padding.
 
     Args:
+        config: The run file.
+        layout: The degrees.
         spec: The model.
         parts: The stages of the rank.
-        parallel: The `parallel:` section.
-        layout: The degrees.
-        compute: `train.precision.compute`.
-        averages: Whether there is a `train.ema`.
-        optimizer: The `train.optimizer:` section.
-        fp8: `train.precision.fp8`.
     """
+    train, optimizer, width = config.train, config.train.optimizer, COMPUTE_BYTES[config.train.precision.compute]
     indices = [index for part in parts for index in part.layers]
     layers = [layer_parameters(spec.layers[index], layout.tp) for index in indices]
     ends = sum(end_parameters(spec, part, layout.tp) for part in parts)
     parameters = ends + sum(layers)
     matrices = sum(layer_matrices(spec.layers[index], layout.tp) for index in indices)
-    state = MASTER_BYTES + GRADIENT_BYTES + (AVERAGE_BYTES if averages else 0)
+    state = MASTER_BYTES + GRADIENT_BYTES + (AVERAGE_BYTES if train.ema is not None else 0)
     states = state * -(-parameters // layout.shards)
     states += MOMENT_BYTES[optimizer.states] * -(-moments(optimizer, parameters, matrices) // layout.shards)
-    rounded = gathered_in_fp8(fp8, spec, layout)
-    copies = sorted(
-        COMPUTE_BYTES[compute] * size - rounded.get(index, 0) for index, size in zip(indices, layers, strict=True)
-    )
-    together = 1 + layers_ahead(parallel.overlap) if LayoutKind.of(parallel, layout).reshard else len(copies)
-    whole = COMPUTE_BYTES[compute] * ends + sum(copies[::-1][:together])
-    accumulates = reduction(parallel, layout) != "each" and layout.shards > 1
+    rounded = gathered_in_fp8(train.precision.fp8, spec, layout)
+    copies = sorted(width * size - rounded.get(index, 0) for index, size in zip(indices, layers, strict=True))
+    reshards = LayoutKind.of(config.parallel, layout).reshard
+    together = 1 + layers_ahead(config.parallel.overlap) if reshards else len(copies)
+    whole = width * ends + sum(copies[::-1][:together])
+    accumulates = reduction(config.parallel, layout) != "each" and layout.shards > 1
     return Footprint(parameters, states, whole, GRADIENT_BYTES * parameters if accumulates else 0)
 
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
-    """What the parameters of a rank take in a run, by pp rank."""
-    train = config.train
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, train.sequence_length)
+    """Memory of the parameters of a rank in a run, by pp rank."""
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     return [
-        footprint(
-            spec,
-            [stage.part for stage in stages if stage.rank == rank],
-            config.parallel,
-            layout,
-            train.precision.compute,
-            averages=train.ema is not None,
-            optimizer=train.optimizer,
-            fp8=train.precision.fp8,
-        )
+        footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])
         for rank in range(layout.pp)
     ]
 

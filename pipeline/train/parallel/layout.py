@@ -1,4 +1,4 @@
-"""How many processes each axis of parallelism has."""
+"""Layouts: the number of processes on each axis of parallelism."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Layout:
 
 
 def sequence_multiple(parallel: ParallelConfig, layout: Layout) -> int:
-    """What the length of every sequence is a multiple of, so that cp and sequence parallelism can cut it evenly."""
+    """Divisor of the length of every sequence, so that cp and sequence parallelism can cut it evenly."""
     tp = layout.tp if parallel.sequence_parallel else 1
     if layout.cp == 1:
         return tp

@@ -1,4 +1,4 @@
-"""What communication runs beside computation: weights that are gathered ahead, gradients that are added up early."""
+"""Communication beside computation: weights that are gathered ahead, gradients that are added up early."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import socket
 from collections.abc import Sequence
 from typing import Literal, cast
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.common.errors import UserError
+from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE, OverlapConfig, ParallelConfig
-from pipeline.config.train import TrainConfig
 from pipeline.train.distributed.process_group import cpu_group
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.compile import compiles
 from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.setup import Setup
 
 Reduction = Literal["each", "last", "after"]
 """When gradients are added up over shards: in the backward pass of each micro-batch, in that of the last one, or after
@@ -25,7 +24,7 @@ all of them."""
 
 
 def reduction(parallel: ParallelConfig, layout: Layout) -> Reduction:
-    """When the gradients of a layout are added up."""
+    """The time when the gradients of a layout are added up."""
     if layout.pp == 1:
         return parallel.overlap.reduce or "each"
     # Where a backward pass has two halves, `fully_shard` would add up after the first, before there are gradients.
@@ -58,23 +57,21 @@ def _ahead(first: FSDPModule, then: Sequence[FSDPModule], count: int) -> list[tu
     return [(module, list(then[place : place + count])) for place, module in enumerate([first, *then])]
 
 
-def check_async_tp(parallel: ParallelConfig, train: TrainConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
+def check_async_tp(config: Config, setup: Setup) -> None:
     """Look for what `parallel.overlap.async_tp` needs, before anything is built. Every process calls this.
-
-    Args:
-        mesh: The tp axis; None without one.
 
     Raises:
         UserError: It is not there.
     """
-    if not parallel.overlap.async_tp or mesh is None:
+    if not config.parallel.overlap.async_tp or setup.mesh.size("tp") == 1:
         return
-    if device.type != "cuda":
+    if setup.device.type != "cuda":
         raise UserError(
             "parallel.overlap.async_tp=true sends from GPU to GPU, but this run is on a CPU: set "
             "parallel.overlap.async_tp=false"
         )
-    assert compiles(train, parallel, device), "a rule"
+    assert compiles(config, setup.device), "a rule"
+    mesh = setup.mesh.role("tp")
     # Of all processes: one that saw nothing wrong would wait for those that end.
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname(), group=cpu_group())

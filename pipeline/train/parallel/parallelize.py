@@ -10,12 +10,9 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import PrecisionConfig, TrainConfig
+from pipeline.config import Config
 from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
 from pipeline.train.model.block import Block
@@ -32,6 +29,7 @@ from pipeline.train.parallel.layout import sequence_multiple
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.parallel.torch_compat.core import prepare_async_tp
@@ -44,7 +42,7 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """What this process has of the model: one part for each of its pipeline stages, the whole without a pipeline."""
+    """This process's parts of the model: one for each of its pipeline stages, the whole without a pipeline."""
 
     spec: DecoderSpec
     stages: list[Stage]
@@ -71,11 +69,6 @@ class ParallelModel:
         """Columns of the logits that this process has."""
         return self.spec.vocab_padded // (1 if self.vocab_shard is None else self.vocab_shard.group.size())
 
-    @property
-    def tied_over_stages(self) -> bool:
-        """Whether the last stage has a copy of the embedding."""
-        return self.spec.tie_embeddings and len(self.stages) > 1
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of all parts. A tied embedding comes twice where a process has the first stage and the last."""
         for part in self.parts.values():
@@ -93,47 +86,33 @@ class ParallelModel:
             part.train(mode)
 
 
-def parallelize(
-    spec: DecoderSpec,
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-    device: torch.device,
-    sequence_length: int,
-    train: TrainConfig | None = None,
-) -> ParallelModel:
-    """Build this process's parts on meta, cut and shard them, and give them (uninitialized) memory on `device`.
+def parallelize(config: Config, setup: Setup) -> ParallelModel:
+    """Build this process's parts on meta, cut and shard them, and give them (uninitialized) memory on the device.
 
     The shards are fp32 and are the master weights; forward and backward see parameters in the compute dtype, and
     gradients are reduced in fp32. They are summed over ranks, never averaged: the loss is already divided by the
     number of valid targets of the global batch.
-
-    Args:
-        sequence_length: What stages are balanced for.
-        train: How layers are computed in training passes: what is kept for backward, and whether they are compiled.
-            None: everything, and not.
     """
-    tp, pp = mesh.size("tp"), mesh.size("pp")
-    stages = split_stages(spec, pp, parallel.pipeline, sequence_length)
+    mesh, spec, parallel, fp8 = setup.mesh, setup.spec, config.parallel, config.train.precision.fp8
+    tp = mesh.size("tp")
+    stages = split_stages(spec, mesh.size("pp"), parallel.pipeline, config.train.sequence_length)
     parts = {}
     for stage in stages:
         if stage.rank == mesh.rank("pp"):
             with torch.device("meta"):
                 part = Decoder(spec, stage.part)
-            if train is not None and precision.fp8 is not None:
-                use_fp8(part, precision.fp8, mesh.layout)
+            if fp8 is not None:
+                use_fp8(part, fp8, mesh.layout)
             if tp > 1:
                 apply_tensor_parallel(part, mesh.role("tp"), sequence_parallel=parallel.sequence_parallel)
-            if train is not None:
-                _prepare_training(part, train, parallel, mesh.role("tp") if tp > 1 else None, device)
-            _shard(part, mesh, precision, reshard=LayoutKind.of(parallel, mesh.layout).reshard or False)
+            _prepare_layers(part, config, setup)
+            _shard(part, config, mesh)
             set_prefetch(part, parallel.overlap)
-            parts[stage.index] = part.to_empty(device=device)
+            parts[stage.index] = part.to_empty(device=setup.device)
     shard = None
     if tp > 1:
         shard = VocabShard(mesh.role("tp").get_group(), mesh.rank("tp") * (spec.vocab_padded // tp))
     multiple = sequence_multiple(parallel, mesh.layout)
-    fp8 = precision.fp8 if train is not None else None
     if fp8 is not None:
         multiple = math.lcm(multiple, fp8.multiple * mesh.layout.cp)
     return ParallelModel(
@@ -147,24 +126,23 @@ def parallelize(
     )
 
 
-def _prepare_training(
-    part: Decoder, train: TrainConfig, parallel: ParallelConfig, tp: DeviceMesh | None, device: torch.device
-) -> None:
-    """How the layers of a part are computed in training passes, alone or over a mesh of tp."""
-    degree = 1 if tp is None else tp.size()
+def _prepare_layers(part: Decoder, config: Config, setup: Setup) -> None:
+    """Set how the layers of a part are computed in training passes: recomputed, compiled."""
+    recompute, tp = config.train.recompute, setup.mesh.size("tp")
     for block in part.layers.values():
         layer = cast(Block, block)
-        layer.recompute = Recompute.of_layer(train.recompute, layer.index, part.spec.layers[layer.index], degree)
-    if compiles(train, parallel, device):
-        compile_layers(part, train.recompute)
-        if tp is not None and parallel.overlap.async_tp:
-            prepare_async_tp(tp.get_group())
+        layer.recompute = Recompute.of_layer(recompute, layer.index, part.spec.layers[layer.index], tp)
+    if compiles(config, setup.device):
+        compile_layers(part, recompute)
+        if tp > 1 and config.parallel.overlap.async_tp:
+            prepare_async_tp(setup.mesh.role("tp").get_group())
 
 
-def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bool) -> None:
+def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
     params = mesh.role("params")
+    reshard = LayoutKind.of(config.parallel, mesh.layout).reshard or False
     policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPE[precision.compute],
+        param_dtype=COMPUTE_DTYPE[config.train.precision.compute],
         reduce_dtype=torch.float32,
         # It would also round what the context has in fp32: rotary tables, and how much each token counts.
         cast_forward_inputs=False,
@@ -179,41 +157,28 @@ def _shard(part: Decoder, mesh: Mesh, precision: PrecisionConfig, *, reshard: bo
             module.set_force_sum_reduction_for_comms(True)
 
 
-def attention_choice(
-    config: ModelConfig, spec: DecoderSpec, train: TrainConfig, parallel: ParallelConfig, device: torch.device
-) -> KernelChoice:
-    """What computes attention in a training, see `choose_on`."""
-    need = KernelRequirements.of(config, spec, train, compiles(train, parallel, device))
-    return choose_on(train.attention, need, device)
+def attention_choice(config: Config, setup: Setup) -> KernelChoice:
+    """The kernel that computes attention in a training, see `choose_on`."""
+    need = KernelRequirements.of(config.model, setup.spec, config.train, compiles(config, setup.device))
+    return choose_on(config.train.attention, need, setup.device)
 
 
-def build_model(
-    config: ModelConfig,
-    spec: DecoderSpec,
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-    device: torch.device,
-    seed: int,
-    sequence_length: int,
-    train: TrainConfig | None = None,
-) -> ParallelModel:
+def build_model(config: Config, setup: Setup) -> ParallelModel:
     """`parallelize`, then the initial weights, which are the same for every layout.
 
     Raises:
         UserError: The device or the machine cannot do what `train` asks for; nothing is built then.
     """
-    if train is not None:
-        check_offload(train.recompute, device)
-        if precision.fp8 is not None:
-            check_fp8(precision.fp8, device)
-        if compiles(train, parallel, device):
-            check_compiler(device)
-        check_async_tp(parallel, train, device, mesh.role("tp") if mesh.size("tp") > 1 else None)
-        kernel = attention_choice(config, spec, train, parallel, device).build(train.deterministic)
-    model = parallelize(spec, mesh, parallel, precision, device, sequence_length, train)
+    train, device = config.train, setup.device
+    check_offload(train.recompute, device)
+    if train.precision.fp8 is not None:
+        check_fp8(train.precision.fp8, device)
+    if compiles(config, device):
+        check_compiler(device)
+    check_async_tp(config, setup)
+    kernel = attention_choice(config, setup).build(train.deterministic)
+    model = parallelize(config, setup)
     for part in model.parts.values():
-        if train is not None:
-            part.kernel = kernel
-        init_weights(part, spec, config.init, seed)
+        part.kernel = kernel
+        init_weights(part, setup.spec, config.model.init, config.run.seed)
     return model

@@ -11,14 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
@@ -26,19 +19,12 @@ from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.overlap import Reduction
+from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.pipeline_stages import Stage
 from pipeline.train.parallel.torch_compat.pipeline_stage import MicroBatchStage
 
 # On an error torch prints its whole table of actions; the exception says what is wrong.
-logging.getLogger(ScheduleGPipe.__module__).setLevel(logging.CRITICAL)
-
-_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL_STAGES = {
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
+logging.getLogger(PipelineScheduleSingle.__module__).setLevel(logging.CRITICAL)
 
 
 class PipelineRunner:
@@ -158,9 +144,8 @@ class PipelineRunner:
         stages = [self._build_stage(index, part, shape) for index, part in self._parts.items()]
         # The loss is the last stage's output. A gradient is never scaled: the objective has the divisor in it.
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-        if self._schedule in _ONE_STAGE:
-            return _ONE_STAGE[self._schedule](stages[0], micro_batches, **options)
-        return _SEVERAL_STAGES[self._schedule](stages, micro_batches, **options)  # type: ignore[arg-type]
+        schedule: Any = get_schedule_class(SCHEDULES[self._schedule].torch_name)
+        return schedule(stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages, micro_batches, **options)
 
     def _build_stage(self, index: int, part: Decoder, shape: torch.Size) -> MicroBatchStage:
         count = len(self._placement)
@@ -191,7 +176,7 @@ class PipelineRunner:
         return self._work.batches[number].tokens
 
     def _compute(self, part: Decoder, number: int, x: Tensor) -> Tensor:
-        """What a stage gives for a micro-batch in training: the residual stream, or the loss in the last one.
+        """Output of a stage for a micro-batch in training: the residual stream, or the loss in the last one.
 
         The logits are used up here, so that no schedule keeps them.
         """
@@ -228,7 +213,7 @@ class TiedEmbedding:
         """The last stage's copy, if it is here: a norm over the model's gradients must not count it."""
 
     @torch.no_grad()
-    def share_gradients(self) -> None:
+    def sum_gradients(self) -> None:
         """Both copies get the sum of their gradients, with the same bits. Once a step, after all backward passes.
 
         Every process of the pipeline may call this; those in between do nothing.
@@ -261,7 +246,7 @@ class Action(NamedTuple):
 
 
 def forward_order(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """What each rank does, in order, to take micro-batches through stages placed in any way on ranks.
+    """Actions of each rank, in order, that take micro-batches through stages placed in any way on ranks.
 
     In every time step a rank runs its last stage that has an input, so that little is under way. A receive stands
     where the other rank sends: between two ranks, sends and receives have one order, which no backend can deadlock on.
@@ -291,7 +276,7 @@ def forward_order(placement: Sequence[int], micro_batches: int) -> list[list[Act
 
 
 class _Work(NamedTuple):
-    """What a call of `train` is about."""
+    """Arguments of a call of `train`."""
 
     batches: Sequence[Batch]
     contexts: Sequence[Context]

@@ -18,7 +18,7 @@ _DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What a schedule is and demands."""
+    """Facts of a schedule: its demands and costs."""
 
     torch_name: str
     """Name in `torch.distributed.pipelining`."""
@@ -123,14 +123,14 @@ WHOLE_BACKWARD: tuple[ScheduleName, ...] = tuple(name for name in SCHEDULES if n
 def actions_of(
     schedule: ScheduleName, pp: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[int, str, int], ...], ...]:
-    """What each pp rank does in a step, in order, see `schedule_actions`; kept, as torch takes long to tell it."""
+    """Actions of each pp rank in a step, in order, see `schedule_actions`; cached, since torch takes long."""
     order = schedule_actions(SCHEDULES[schedule].torch_name, pp, stages_per_rank, micro_batches)
     return tuple(tuple(actions) for actions in order)
 
 
 @dataclass(frozen=True)
 class Play:
-    """How a step of a pipeline goes if communication took no time."""
+    """Course of a pipeline's step if communication took no time."""
 
     bubble: float
     """Share of the time of all ranks in which they wait, from 0 to 1. Unequal stages make it larger."""

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has, and which rank has which stage."""
+"""Stages of a pipeline: their layers and their ranks."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_
 
 def rank_of(stage: int, pp: int, pipeline: PipelineConfig) -> int:
     """The pp coordinate that has a stage."""
-    lap, place = divmod(stage, pp)
-    return pp - 1 - place if pipeline.schedule in V_SHAPED and lap % 2 else place
+    turn, place = divmod(stage, pp)
+    return pp - 1 - place if pipeline.schedule in V_SHAPED and turn % 2 else place
 
 
 def layer_costs(spec: DecoderSpec, sequence_length: int) -> list[int]:
@@ -85,7 +85,7 @@ def compute_costs(spec: DecoderSpec, stages: Sequence[Stage], sequence_length: i
 
 @lru_cache(maxsize=64)
 def balance(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """Cut a row of layers into so many contiguous stages, each with a layer at least.
+    """Cut a row of layers into contiguous stages, each with a layer at least.
 
     The most expensive stage is as cheap as possible. Of the cuts for which it is, the sum of squares of the stages'
     costs is the smallest; of those, the first stages have the fewest layers, as they keep the most activations.

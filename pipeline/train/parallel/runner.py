@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline.config.parallel import ParallelConfig
+from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.monitor.trace_spans import span
-from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import Reduction, reduction
-from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.pipeline_parallel import PipelineRunner
+from pipeline.train.parallel.setup import Setup
 
 
 class Runner(Protocol):
@@ -77,14 +77,9 @@ class WholeRunner:
             measure(self._model(batch.tokens, context), batch)
 
 
-def build_runner(
-    model: ParallelModel, mesh: Mesh, parallel: ParallelConfig, device: torch.device, dtype: torch.dtype
-) -> Runner:
-    """The runner of a layout.
-
-    Args:
-        dtype: Of the residual stream between stages.
-    """
+def build_runner(config: Config, setup: Setup, model: ParallelModel) -> Runner:
+    """The runner of a layout."""
+    mesh, parallel = setup.mesh, config.parallel
     if mesh.size("pp") == 1:
         return WholeRunner(model.whole, reduction(parallel, mesh.layout))
     return PipelineRunner(
@@ -93,7 +88,7 @@ def build_runner(
         mesh.role("pp"),
         parallel.pipeline,
         reduction=reduction(parallel, mesh.layout),
-        device=device,
-        dtype=dtype,
+        device=setup.device,
+        dtype=COMPUTE_DTYPE[config.train.precision.compute],
         sequence_shards=mesh.size("tp") if parallel.sequence_parallel else 1,
     )

@@ -1,4 +1,4 @@
-"""How the steps of a run are cut into micro-batches, as far as the run file alone tells: phases and the batch ramp."""
+"""Shapes of the steps of a run, as far as the run file alone decides them: phases, batch ramp, micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.config.blend import PhaseConfig
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is like on each data-parallel rank."""
+    """Shape of a step on each data-parallel rank."""
 
     batch_key: str
     """Where the run file has its batch size."""
@@ -36,7 +36,7 @@ class StepShape:
         return self.count(self.micro_batch_size)
 
     @property
-    def share(self) -> int:
+    def windows_per_rank(self) -> int:
         """Windows of one rank, padding within them not counted."""
         return -(-self.batch_size // self.ranks)
 
@@ -59,7 +59,7 @@ class StepShape:
         )
 
     def count(self, micro_batch_size: int) -> int:
-        """Micro-batches on each rank if they had so many windows."""
+        """Micro-batches on each rank if they had `micro_batch_size` windows."""
         return -(-self.batch_size // (micro_batch_size * self.ranks))
 
 
@@ -72,7 +72,7 @@ def step_shapes(config: Config, ranks: int) -> list[StepShape]:
 
 
 def step_counts(config: Config, ranks: int) -> dict[StepShape, int]:
-    """How many steps of each shape a run makes if its data last until `train.duration`."""
+    """Number of steps of each shape in a run whose data last until `train.duration`."""
     counts: dict[StepShape, int] = {}
     steps = tokens = 0
     for shape, taken in _course(config, ranks):
@@ -91,8 +91,8 @@ def _course(config: Config, ranks: int) -> Iterator[tuple[StepShape, int | None]
         length = phase.sequence_length or config.train.sequence_length
         while True:
             size, key, rise = _batch_size(config, number, phase, tokens)
-            share = -(-size // ranks)
-            micro = phase.micro_batch_size or config.train.micro_batch_size or share
+            per_rank = -(-size // ranks)
+            micro = phase.micro_batch_size or config.train.micro_batch_size or per_rank
             ends = [_steps_until(end, steps, tokens, size * length) for end in (phase.until, rise) if end is not None]
             # A phase that ends before it begins is refused where the run is planned.
             taken = max(0, min(ends)) if ends else None
@@ -103,7 +103,7 @@ def _course(config: Config, ranks: int) -> Iterator[tuple[StepShape, int | None]
                     _key(number, phase, "sequence_length"),
                     size,
                     length,
-                    min(micro, share),
+                    min(micro, per_rank),
                     ranks,
                 ),
                 taken,
@@ -126,7 +126,7 @@ def _steps_until(until: Duration, steps: int, tokens: int, tokens_per_step: int)
 
 
 def _batch_size(config: Config, number: int, phase: PhaseConfig, tokens: int) -> tuple[int, str, Duration | None]:
-    """The batch size after so many tokens, its key, and until when it holds."""
+    """The batch size after `tokens` tokens, its key, and the end of its validity."""
     full, key = phase.batch_size or config.train.batch_size, _key(number, phase, "batch_size")
     ramp = config.train.batch_ramp
     if ramp is None or tokens >= ramp.tokens:

@@ -21,7 +21,7 @@ _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """What two layouts have in common if they take the same ways through the program: all but the degrees.
+    """All of a layout but its degrees: layouts of one kind take the same ways through the program.
 
     Families of models are not part of it; the tests of a kind alternate between them.
     """
@@ -55,14 +55,14 @@ class LayoutKind:
         """The settings that make another kind of this one."""
         changes = [f"parallel.{axis}=1" for axis in _AXES if axis in self.axes - to.axes]
         changes += [f"parallel.{axis} above 1" for axis in _AXES if axis in to.axes - self.axes]
-        if to.sequence_parallel not in (None, self.sequence_parallel):
-            changes.append(f"parallel.sequence_parallel={str(to.sequence_parallel).lower()}")
-        if to.schedule not in (None, self.schedule):
-            changes.append(f"parallel.pipeline.schedule={to.schedule}")
-        if to.reshard not in (None, self.reshard):
-            changes.append(f"parallel.reshard_after_forward={str(to.reshard).lower()}")
-        if to.cp_method not in (None, self.cp_method):
-            changes.append(f"parallel.cp_method={to.cp_method}")
+        for key, now, then in (
+            ("sequence_parallel", self.sequence_parallel, to.sequence_parallel),
+            ("pipeline.schedule", self.schedule, to.schedule),
+            ("reshard_after_forward", self.reshard, to.reshard),
+            ("cp_method", self.cp_method, to.cp_method),
+        ):
+            if then not in (None, now):
+                changes.append(f"parallel.{key}={str(then).lower()}")
         return changes
 
 
@@ -113,7 +113,7 @@ class Combination:
 
     @property
     def kind(self) -> LayoutKind:
-        """What it stands for."""
+        """The kind that it stands for."""
         return LayoutKind.of(self.parallel, self.layout)
 
     @property
@@ -295,12 +295,12 @@ OVERLAPPED: tuple[Combination, ...] = tuple(_overlapped())
 
 @lru_cache(maxsize=1)
 def tested_kinds() -> frozenset[LayoutKind]:
-    """What is allowed: the kinds of all rows, and one process."""
+    """Allowed kinds: those of all rows, and one process."""
     return frozenset(row.kind for row in TESTED) | {LayoutKind.of(ParallelConfig(), Layout())}
 
 
 def nearest_tested(kind: LayoutKind) -> list[str]:
-    """What to change, in words, to come to the tested kinds that differ least; empty if the kind itself is tested."""
+    """Changes, in words, that lead to the nearest tested kinds; empty if the kind itself is tested."""
     kinds = tested_kinds()
     if kind in kinds:
         return []

@@ -32,6 +32,8 @@ from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.torch_compat.core import local_shard
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.ledger import KINDS, Memory, MemoryLedger, Passes
 from pipeline.train.step import Stepper
@@ -142,8 +144,8 @@ def _measure(
     small = replace(spec, layers=tuple(islice(cycle(spec.layers), sum(pieces))))
     pipeline = PipelineConfig(schedule="1f1b", layers_per_stage=pieces) if pp > 1 else PipelineConfig()
     parallel = config.parallel.model_copy(update={**mesh.layout.degrees, "pipeline": pipeline})
-    train = _plain(config.train)
-    model = parallelize(small, mesh, parallel, train.precision, torch.device("meta"), shape.length, train)
+    config = config.model_copy(update={"parallel": parallel, "train": _plain(config.train)})
+    model = parallelize(config, Setup(torch.device("meta"), mesh, small))
     ledger = MemoryLedger()
     if device_type == "cuda":
         _use_gpu_kernels(model)
@@ -151,17 +153,8 @@ def _measure(
         part.kernel = _kernel(config, device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.whole.to_empty(device=_CPU)
-        optimizers = Optimizers(model, config.model.init, train.optimizer)
-        stepper = Stepper(
-            model,
-            optimizers,
-            mesh,
-            _CPU,
-            train=train,
-            parallel=parallel,
-            sources=1,
-            document_attention=config.model.document_attention,
-        )
+        optimizers = Optimizers(config, model)
+        stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=1)
         count = pp if pp > 1 else min(2, shape.micro_batches)
         return _Recording(model, optimizers, stepper, ledger).run(_batches(shape, count))
 
@@ -227,7 +220,7 @@ class _Recording:
     def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> StageMemory:
         ledger = self._ledger
         known: dict[Memory, set[Any]] = {"parameters": ledger.find(parameters), "moments": ledger.find(self._states())}
-        shards = {_local(parameter).numel() for parameter in parameters}
+        shards = {local_shard(parameter).numel() for parameter in parameters}
         wholes = {_whole_numel(parameter) for parameter in parameters}
         sizes = {GRADIENT_BYTES * numel for numel in shards | wholes}
         sizes |= {width * numel for numel in wholes for width in COMPUTE_BYTES.values()}
@@ -326,10 +319,6 @@ class _Recording:
 
     def _backward_of(self, place: int) -> str:
         return f"backward of layer {place}" if self._layers else "backward of the embedding"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole_numel(parameter: Tensor) -> int:

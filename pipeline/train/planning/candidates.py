@@ -165,7 +165,7 @@ def _is_tested(config: Config, layout: Layout, parallel: Overrides) -> bool:
 
 def _micro_batches(config: Config, dp: int) -> list[int]:
     """Powers of two that divide every rank's share of every step, and what the run file has."""
-    shares = [shape.share for shape in step_shapes(config, dp)]
+    shares = [shape.windows_per_rank for shape in step_shapes(config, dp)]
     sizes = {size for size in (1, 2, 4, 8, _MOST_WINDOWS) if not any(share % size for share in shares)}
     return sorted(sizes | ({config.train.micro_batch_size} if config.train.micro_batch_size else set()))
 

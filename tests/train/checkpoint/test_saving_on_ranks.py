@@ -20,7 +20,7 @@ from pipeline.train import saving, trainer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.distributed.process_group import background_group, gather, share
+from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
 from tests import tiers, tiny
 from tests.train.distributed import ranks
 from tests.train.runs import exact, weights_hash
@@ -96,7 +96,9 @@ def _two_threads(numbers: int) -> None:
 
     def beside() -> None:
         for number in range(numbers):
-            found.append((share(lambda number=number: number, group), gather([dist.get_rank(), number], group)))
+            found.append(
+                (broadcast_from_rank0(lambda number=number: number, group), gather([dist.get_rank(), number], group))
+            )
 
     thread = threading.Thread(target=beside)
     thread.start()

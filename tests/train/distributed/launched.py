@@ -31,7 +31,7 @@ def train(config: Config, console: object = None) -> int:
     if CASE == "early":
         _say(home, ranks.rank)
         time.sleep(FOREVER)
-    process_group.join(ranks, torch.device("cpu"), config.launch.time_limits)
+    process_group.init_process_group(ranks, torch.device("cpu"), config.launch.time_limits)
     process_group.barrier()
     _say(home, ranks.rank)
     case = globals()[f"case_{CASE}"]
@@ -54,7 +54,7 @@ def _say_that_it_listens(home: Path, rank: int) -> None:
 def case_good(config: Config, rank: int) -> int:
     from contextlib import nullcontext
 
-    from pipeline.train.distributed.process_group import share
+    from pipeline.train.distributed.process_group import broadcast_from_rank0
     from pipeline.train.run.folder import open_run
 
     with open_run(config.run.dir) if rank == 0 else nullcontext() as folder:
@@ -63,7 +63,7 @@ def case_good(config: Config, rank: int) -> int:
         # One write: ranks that share a terminal do not mix within it.
         sys.stdout.write(f"out of rank {rank}\n")
         print(f"err of rank {rank}", file=sys.stderr)
-        step: int = share(lambda: 7)
+        step: int = broadcast_from_rank0(lambda: 7)
     return step
 
 
@@ -81,12 +81,12 @@ def case_raises(config: Config, rank: int) -> None:
 
 
 def case_mistake(config: Config, rank: int) -> None:
-    from pipeline.train.distributed.process_group import share
+    from pipeline.train.distributed.process_group import broadcast_from_rank0
 
     def refuse() -> None:
         raise UserError("train.x is wrong")
 
-    share(refuse)
+    broadcast_from_rank0(refuse)
 
 
 def case_slow_mistake(config: Config, rank: int) -> None:
@@ -136,7 +136,7 @@ def case_exits(config: Config, rank: int) -> None:
 
 def case_stop(config: Config, rank: int) -> None:
     """Ranks agree on a stop, and rank 0 has something to close after the others have left."""
-    from pipeline.train.distributed.process_group import gather, share
+    from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
     from pipeline.train.run.stop_requests import Requests
 
     try:
@@ -146,7 +146,7 @@ def case_stop(config: Config, rank: int) -> None:
             while True:
                 step += 1
                 reasons = gather(stop.reason())
-                reason = share(lambda found=reasons or []: next(filter(None, found), None))
+                reason = broadcast_from_rank0(lambda found=reasons or []: next(filter(None, found), None))
                 if reason:
                     raise Stopped(f"{reason} at step {step}")
                 time.sleep(0.02)

@@ -33,7 +33,9 @@ PATIENCE = 0.5
 
 def _join() -> None:
     peers.PATIENCE = PATIENCE
-    process_group.join(process_group.of_environment(), torch.device("cpu"), TimeLimitsConfig(init_seconds=FOREVER))
+    process_group.init_process_group(
+        process_group.of_environment(), torch.device("cpu"), TimeLimitsConfig(init_seconds=FOREVER)
+    )
 
 
 def dies_while_others_come(victim: int) -> None:
@@ -62,7 +64,7 @@ def dies_while_data_is_opened(victim: int) -> None:
     rank = process_group.of_environment().rank
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    process_group.share(lambda: time.sleep(FOREVER))
+    process_group.broadcast_from_rank0(lambda: time.sleep(FOREVER))
 
 
 @pytest.mark.parametrize(("case", "survivors"), [(dies_while_others_come, [0]), (dies_while_data_is_opened, [0, 2])])

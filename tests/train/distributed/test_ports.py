@@ -36,7 +36,9 @@ def _outer_interface() -> str:
 def join_and_look(address: str) -> tuple[list[str], list[tuple[str, int]]]:
     """Sockets of this rank beyond the loopback, and all of them, once it has joined the others."""
     os.environ.update(MASTER_ADDR=address, GLOO_SOCKET_IFNAME=_outer_interface())
-    process_group.join(process_group.of_environment(), torch.device("cpu"), TimeLimitsConfig(init_seconds=60))
+    process_group.init_process_group(
+        process_group.of_environment(), torch.device("cpu"), TimeLimitsConfig(init_seconds=60)
+    )
     process_group.background_group()
     process_group.barrier()
     return beyond_loopback([os.getpid()]), listeners([os.getpid()])

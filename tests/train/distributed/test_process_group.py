@@ -20,11 +20,11 @@ from pipeline.train.distributed.process_group import (
     Processes,
     background_group,
     barrier,
+    broadcast_from_rank0,
     cpu_group,
     gather,
-    join,
+    init_process_group,
     of_environment,
-    share,
 )
 from pipeline.train.distributed.rank import is_consequence, read_error, record_error
 from pipeline.train.parallel.layout import Layout
@@ -39,9 +39,13 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 def told() -> list[Any]:
     """Everything that ranks can tell one another."""
-    join(of_environment(), CPU, TimeLimitsConfig())
+    init_process_group(of_environment(), CPU, TimeLimitsConfig())
     rank = dist.get_rank()
-    shared = [share(lambda: {"größe": [1, 2.5, None], "from": rank}), share(lambda: None), share(lambda: "x" * 100_000)]
+    shared = [
+        broadcast_from_rank0(lambda: {"größe": [1, 2.5, None], "from": rank}),
+        broadcast_from_rank0(lambda: None),
+        broadcast_from_rank0(lambda: "x" * 100_000),
+    ]
     gathered = gather({"rank": rank, "text": "y" * (rank * 1000)})
     barrier()
     assert dist.get_world_size(cpu_group()) == dist.get_world_size()
@@ -59,9 +63,9 @@ def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*NAMES, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert of_environment() == Processes(0, 1, 0, 1)
-    join(of_environment(), CPU, TimeLimitsConfig())
-    join(of_environment(), CPU, TimeLimitsConfig())
-    assert share(lambda: (1, 2)) == (1, 2)
+    init_process_group(of_environment(), CPU, TimeLimitsConfig())
+    init_process_group(of_environment(), CPU, TimeLimitsConfig())
+    assert broadcast_from_rank0(lambda: (1, 2)) == (1, 2)
     assert gather("a") == ["a"]
     barrier()
     assert not process_group.joined()
@@ -69,7 +73,7 @@ def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def timeouts(layout: Layout) -> dict[str, timedelta]:
     """Of the collectives of each group that a run uses."""
-    join(of_environment(), CPU, TimeLimitsConfig())
+    init_process_group(of_environment(), CPU, TimeLimitsConfig())
     mesh = build_mesh(layout, "cpu")
     meshes = [mesh.devices, *([mesh.contexts] if mesh.contexts else [])]
     groups = [dist.group.WORLD, background_group(), *(group for each in meshes for group in each.get_all_groups())]
@@ -88,10 +92,10 @@ def failing_share() -> tuple[str, int]:
         raise MachineError("the disk is full")
 
     try:
-        share(make)
+        broadcast_from_rank0(make)
     except (MachineError, RankFailed) as error:
         result = type(error).__name__, error.exit_code
-    assert share(lambda: "goes on") == "goes on"
+    assert broadcast_from_rank0(lambda: "goes on") == "goes on"
     return result
 
 
@@ -128,7 +132,7 @@ def fails_to_join(place: Processes, address: str | None, port: str | None) -> st
         if value is not None:
             os.environ[name] = value
     try:
-        join(place, CPU, TimeLimitsConfig(init_seconds=5))
+        init_process_group(place, CPU, TimeLimitsConfig(init_seconds=5))
     except (UserError, MachineError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -171,7 +175,7 @@ def test_too_few_come() -> None:
 def disagree(change: Callable[[Processes], Processes]) -> str | None:
     """Join with changed numbers; what is wrong with them, if this rank is the one that found out."""
     try:
-        join(change(of_environment()), CPU, TimeLimitsConfig(init_seconds=10))
+        init_process_group(change(of_environment()), CPU, TimeLimitsConfig(init_seconds=10))
     except UserError as error:
         if not isinstance(error, MachineError):  # the others wait in vain
             return str(error)
@@ -192,7 +196,7 @@ def only_rank_1_waits() -> str:
         time.sleep(0.5)
         return ""
     with pytest.raises(RankFailed) as told:
-        join(place, CPU, TimeLimitsConfig(init_seconds=30))
+        init_process_group(place, CPU, TimeLimitsConfig(init_seconds=30))
     return str(told.value)
 
 
@@ -264,17 +268,17 @@ def test_torch_errors_are_consequences() -> None:
 
 def test_a_group_that_was_made_anew_has_a_background_group_of_its_own() -> None:
     alone = Processes(0, 1, 0, 1)
-    join(alone, CPU, TimeLimitsConfig())
+    init_process_group(alone, CPU, TimeLimitsConfig())
     first = background_group()
     dist.destroy_process_group()
-    join(alone, CPU, TimeLimitsConfig())
+    init_process_group(alone, CPU, TimeLimitsConfig())
     assert background_group() is not first
-    assert share(lambda: 1, background_group()) == 1
+    assert broadcast_from_rank0(lambda: 1, background_group()) == 1
 
 
 def test_a_group_of_the_cpu_is_none_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, made = Processes(0, 1, 0, 1), []
-    join(alone, CPU, TimeLimitsConfig())
+    init_process_group(alone, CPU, TimeLimitsConfig())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     begin = dist.init_process_group
 
@@ -284,5 +288,5 @@ def test_a_group_of_the_cpu_is_none_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(dist, "init_process_group", spy)
     for device in (CPU, torch.device("cuda", 0), torch.device("cuda", 0), CPU):
-        join(alone, device, TimeLimitsConfig())
+        init_process_group(alone, device, TimeLimitsConfig())
     assert made == ["cpu:gloo,cuda:nccl", "gloo"]

@@ -40,18 +40,18 @@ def _train(file: Path, run: str, *values: str) -> None:
 def _rank_1_fails_while_rank_0_commits(file: Path) -> None:
     calls = 0
 
-    def share(make: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    def broadcast(make: Callable[[], Any], group: dist.ProcessGroup) -> Any:
         nonlocal calls
         calls += 1
         if calls == 1:  # the folder that is written to
-            return process_group.share(make, group)
+            return process_group.broadcast_from_rank0(make, group)
         if dist.get_rank() == 1:
             raise RuntimeError("a connection is lost")
         time.sleep(1)
         make()
         raise RuntimeError("now here, too")
 
-    saving.share = share
+    saving.broadcast_from_rank0 = broadcast
     with pytest.raises(RuntimeError, match="a connection is lost|now here, too"):
         _train(file, "run", "parallel.dp_shard=2")
 
@@ -84,7 +84,7 @@ def test_a_rank_that_copies_longer_is_waited_for(root: Path) -> None:
 
 def _wait_twice() -> list[tuple[float, float]]:
     place = process_group.of_environment()
-    process_group.join(place, torch.device("cpu"), TimeLimitsConfig())
+    process_group.init_process_group(place, torch.device("cpu"), TimeLimitsConfig())
     times = []
     for late in (1, 2):
         if place.rank == late:
@@ -112,7 +112,7 @@ def test_what_rank_0_says_is_not_lost_with_those_it_cannot_tell(monkeypatch: pyt
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(process_group, "_broadcast", broadcast)
     with pytest.raises(UserError, match=r"train\.x"):
-        process_group.share(refuse)
+        process_group.broadcast_from_rank0(refuse)
 
 
 def _with_other_keys_on_rank_1(file: Path) -> None:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import Fp8Config, OptimizerConfig, PrecisionConfig, RecomputeConfig, TrainConfig
-from pipeline.train.distributed.process_group import part
+from pipeline.config.train import Fp8Config, PrecisionConfig, RecomputeConfig
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.convert import check_fp8, use_fp8
-from pipeline.train.fp8.matrices import fp8_lines, fp8_matrices, fp8_share, gathers_fp8
+from pipeline.train.fp8.matrices import fp8_fraction, fp8_lines, fp8_matrices, gathers_fp8
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Context, Decoder, ModelPart
 from pipeline.train.model.flops import num_parameters
@@ -31,12 +30,14 @@ from pipeline.train.parallel.footprint import footprint
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.plan import plan
 from pipeline.train.planning.traffic import bytes_by_axis
 from pipeline.train.setup import load_for_inference
 from tests import tiers
+from tests.train import one_process
 from tests.train.optim.averages import averages_differ
 from tests.train.planning.test_timing import H100, Case
 from tests.train.planning.test_timing import LLAMA_8B as MODEL_8B
@@ -77,7 +78,7 @@ def test_all_matrices_of_large_layers() -> None:
     assert elements == num_parameters(spec) - 2 * 4096 * 128256 - 65 * 4096
     # Of a token: 6 FLOPs a weight; scores and their sum 6 * D * S a layer; the head.
     attention = 6 * 4096 * 8192 * 32
-    assert fp8_share(config, spec, 1, 8192) == pytest.approx(
+    assert fp8_fraction(config, spec, 1, 8192) == pytest.approx(
         6 * elements / (6 * elements + attention + 6 * 4096 * 128256)
     )
 
@@ -272,7 +273,7 @@ def test_checkpoints_do_not_know_of_fp8(root: Path, monkeypatch: pytest.MonkeyPa
         without_torchao(patched)
         for weights in ("model", "ema"):
             config = load(root / "run.yaml", [f"run.dir={there}", *values, FP8["gather"], f"eval.weights={weights}"])
-            _, model, _, _ = load_for_inference(config, 3)
+            model = load_for_inference(config, 3).model
             assert type(model.whole.layers["0"].mlp.w1) is nn.Linear
         plain_run = train(root, "there-and-back", *values, "train.duration=6 steps")
     back = train(root, "there-and-back", *values, FP8["gather"], "train.duration=8 steps")
@@ -368,15 +369,14 @@ def test_what_goes_together_is_not_refused(root: Path) -> None:
 
 def test_lengths_of_validation_are_multiples_on_every_process() -> None:
     """A batch may be shorter than a window: of one window of 64 tokens a process would have 8."""
-    part()  # tests of a whole run may have come before
-    config = ModelConfig(layers=2, dim=64, heads=4, ffn_dim=128)
-    spec, parallel = decoder_spec(config, 61, 512), ParallelConfig(cp=8)
+    destroy()  # tests of a whole run may have come before
     for keys, multiple in (({}, 16), ({"fp8": {"min_size": 16, "emulate": True}}, 128)):
-        train_config = TrainConfig.model_validate({"duration": "1 steps", "precision": keys})
+        config = one_process.config_of(
+            {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 128}, parallel={"cp": 8}, precision=keys
+        )
         with fake_mesh(Layout(cp=8), 0) as mesh:
-            device = torch.device("meta")
-            model = parallelize(spec, mesh, parallel, train_config.precision, device, 512, train_config)
-        assert model.sequence_multiple == multiple
+            setup = Setup(torch.device("meta"), mesh, decoder_spec(config.model, 61, 512))
+            assert parallelize(config, setup).sequence_multiple == multiple
 
 
 def test_the_device_is_looked_at_before_anything_is_built(root: Path) -> None:
@@ -411,8 +411,8 @@ def test_old_devices_are_refused(
 
 def test_layers_of_transformer_engine_are_not_compiled() -> None:
     def compiled(backend: str) -> bool:
-        keys = {"duration": "1 steps", "precision": {"fp8": {"backend": backend}}}
-        return compiles(TrainConfig.model_validate(keys), ParallelConfig(), torch.device("cuda"))
+        config = one_process.config_of({"layers": 1, "dim": 64, "heads": 4}, precision={"fp8": {"backend": backend}})
+        return compiles(config, torch.device("cuda"))
 
     assert compiled("torchao") and not compiled("te")
 
@@ -441,18 +441,9 @@ def test_devices_without_fp8_are_refused(tmp_path: Path) -> None:
 
 def test_copies_in_fp8_take_a_byte() -> None:
     spec, layout = spec_of(LLAMA_8B), Layout(dp_shard=8)
-    parallel = ParallelConfig(reshard_after_forward=False)
+    parallel, parts = {"dp_shard": 8, "reshard_after_forward": False}, [ModelPart.whole(spec)]
     rows = [
-        footprint(
-            spec,
-            [ModelPart.whole(spec)],
-            parallel,
-            layout,
-            "bf16",
-            averages=False,
-            optimizer=OptimizerConfig(),
-            fp8=fp8,
-        )
+        footprint(one_process.config_of(LLAMA_8B, parallel=parallel, precision={"fp8": fp8}), layout, spec, parts)
         for fp8 in (None, config_of(), config_of(all_gather=False))
     ]
     elements = num_parameters(spec) - 2 * 4096 * 128256 - 65 * 4096

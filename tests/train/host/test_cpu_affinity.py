@@ -198,7 +198,7 @@ def test_a_rank_far_from_its_gpu_says_so(
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(setup, "choose_device", lambda wanted, ranks: torch.device("cuda", 1))
-    monkeypatch.setattr(setup.process_group, "join", lambda *given: None)
+    monkeypatch.setattr(setup.process_group, "init_process_group", lambda *given: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "32")
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
@@ -207,7 +207,7 @@ def test_a_rank_far_from_its_gpu_says_so(
 
     def told(*mask: int) -> list[str]:
         process.mask = frozenset(mask)
-        setup.join(config, Processes(rank=5, world_size=8, local_rank=1, local_world_size=4))
+        setup.init_rank(config, Processes(rank=5, world_size=8, local_rank=1, local_world_size=4))
         assert process.mask == frozenset(mask)
         return capsys.readouterr().err.splitlines()
 

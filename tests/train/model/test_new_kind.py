@@ -27,7 +27,7 @@ from pipeline.config import Config
 from pipeline.config.base import Section
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import Fp8Config, RecomputeConfig
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.huggingface.families import FAMILIES, plan_tensors
 from pipeline.train.model.config import MLPS, decoder_spec, layer_specs
@@ -271,7 +271,7 @@ def test_each_value_of_the_key_has_a_kind() -> None:
 
 @pytest.mark.usefixtures("kind")
 def test_plan() -> None:
-    part()  # a training of this process may have come before
+    destroy()  # a training of this process may have come before
     found = plan(config_of(tp=2, pp=2), DEVICES["h100"], 4)
     assert found.parameters_padded == num_parameters(decoder_spec(CONFIG, 300, 64))
     assert found.peak_bytes > 0 and found.step_seconds > 0

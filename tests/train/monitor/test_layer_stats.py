@@ -9,22 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.kernels.attention_mask import attention_mask
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.monitor.layer_stats import largest_logits
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.step import Stepper
+from tests.train.one_process import config_of, setup_of
 from tests.train.runs import exact, train, weights_hash
 
 CPU = torch.device("cpu")
@@ -60,26 +54,17 @@ def batches(count: int, *, padding: bool = False) -> list[Batch]:
     return made
 
 
-def stepper(config: ModelConfig, every: int | None) -> tuple[Decoder, Stepper]:
-    train_config = TrainConfig.model_validate(
-        {
-            "duration": "10 steps",
-            "sequence_length": 16,
-            "optimizer": {"clip_norm": 0.01},
-            "precision": {"compute": "fp32"},
-            "metrics": {"layers_every_steps": every},
-        }
+def stepper(model_config: ModelConfig, every: int | None) -> tuple[Decoder, Stepper]:
+    config = config_of(
+        model_config,
+        sequence_length=16,
+        optimizer={"clip_norm": 0.01},
+        precision={"compute": "fp32"},
+        metrics={"layers_every_steps": every},
     )
-    join(Processes(0, 1, 0, 1), CPU, TimeLimitsConfig())
-    mesh, parallel = build_mesh(Layout(), "cpu"), ParallelConfig()
-    spec = decoder_spec(config, 61, 16)
-    model = build_model(config, spec, mesh, parallel, train_config.precision, CPU, seed=3, sequence_length=16)
-    optimizers = Optimizers(model, config.init, train_config.optimizer)
-    attends = config.document_attention
-    made = Stepper(
-        model, optimizers, mesh, CPU, train=train_config, parallel=parallel, sources=2, document_attention=attends
-    )
-    return model.whole, made
+    setup = setup_of(config)
+    model = build_model(config, setup)
+    return model.whole, Stepper(config, setup, model, Optimizers(config, model), sources=2)
 
 
 def observed(ours: Stepper, data: list[Batch], step: int = 1) -> dict[str, Any]:

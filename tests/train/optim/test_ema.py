@@ -10,19 +10,14 @@ from pipeline.cli.main import main
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import EmaConfig, PrecisionConfig
+from pipeline.config.train import EmaConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.perplexity import evaluate, read_report
-from pipeline.train.distributed.process_group import Processes, join
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.optim.ema import Ema
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
 from pipeline.train.setup import load_for_inference
 from tests import tiny
+from tests.train.one_process import config_of, setup_of
 from tests.train.optim.averages import averages_differ, tensors
 from tests.train.runs import start, train, weights_hash
 
@@ -31,9 +26,8 @@ MODEL = ModelConfig(layers=2, dim=32, heads=2, vocab_multiple=8)
 
 
 def model() -> ParallelModel:
-    join(Processes(0, 1, 0, 1), CPU, TimeLimitsConfig())
-    mesh, precision = build_mesh(Layout(), "cpu"), PrecisionConfig(compute="fp32")
-    return build_model(MODEL, decoder_spec(MODEL, 61, 16), mesh, ParallelConfig(), precision, CPU, 3, 16)
+    config = config_of(MODEL, sequence_length=16, precision={"compute": "fp32"})
+    return build_model(config, setup_of(config))
 
 
 def bits(ema: Ema) -> dict[str, torch.Tensor]:
@@ -166,7 +160,7 @@ def test_the_average_is_what_is_evaluated_and_continues_prompts(
     trained = load(root / "run.yaml", [f"run.dir={run}", "train.ema.decay=0.8"])
     averaged = load(root / "run.yaml", [f"run.dir={run}", "train.ema.decay=0.8", "eval.weights=ema"])
     for config, section in ((trained, "model"), (averaged, "ema")):
-        _, loaded, _, _ = load_for_inference(config, 6)
+        loaded = load_for_inference(config, 6).model
         expected = tensors(run, 6, section)
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), (section, name)

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import Config
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import TimeLimitsConfig
-from pipeline.config.train import MuonConfig, OptimizerConfig, PrecisionConfig
-from pipeline.train.distributed.process_group import Processes, join
+from pipeline.config.train import MuonConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import is_layer_matrix
@@ -23,11 +21,10 @@ from pipeline.train.optim.bf16_adamw import Bf16AdamW
 from pipeline.train.optim.muon import orthogonalize
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.optim.stochastic_rounding import Rounding
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
 from pipeline.train.parallel.torch_compat.core import with_local
 from tests import tiers
+from tests.train.one_process import config_of, setup_of
 from tests.train.runs import column, exact, start, train, weights_hash
 
 CPU = torch.device("cpu")
@@ -37,14 +34,13 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 LR = 1e-2
 
 
-def config(**keys: Any) -> OptimizerConfig:
-    return OptimizerConfig.model_validate({"lr": LR, **keys})
+def config(**optimizer: Any) -> Config:
+    keys = {"lr": LR, **optimizer}
+    return config_of(MODEL, sequence_length=16, precision={"compute": "fp32"}, optimizer=keys)
 
 
 def build() -> ParallelModel:
-    join(Processes(0, 1, 0, 1), CPU, TimeLimitsConfig())
-    mesh, precision = build_mesh(Layout(), "cpu"), PrecisionConfig(compute="fp32")
-    return build_model(MODEL, SPEC, mesh, ParallelConfig(), precision, CPU, seed=3, sequence_length=16)
+    return build_model(config(), setup_of(config()))
 
 
 def gradients(step: int) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +75,7 @@ def states(optimizers: Optimizers) -> list[Tensor]:
 @pytest.mark.parametrize("keys", [{"states": "bf16"}, {"type": "muon"}, {"type": "muon", "states": "bf16"}], ids=str)
 def test_moments_are_loaded_without_a_copy_in_another_format(keys: dict[str, Any]) -> None:
     model = build()
-    ours = Optimizers(model, MODEL.init, config(**keys))
+    ours = Optimizers(config(**keys), model)
     give(model, 0)
     ours.step(LR, YES)
     for optimizer in ours.all():
@@ -107,11 +103,11 @@ def test_muon_is_that_of_torch(nesterov: bool, adjust: str) -> None:
     adamw = torch.optim.AdamW(
         [{"params": tables, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         lr=LR,
-        betas=wanted.betas,
-        eps=wanted.eps,
+        betas=wanted.train.optimizer.betas,
+        eps=wanted.train.optimizer.eps,
         fused=True,
     )
-    ours = Optimizers(model, MODEL.init, wanted)
+    ours = Optimizers(wanted, model)
     for step in range(4):
         give(model, step)
         for name, gradient in gradients(step):
@@ -141,7 +137,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("keys", KINDS, ids=str)
 def test_a_withheld_step_leaves_every_bit_as_it_was(keys: dict[str, Any]) -> None:
     model = build()
-    ours = Optimizers(model, MODEL.init, config(**keys))
+    ours = Optimizers(config(**keys), model)
     for step in range(2):
         give(model, step)
         ours.step(LR, YES)
@@ -160,7 +156,7 @@ def test_a_withheld_step_leaves_every_bit_as_it_was(keys: dict[str, Any]) -> Non
 
 def test_moments_in_bf16_take_half_the_memory_and_follow_those_in_fp32() -> None:
     models, kinds = [build(), build()], ("fp32", "bf16")
-    both = [Optimizers(model, MODEL.init, config(states=kind)) for model, kind in zip(models, kinds, strict=True)]
+    both = [Optimizers(config(states=kind), model) for model, kind in zip(models, kinds, strict=True)]
     for step in range(30):
         for model, optimizers in zip(models, both, strict=True):
             give(model, step)

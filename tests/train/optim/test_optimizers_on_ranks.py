@@ -16,19 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import OptimizerConfig, PrecisionConfig
 from pipeline.train import trainer
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.init import is_layer_matrix
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
+from pipeline.train.parallel.setup import set_up
 from pipeline.train.parallel.torch_compat.core import with_local
 from tests.train.checkpoint.test_reshard import tensors_of
 from tests.train.distributed import ranks
 from tests.train.distributed.ranks import Ranks
+from tests.train.one_process import config_of
 from tests.train.parallel import layouts
 from tests.train.runs import column, exact, weights_hash
 
@@ -48,12 +47,10 @@ SLOW = pytest.mark.slow
 
 def updated(degrees: dict[str, int], keys: dict[str, Any]) -> dict[str, Tensor]:
     """Weights and states of this rank's parts, whole, after some steps with known gradients."""
-    layout, precision = Layout(**degrees), PrecisionConfig(compute="fp32")
-    parallel = ParallelConfig.model_validate(layout.degrees)
-    mesh = build_mesh(layout, "cpu")
-    model = build_model(MODEL, SPEC, mesh, parallel, precision, CPU, seed=3, sequence_length=16)
-    config = OptimizerConfig.model_validate({"lr": LR, **keys})
-    optimizers = Optimizers(model, MODEL.init, config)
+    parallel, optimizer = Layout(**degrees).degrees, {"lr": LR, **keys}
+    config = config_of(MODEL, parallel=parallel, sequence_length=16, precision={"compute": "fp32"}, optimizer=optimizer)
+    model = build_model(config, set_up(config, 61, CPU))
+    optimizers = Optimizers(config, model)
     for step in range(STEPS):
         _give(model, step)
         optimizers.step(LR, torch.tensor(step != WITHHELD))

@@ -24,8 +24,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
 from pipeline.config.model import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import RecomputeConfig, TrainConfig
+from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.kernels.attention_mask import Kernel
@@ -34,9 +33,10 @@ from pipeline.train.model.kernels.packed import Varlen
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel import compile
-from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles, settle
+from pipeline.train.parallel.compile import check_compiler, choose_compiling, compile_layers, compiles
 from pipeline.train.parallel.torch_compat.core import keep_compiled_code_private
 from tests import tiers
+from tests.train.one_process import config_of
 from tests.train.runs import column, start, train
 
 ROOT = Path(__file__).parents[3]
@@ -193,19 +193,17 @@ def test_a_missing_compiler_is_told_before_anything_is_built(root: Path, monkeyp
     check_compiler(torch.device("cpu"))
 
 
+MODEL = ModelConfig(layers=1, dim=32, heads=2)
+
+
 def test_where_layers_are_compiled_by_default() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-
-    def train_config(**keys: object) -> TrainConfig:
-        return TrainConfig.model_validate({"duration": "1 steps", **keys})
-
-    alone, train_ = ParallelConfig(), train_config()
-    assert compiles(train_, alone, gpu) and not compiles(train_, alone, cpu)
-    assert compiles(train_config(compile=True), alone, cpu) and not compiles(train_config(compile=False), alone, gpu)
-    zero_bubble = ParallelConfig.model_validate({"pp": 2, "pipeline": {"schedule": "zbv"}})
-    assert not compiles(train_, zero_bubble, gpu)
-    assert compiles(train_, ParallelConfig.model_validate({"pp": 2}), gpu)
-    assert not compiles(train_config(recompute={"mode": "full", "offload": True}), alone, gpu)
+    plain = config_of(MODEL)
+    assert compiles(plain, gpu) and not compiles(plain, cpu)
+    assert compiles(config_of(MODEL, compile=True), cpu) and not compiles(config_of(MODEL, compile=False), gpu)
+    assert not compiles(config_of(MODEL, parallel={"pp": 2, "pipeline": {"schedule": "zbv"}}), gpu)
+    assert compiles(config_of(MODEL, parallel={"pp": 2}), gpu)
+    assert not compiles(config_of(MODEL, recompute={"mode": "full", "offload": True}), gpu)
 
 
 @pytest.mark.parametrize(
@@ -223,13 +221,13 @@ def test_long_runs_on_a_cpu_are_compiled(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], flops: float, compiler: bool, compiled: bool, words: str
 ) -> None:
     monkeypatch.setattr(compile, "_missing_program", lambda *_: None if compiler else "a C++ compiler")
-    train = TrainConfig.model_validate({"duration": "1 steps", **keys})
-    found, said = settle(train, ParallelConfig(), torch.device("cpu"), flops, threads=2)
+    config = config_of(MODEL, **keys)
+    found, said = choose_compiling(config, torch.device("cpu"), flops, threads=2)
     assert found is compiled and words in said
     # Layers that are compiled round otherwise: what a run began with stays, unless the run file says something.
     for before in (True, False):
-        later, _ = settle(train, ParallelConfig(), torch.device("cpu"), flops, threads=2, before=before)
-        assert later is (before if train.compile is None else compiled)
+        later, _ = choose_compiling(config, torch.device("cpu"), flops, threads=2, before=before)
+        assert later is (before if config.train.compile is None else compiled)
 
 
 @pytest.mark.guard

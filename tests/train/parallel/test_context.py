@@ -23,7 +23,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.parallel.compile import compile_layers
-from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, share_of
+from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, sequence_shard
 from tests import tiers
 from tests.train.distributed import ranks
 
@@ -86,7 +86,7 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
         q, k, v = (x.repeat_interleave(case.heads // x.shape[2], dim=2).transpose(1, 2) for x in whole)
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen(case, length)).transpose(1, 2)
         expected.backward(factor)
-        mine = [cut.share(x.detach()).requires_grad_() for x in whole]
+        mine = [cut.shard(x.detach()).requires_grad_() for x in whole]
         documents = Documents(bounds(length)) if case.documents else None
         sights = [AttentionMask.of(SAMPLES, piece, case.window, CPU, documents) for piece in cut.pieces(length)]
         work: list[int] = []
@@ -96,11 +96,11 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
             return KERNEL(q, k, v, KERNEL.prepare(sights[piece]), HEAD**-0.5)
 
         out = cut.attend(mine[0], mine[1], mine[2], core)
-        out.backward(cut.share(factor))
+        out.backward(cut.shard(factor))
         pairs = [("output", out, expected), *zip("qkv", [x.grad for x in mine], [x.grad for x in whole], strict=True)]
         for name, ours, theirs in pairs:
             assert ours is not None and theirs is not None
-            if not torch.allclose(ours, cut.share(theirs), rtol=0, atol=1e-12):
+            if not torch.allclose(ours, cut.shard(theirs), rtol=0, atol=1e-12):
                 found.append(f"rank {rank}: {name} of {case}")
         by_rank: list[Any] = [None] * world
         dist.all_gather_object(by_rank, sum(work))
@@ -184,7 +184,7 @@ def test_shares_of_a_batch_are_all_of_it_once(build: Callable[..., SequenceCut],
         torch.tensor([0, -1]),
         {},
     )
-    shares = [share_of(batch, build(None, rank, size)) for rank in range(size)]
+    shares = [sequence_shard(batch, build(None, rank, size)) for rank in range(size)]
     assert all(torch.equal(each.targets, each.tokens + 1) for each in shares)
     assert all(each.tokens.shape == (2, 16 // size) and each.tokens.is_contiguous() for each in shares)
     found = torch.cat([each.tokens for each in shares], dim=1).sort(dim=1).values
@@ -192,6 +192,6 @@ def test_shares_of_a_batch_are_all_of_it_once(build: Callable[..., SequenceCut],
     for each in shares:
         place = each.tokens - torch.tensor([[0], [17]])
         assert torch.equal(each.weight, batch.weight.gather(1, place))
-    assert share_of(batch, None) is batch
+    assert sequence_shard(batch, None) is batch
     if build is GatheredKeys:
         assert shares[0].tokens[0, 0] == 0 and shares[0].tokens[0, -1] == 15, "one piece from either end"

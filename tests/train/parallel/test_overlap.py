@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,19 +18,18 @@ from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.common.errors import UserError
+from pipeline.config import Config
 from pipeline.config.model import InitConfig, ModelConfig
 from pipeline.config.parallel import OverlapConfig, ParallelConfig
-from pipeline.config.train import PrecisionConfig, TrainConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.init import init_weights
-from pipeline.train.parallel.layout import resolve
-from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.overlap import check_async_tp
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
 from pipeline.train.parallel.runner import build_runner
+from pipeline.train.parallel.setup import set_up
 from tests.train.distributed import ranks
+from tests.train.one_process import config_of
 
 pytestmark = pytest.mark.parallel
 
@@ -38,14 +38,12 @@ LENGTH, VOCABULARY = 16, 128
 MODEL = ModelConfig(layers=2, dim=64, heads=4, ffn_dim=128)
 
 
-def _spec() -> DecoderSpec:
-    return decoder_spec(MODEL, VOCABULARY, LENGTH)
+def _config(parallel: ParallelConfig, **train: Any) -> Config:
+    return config_of(MODEL, parallel=parallel, sequence_length=LENGTH, **train)
 
 
-def _built(parallel: ParallelConfig, compute: str, train: TrainConfig | None = None) -> ParallelModel:
-    mesh = build_mesh(resolve(parallel, dist.get_world_size()), "cpu")
-    precision = PrecisionConfig.model_validate({"compute": compute})
-    model = parallelize(_spec(), mesh, parallel, precision, CPU, LENGTH, train)
+def _built(config: Config) -> ParallelModel:
+    model = parallelize(config, set_up(config, VOCABULARY, CPU))
     init_weights(model.whole, model.spec, InitConfig(std=0.1), seed=1)
     return model
 
@@ -70,9 +68,9 @@ def _objective(logits: Any, batch: Batch) -> torch.Tensor:
 def _accumulated(reduce: str) -> dict[str, torch.Tensor]:
     """Gradients of 8 micro-batches in bf16."""
     parallel = ParallelConfig(dp_shard=2, overlap=OverlapConfig.model_validate({"reduce": reduce}))
-    model = _built(parallel, "bf16")
-    mesh = build_mesh(resolve(parallel, 2), "cpu")
-    runner = build_runner(model, mesh, parallel, CPU, torch.bfloat16)
+    config = _config(parallel, precision={"compute": "bf16"})
+    model = _built(config)
+    runner = build_runner(config, set_up(config, VOCABULARY, CPU), model)
     batches = _batches(8, 1)
     runner.train(batches, [Context() for _ in batches], _objective)
     return _gradients(model)
@@ -91,7 +89,7 @@ def test_gradients_in_bf16_add_up_in_fp32() -> None:
 def _ahead() -> dict[str, list[str]]:
     """By module, what it gathers ahead."""
     overlap = OverlapConfig(forward_prefetch=2, backward_prefetch=2)
-    model = _built(ParallelConfig(dp_shard=2, overlap=overlap), "fp32").whole
+    model = _built(_config(ParallelConfig(dp_shard=2, overlap=overlap), precision={"compute": "fp32"})).whole
     names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     states = {module._get_fsdp_state(): name for module, name in names.items()}
     found = {}
@@ -145,9 +143,9 @@ def _cut(samples: int) -> tuple[list[tuple[int, int, int, int]], float]:
     seen: list[tuple[int, int, int, int]] = []
     for cut in (False, True):
         parallel = ParallelConfig(tp=2, overlap=OverlapConfig(async_tp=cut))
-        train = TrainConfig.model_validate({"duration": "1 steps", "compile": cut})
+        config = _config(parallel, compile=cut, precision={"compute": "fp32"})
         with _on_cpu(seen):
-            model = _built(parallel, "fp32", train)
+            model = _built(config)
             model.train()
             (batch,) = _batches(1, samples)
             logits = model.whole(batch.tokens, Context())
@@ -169,18 +167,18 @@ def test_products_beside_collectives_are_cut(samples: int) -> None:
 
 def _refused() -> None:
     parallel = ParallelConfig(tp=2, overlap=OverlapConfig(async_tp=True))
-    mesh = build_mesh(resolve(parallel, 2), "cpu")
-    check_async_tp(parallel, TrainConfig.model_validate({"duration": "1 steps", "compile": True}), CPU, mesh.role("tp"))
+    config = _config(parallel, compile=True)
+    check_async_tp(config, set_up(config, VOCABULARY, CPU))
 
 
 def _apart() -> str:
     """What the check says where ranks 2 and 3, a group of tp, are on two machines."""
     parallel = ParallelConfig(dp_shard=2, tp=2, overlap=OverlapConfig(async_tp=True))
-    mesh = build_mesh(resolve(parallel, 4), "cpu")
-    train = TrainConfig.model_validate({"duration": "1 steps", "compile": True})
+    config = _config(parallel, compile=True)
+    setup = replace(set_up(config, VOCABULARY, CPU), device=torch.device("cuda"))
     name, socket.gethostname = socket.gethostname, lambda: "two" if dist.get_rank() == 3 else "one"
     try:
-        check_async_tp(parallel, train, torch.device("cuda"), mesh.role("tp"))
+        check_async_tp(config, setup)
     except UserError as error:
         return str(error)
     finally:

@@ -217,7 +217,7 @@ def run_case(case: Case, world: int) -> dict[str, Any]:
                 runner.evaluate(batches, contexts_of(batches), measure)
                 losses.clear()
         if tied is not None:
-            tied.share_gradients()
+            tied.sum_gradients()
         for part in parts.values():
             for name, parameter in part.named_parameters():
                 assert isinstance(parameter.grad, DTensor), f"{name} has no gradient"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import main
-from pipeline.train.distributed.process_group import part
+from pipeline.train.distributed.process_group import destroy
 from tests.config.runfile import write
 
 
 @pytest.fixture(autouse=True)
 def no_group() -> None:
     """Tests of a whole run may have come before."""
-    part()
+    destroy()
 
 
 @pytest.fixture

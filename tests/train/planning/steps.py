@@ -13,13 +13,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pipeline.config import Config
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed.process_group import Processes, join
+from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout, resolve
-from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
+from pipeline.train.setup import ALONE
 from pipeline.train.step import Stepper
 
 BASE: dict[str, Any] = {
@@ -167,18 +168,18 @@ def of_case(config: Config) -> tuple[Layout, DecoderSpec, StepShape]:
 
 def measured_peak(config: Config, device_type: str = "cpu") -> tuple[int, int]:
     """Train on this rank of a process group that may exist; its pp coordinate, the most bytes allocated."""
-    layout, spec, shape = of_case(config)
+    _, _, shape = of_case(config)
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
-    mesh = build_mesh(layout, device.type)
+    init_process_group(ALONE, device, TimeLimitsConfig())
+    setup = set_up(config, VOCABULARY, device)
     if device.type == "cuda":
-        _steps(config, layout, spec, shape, device)
-        return mesh.rank("pp"), torch.cuda.max_memory_allocated()
+        _steps(config, setup, shape)
+        return setup.mesh.rank("pp"), torch.cuda.max_memory_allocated()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _steps(config, layout, spec, shape, device)
+        _steps(config, setup, shape)
     if dist.get_world_size() > 1:
         dist.barrier()
-    return mesh.rank("pp"), _least_peak(profiler.profiler.kineto_results.events())
+    return setup.mesh.rank("pp"), _least_peak(profiler.profiler.kineto_results.events())
 
 
 def _least_peak(events: Sequence[Any]) -> int:
@@ -199,11 +200,11 @@ def _least_peak(events: Sequence[Any]) -> int:
 
 def resident_peak(config: Config) -> tuple[int, int]:
     """Train in this process alone; 0, and by how much they raised the kernel's high-water mark of it."""
-    layout, spec, shape = of_case(config)
+    _, _, shape = of_case(config)
     device = torch.device("cpu")
-    join(Processes(0, 1, 0, 1), device, TimeLimitsConfig())
+    init_process_group(ALONE, device, TimeLimitsConfig())
     before = _high_water()
-    _steps(config, layout, spec, shape, device)
+    _steps(config, set_up(config, VOCABULARY, device), shape)
     return 0, _high_water() - before
 
 
@@ -212,23 +213,9 @@ def _high_water() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _steps(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: torch.device) -> None:
-    train, parallel = config.train, config.parallel
-    mesh = build_mesh(layout, device.type)
-    model = build_model(
-        config.model, spec, mesh, parallel, train.precision, device, 1, shape.sequence_length, train=train
-    )
-    optimizers = Optimizers(model, config.model.init, train.optimizer)
-    stepper = Stepper(
-        model,
-        optimizers,
-        mesh,
-        device,
-        train=train,
-        parallel=parallel,
-        sources=1,
-        document_attention=config.model.document_attention,
-    )
+def _steps(config: Config, setup: Setup, shape: StepShape) -> None:
+    model = build_model(config, setup)
+    stepper = Stepper(config, setup, model, Optimizers(config, model), sources=1)
     for _ in range(_STEPS):
         with record_function(_STEP):
             stepper.step([_batch(shape) for _ in range(shape.micro_batches)], 1000, 1e-3)

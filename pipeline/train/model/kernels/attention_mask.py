@@ -1,4 +1,4 @@
-"""Which keys the queries of an attention see, and what a kernel is that computes it.
+"""Masks of attention, and the interface of kernels that compute it.
 
 Shapes: B batch, S positions of the sequence, C queries of a piece of it, T keys up to the end of the piece, H query
 heads, K key and value heads, E head size.
@@ -18,7 +18,7 @@ from torch import Tensor
 def attention_mask(
     bounds_BS: Tensor | None, window: int | None, queries: int, keys: int, device: torch.device
 ) -> Tensor | None:
-    """Which keys a query sees, bool [B or 1, 1, S, T]: bounds[q] <= k <= q and k > q - window.
+    """Mask of the keys that a query sees, bool [B or 1, 1, S, T]: bounds[q] <= k <= q and k > q - window.
 
     The queries are the last of the keys. None where causality alone says the same: the kernel needs no mask then.
     """
@@ -45,7 +45,7 @@ def mask_by_row(positions_BS: Tensor, window: int | None, keys: int) -> Tensor:
 
 
 class Documents:
-    """Where the documents of a batch begin, on the device and on the host.
+    """First positions of the documents of a batch, on the device and on the host.
 
     Args:
         bounds_BS: For every position the first one of its document.
@@ -73,7 +73,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a piece of the queries sees: those of its document up to itself, and no more than `window` of them.
+    """The keys that a piece of the queries sees: of its document up to itself, and no more than `window` of them.
 
     The keys of the piece are those of the sequence up to the piece's end.
     """
@@ -97,7 +97,7 @@ class AttentionMask:
         device: torch.device,
         documents: Documents | None = None,
     ) -> AttentionMask:
-        """What a piece sees, given its positions from and to, and a window of any size."""
+        """The mask of a piece, given its positions from and to, and a window of any size."""
         start, end = piece
         return cls(samples, start, end, None if window is None or window >= end else window, device, documents)
 
@@ -108,7 +108,7 @@ class AttentionMask:
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees all keys up to itself."""
+        """True if a query sees all keys up to itself."""
         return self.documents is None and self.window is None
 
     @property
@@ -145,14 +145,14 @@ class Kernel(Protocol):
     """
 
     def prepare(self, sight: AttentionMask) -> Any:
-        """What `__call__` needs to know of a sight."""
+        """Prepare a mask for `__call__`."""
 
     def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Any, scale: float) -> Tensor:
         """Every query's sum of the values that it sees, [B, C, H, E]."""
 
 
 class Prepared:
-    """What kernels prepare, of which that without documents is made once.
+    """Results of `Kernel.prepare`, of which that without documents is made once.
 
     It is the same for every micro-batch, so that all that are under way share one. The last few sights are kept.
     """

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: a function of the device, of what is installed, and of what the model needs."""
+"""Choice of the kernel of attention: a function of the device, of installed packages, and of the model."""
 
 from __future__ import annotations
 
@@ -56,14 +56,10 @@ class DeviceCaps:
             return cls(device.type)
         return cls("cuda", torch.cuda.get_device_capability(device), _flash_versions(), _folder("transformer_engine"))
 
-    def without(self, version: int, why: str) -> DeviceCaps:
-        """The same without a version of flash-attn."""
-        return replace(self, flash=self.flash - {version}, unfit={**self.unfit, version: why})
-
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """What a model asks of a kernel."""
+    """Requirements of a model on a kernel."""
 
     documents: bool
     """Tokens attend to those of their document alone."""
@@ -152,11 +148,11 @@ def choose_on(config: AttentionConfig, need: KernelRequirements, device: torch.d
         choice = choose(config, need, machine)
         if choice.version is None or not (why := _unfit(choice.version, need)):
             return choice
-        machine = machine.without(choice.version, why)
+        machine = replace(machine, flash=machine.flash - {choice.version}, unfit={**machine.unfit, choice.version: why})
 
 
 def _unfit(version: int, need: KernelRequirements) -> str | None:
-    """What is wrong with a version of flash-attn that is installed; it is imported."""
+    """The fault of a version of flash-attn that is installed, if it has one; it is imported."""
     try:
         flash_function(version)
     except Exception as error:  # built for another torch, it may end in anything
@@ -245,7 +241,7 @@ def _flash_versions() -> frozenset[int]:
 
 
 def _folder(package: str, module: str | None = None) -> bool:
-    """Whether there is a package, and a module in its folder; nothing is imported."""
+    """True if there is a package, and a module in its folder; nothing is imported."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

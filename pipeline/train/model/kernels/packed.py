@@ -25,7 +25,7 @@ from pipeline.train.parallel.torch_compat.core import vary_length
 
 @dataclass(frozen=True)
 class Packing:
-    """A sight as these kernels are told it."""
+    """Arguments of these kernels for a mask."""
 
     queries_N: Tensor
     """[N + 1] int32, on the device: how many queries come before each document, and at last all."""
@@ -60,7 +60,15 @@ def pack(sight: AttentionMask) -> Packing:
     return Packing(cumulative[0], cumulative[1], sight.queries, sight.end, sight.window)
 
 
-class Varlen:
+class PackedKernel:
+    """A kernel that takes a sight as a `Packing`."""
+
+    def prepare(self, sight: AttentionMask) -> Packing:
+        """See `Kernel`."""
+        return pack(sight)
+
+
+class Varlen(PackedKernel):
     """torch's own; Ampere and newer, bf16 and fp16."""
 
     def __init__(self) -> None:
@@ -69,10 +77,6 @@ class Varlen:
         self._attend: Callable[..., Any] = varlen_attn
         # 2.11 has no such argument, and says nothing of shared keys.
         self._groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-    def prepare(self, sight: AttentionMask) -> Packing:
-        """See `Kernel`."""
-        return pack(sight)
 
     def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Packing, scale: float) -> Tensor:
         """See `Kernel`."""
@@ -96,7 +100,7 @@ class Varlen:
         return out.view(q_BCHE.shape)
 
 
-class Flash:
+class Flash(PackedKernel):
     """The package flash-attn (Dao 2023), of which several versions can be installed side by side.
 
     Args:
@@ -109,10 +113,6 @@ class Flash:
         self._deterministic = deterministic
         self._open = None if version == 4 else -1
         """What says that there is no window."""
-
-    def prepare(self, sight: AttentionMask) -> Packing:
-        """See `Kernel`."""
-        return pack(sight)
 
     def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Packing, scale: float) -> Tensor:
         """See `Kernel`."""
@@ -158,7 +158,7 @@ def operations() -> tuple[Any, ...]:
 
 
 def followed(version: int) -> bool:
-    """Whether torch.compile can follow a version of flash-attn, which has been imported.
+    """True if torch.compile can follow a version of flash-attn, which has been imported.
 
     Version 3 registers its operations with a module `flash_attn_config`; older builds of it do not.
     """

@@ -49,12 +49,12 @@ class Sdpa:
 
 
 def has_flash(device: torch.device) -> bool:
-    """Whether it is a GPU that torch has flash kernels for."""
+    """True for a GPU that torch has flash kernels for."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def lower_right(queries: int, keys: int) -> CausalBias:
-    """What `causal_lower_right` gives, without its memory: that makes an fp32 tensor [2, C, T], which nobody reads."""
+    """A `causal_lower_right` without its memory: that makes an fp32 tensor [2, C, T], which nobody reads."""
     bias = torch.empty(0).as_subclass(CausalBias)
     bias.variant, bias.seq_len_q, bias.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
     return bias

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.train.model.kernels.attention_mask import AttentionMask
-from pipeline.train.model.kernels.packed import Packing, pack
+from pipeline.train.model.kernels.packed import PackedKernel, Packing
 
 
-class TransformerEngine:
+class TransformerEngine(PackedKernel):
     """`DotProductAttention` over packed tokens; causality is aligned with the last of the keys."""
 
     def __init__(self) -> None:
@@ -22,10 +21,6 @@ class TransformerEngine:
         self._build = te.DotProductAttention
         # It is a module with a state of its own, which is none of the model's.
         self._built: dict[tuple[int, int, int, float], Any] = {}
-
-    def prepare(self, sight: AttentionMask) -> Packing:
-        """See `Kernel`."""
-        return pack(sight)
 
     def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Packing, scale: float) -> Tensor:
         """See `Kernel`."""

@@ -30,7 +30,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a sight is cut into."""
+    """Tiles of a mask."""
 
     lowest_BC: Tensor
     """[B or 1, C] int64: the first key that a query sees."""

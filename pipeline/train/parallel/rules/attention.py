@@ -1,4 +1,4 @@
-"""What the backends of attention demand of the run file, see `rules/layout.py`."""
+"""Rules for the backends of attention, see `rules/layout.py`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _kept(config: Config, _: Layout) -> Iterator[str]:
 
 
 def attention_again(config: Config, _: Layout) -> Iterator[str]:
-    """What `keep` names and cannot be kept."""
+    """A warning for results that `keep` names and that cannot be kept."""
     train, recompute = config.train, config.train.recompute
     keeps = recompute.mode == "selective" and "attention" in recompute.keep
     if keeps and train.attention.backend == "flex" and train.compile is False:

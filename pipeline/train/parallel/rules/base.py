@@ -1,4 +1,4 @@
-"""What a rule is."""
+"""The type of rules."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What products in fp8 demand of the run file, see `rules/layout.py`."""
+"""Rules for products in fp8, see `rules/layout.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
-from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import Fp8Config
 from pipeline.train.fp8.matrices import fp8_matrices, matrices_of, uneven_shards
 from pipeline.train.model.config import DecoderSpec
@@ -90,11 +89,11 @@ def _tokens(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
-    schedule = config.parallel.pipeline.schedule
-    if config.train.precision.fp8 is not None and layout.pp > 1 and schedule in ZERO_BUBBLE:
+    if config.train.precision.fp8 is not None and config.parallel.splits_backward:
         yield (
-            f"{_KEY} with schedule={schedule}: a product in fp8 has one backward pass, for inputs and weights: "
-            f"take one of {', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule, or leave {_KEY} out"
+            f"{_KEY} with schedule={config.parallel.pipeline.schedule}: a product in fp8 has one backward pass, for "
+            f"inputs and weights: take one of {', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule, or leave "
+            f"{_KEY} out"
         )
 
 

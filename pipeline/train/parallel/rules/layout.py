@@ -1,4 +1,4 @@
-"""What a layout demands of the run file, as data: rules are checked before a run and printed in the documentation."""
+"""Rules for layouts, as data: they are checked before a run and printed in the documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
-from pipeline.config.parallel import ZERO_BUBBLE, ParallelConfig, PipelineConfig
+from pipeline.config.parallel import ParallelConfig, PipelineConfig
 from pipeline.data.order.phases import MUCH_PADDING, padding_warning
 from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
@@ -52,7 +52,7 @@ def check_layout(config: Config, world_size: int) -> Layout:
 
 
 def evaluation_parallel(config: Config, world_size: int) -> ParallelConfig:
-    """What an evaluation on `world_size` processes is laid out by: its own section, or that of the training."""
+    """The layout section of an evaluation on `world_size` processes: its own, or that of the training."""
     if config.eval.parallel is not None:
         return config.eval.parallel
     return config.parallel if world_size > 1 else ParallelConfig()
@@ -78,7 +78,7 @@ def check_evaluation_layout(config: Config, world_size: int) -> Layout:
 
 
 def layout_warnings(config: Config, layout: Layout) -> list[str]:
-    """What is allowed and probably not meant."""
+    """Warnings for settings that are allowed and probably not meant."""
     return [message for rule in WARNINGS for message in rule.check(config, layout)]
 
 
@@ -149,7 +149,7 @@ def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _cut(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
-    """Whether sequences of a length can be cut."""
+    """Problems of cutting sequences of a length."""
     parallel, multiple = config.parallel, sequence_multiple(config.parallel, layout)
     if length % multiple == 0:
         return
@@ -230,33 +230,32 @@ def _demand(pipeline: PipelineConfig, pp: int) -> str:
 
 
 def _way_out(config: Config, layout: Layout, shape: StepShape) -> str:
-    allows = SCHEDULES[config.parallel.pipeline.schedule].allows
-    sizes = [size for size in range(1, shape.share + 1) if allows(shape.count(size), layout.pp)]
+    allows, windows = SCHEDULES[config.parallel.pipeline.schedule].allows, shape.windows_per_rank
+    sizes = [size for size in range(1, windows + 1) if allows(shape.count(size), layout.pp)]
     if sizes:
         # Before others those that need no padding.
-        size = min(sizes, key=lambda size: (shape.share % size > 0, abs(size - shape.micro_batch_size)))
+        size = min(sizes, key=lambda size: (windows % size > 0, abs(size - shape.micro_batch_size)))
         return f"set {shape.micro_key}={size} ({counted(shape.count(size), 'micro-batch')})"
-    micro = next(m for m in range(max(1, shape.share), 4 * layout.pp + shape.share) if allows(m, layout.pp))
+    micro = next(m for m in range(max(1, windows), 4 * layout.pp + windows) if allows(m, layout.pp))
     what = "train.batch_ramp.start" if shape.batch_key == "train.batch_ramp" else shape.batch_key
     return f"set {what}={micro * layout.dp} or more, with {shape.micro_key}=1, or a smaller parallel.pp"
 
 
-def _split_backward(config: Config, layout: Layout) -> Iterator[str]:
-    schedule = config.parallel.pipeline.schedule
-    if layout.pp > 1 and schedule in ZERO_BUBBLE and not pipeline_stage.SPLITS_BACKWARD:
+def _split_backward(config: Config, _: Layout) -> Iterator[str]:
+    if config.parallel.splits_backward and not pipeline_stage.SPLITS_BACKWARD:
         yield (
-            f"parallel.pipeline.schedule={schedule} needs torch 2.13 or later, but torch {torch.__version__} is "
-            "installed, where its backward passes fail: install a later torch, or take one of "
+            f"parallel.pipeline.schedule={config.parallel.pipeline.schedule} needs torch 2.13 or later, but torch "
+            f"{torch.__version__} is installed, where its backward passes fail: install a later torch, or take one of "
             f"{', '.join(WHOLE_BACKWARD)}"
         )
 
 
-def _resharding(config: Config, layout: Layout) -> Iterator[str]:
-    schedule = config.parallel.pipeline.schedule
-    if layout.pp > 1 and schedule in ZERO_BUBBLE and config.parallel.reshard_after_forward:
+def _resharding(config: Config, _: Layout) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.splits_backward and parallel.reshard_after_forward:
         yield (
-            f"parallel.reshard_after_forward=true with schedule={schedule} gives wrong gradients: set it to false, or "
-            f"take one of {', '.join(WHOLE_BACKWARD)}"
+            f"parallel.reshard_after_forward=true with schedule={parallel.pipeline.schedule} gives wrong gradients: "
+            f"set it to false, or take one of {', '.join(WHOLE_BACKWARD)}"
         )
 
 

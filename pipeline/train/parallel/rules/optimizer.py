@@ -1,4 +1,4 @@
-"""What optimizers demand of the run file, see `rules/layout.py`."""
+"""Rules for optimizers, see `rules/layout.py`."""
 
 from __future__ import annotations
 

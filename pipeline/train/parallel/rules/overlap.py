@@ -1,20 +1,20 @@
-"""What overlapping communication demands of the run file, see `rules/layout.py`."""
+"""Rules for overlapping communication, see `rules/layout.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
-from pipeline.config.parallel import ZERO_BUBBLE, OverlapConfig
+from pipeline.config.parallel import OverlapConfig
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import LayoutKind
 
 
-def _reduce(config: Config, layout: Layout) -> Iterator[str]:
+def _reduce(config: Config, _: Layout) -> Iterator[str]:
     parallel = config.parallel
-    if layout.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE and parallel.overlap.reduce == "each":
+    if parallel.splits_backward and parallel.overlap.reduce == "each":
         yield (
             f"parallel.overlap.reduce=each with schedule={parallel.pipeline.schedule}: its backward passes have two "
             "halves, and gradients are added up after all of them: set parallel.overlap.reduce=last"
@@ -41,9 +41,7 @@ def _async_tp(config: Config, layout: Layout) -> Iterator[str]:
             "parallel.overlap.async_tp=true with train.compile=false: it is the compiler that cuts products in pieces: "
             f"set train.compile=true, {without}"
         )
-    elif config.train.compile is None and (
-        config.train.recompute.offload or (layout.pp > 1 and parallel.pipeline.schedule in ZERO_BUBBLE)
-    ):
+    elif config.train.compile is None and (config.train.recompute.offload or parallel.splits_backward):
         yield (
             "parallel.overlap.async_tp=true needs compiled layers, which do not go with train.recompute.offload and "
             f"zero-bubble schedules: take another schedule and train.recompute.offload=false, {without}"

@@ -1,4 +1,4 @@
-"""What a profile demands of the run file, see `rules/layout.py`."""
+"""Rules for profiles, see `rules/layout.py`."""
 
 from __future__ import annotations
 

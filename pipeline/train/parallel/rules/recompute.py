@@ -1,36 +1,27 @@
-"""What recomputation and compiled layers demand of the run file, see `rules/layout.py`."""
+"""Rules for recomputation and compiled layers, see `rules/layout.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
-from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.step_shapes import step_shapes
 
-
-def _zero_bubble(config: Config, layout: Layout) -> str | None:
-    """The schedule, if it comes twice to a backward pass; else None."""
-    schedule = config.parallel.pipeline.schedule
-    return schedule if layout.pp > 1 and schedule in ZERO_BUBBLE else None
+_WITHOUT_SPLIT = f"one of {', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule"
 
 
-def _without_zero_bubble() -> str:
-    return f"one of {', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule"
-
-
-def _selective(config: Config, layout: Layout) -> Iterator[str]:
+def _selective(config: Config, _: Layout) -> Iterator[str]:
     recompute = config.train.recompute
     if recompute.mode != "selective":
         return
-    if schedule := _zero_bubble(config, layout):
+    if config.parallel.splits_backward:
         yield (
-            f"train.recompute.mode=selective with schedule={schedule}: what was kept is gone when gradients of weights "
-            f"are computed: set train.recompute.mode=full, or take {_without_zero_bubble()}"
+            f"train.recompute.mode=selective with schedule={config.parallel.pipeline.schedule}: what was kept is gone "
+            f"when gradients of weights are computed: set train.recompute.mode=full, or take {_WITHOUT_SPLIT}"
         )
     if not recompute.keep:
         yield (
@@ -70,11 +61,11 @@ def _offload(config: Config, _: Layout) -> Iterator[str]:
         )
 
 
-def _compiled(config: Config, layout: Layout) -> Iterator[str]:
-    if config.train.compile and (schedule := _zero_bubble(config, layout)):
+def _compiled(config: Config, _: Layout) -> Iterator[str]:
+    if config.train.compile and config.parallel.splits_backward:
         yield (
-            f"train.compile=true with schedule={schedule} gives wrong gradients: compiled code has one backward pass, "
-            f"for inputs and weights: set train.compile=false, or take {_without_zero_bubble()}"
+            f"train.compile=true with schedule={config.parallel.pipeline.schedule} gives wrong gradients: compiled "
+            f"code has one backward pass, for inputs and weights: set train.compile=false, or take {_WITHOUT_SPLIT}"
         )
 
 

@@ -59,6 +59,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return with_local(tensor.detach(), local._tensor.detach())
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a tensor, see `plain`; shares the memory."""
+    tensor = plain(tensor)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
     """Let the next step of a fused optimizer leave weights and states as they are where `found_inf` is 1.
 
@@ -68,7 +74,7 @@ def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tens
 
 
 def all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What the ranks of a group have, [ranks, ...].
+    """Tensors of all ranks of a group, [ranks, ...].
 
     This and the next two are the operations beneath torch's functional collectives, the same in 2.11 and 2.13: a
     compiler can follow them, and selective recomputation knows them. There is no gradient.
@@ -87,7 +93,7 @@ def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What each rank has for this one, [ranks, ...], of what this one has for each."""
+    """Tensors that each rank sends to this one, [ranks, ...], where this one sends `parts` to each."""
     sizes = [1] * group.size()
     exchanged = _collectives.all_to_all_single(parts.contiguous(), sizes, sizes, group.group_name)
     result: torch.Tensor = _collectives.wait_tensor(exchanged)
@@ -100,7 +106,7 @@ def unflatten_mesh(mesh: DeviceMesh, degrees: dict[str, int]) -> DeviceMesh:
 
 
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
-    """How long torch lets a collective over one axis of a mesh wait, on the groups that there are.
+    """Set torch's time limit of collectives over the axes of a mesh, on the groups that there are.
 
     In 2.11 and 2.13 it makes them with a default of its own (10 minutes over NCCL, 30 over gloo), whatever the group of
     all ranks was made with.
@@ -121,7 +127,7 @@ FAKE_BACKEND = "fake"
 
 
 def fake_store() -> Any:
-    """What a process group of `FAKE_BACKEND` is made with; the backend exists from then on.
+    """A store for a process group of `FAKE_BACKEND`; the backend exists from then on.
 
     It stands for any number of ranks in one process, and its collectives do nothing.
     """
@@ -295,7 +301,7 @@ def record_collectives() -> None:
 
 
 def last_collectives() -> dict[str, list[dict[str, Any]]]:
-    """What the flight recorder remembers, by backend, oldest first; called from any thread.
+    """Entries of the flight recorder, by backend, oldest first; called from any thread.
 
     "frames" is where our own code issued it, "retired" whether it has ended. gloo's point-to-point messages are not
     recorded. The two functions are in 2.13, the one for gloo not in every older version.
@@ -316,7 +322,7 @@ def _own_frames(frames: list[dict[str, Any]]) -> list[str]:
 
 
 def waits_for_ranks(frame: FrameType | None) -> bool:
-    """Whether a thread is in a collective, or the device has one to end, told from the thread's innermost frame.
+    """True if a thread is in a collective, by its innermost frame, or the device has one to end.
 
     With gloo the thread itself waits, in a function of torch.distributed. With NCCL it waits for the device.
     """
@@ -410,7 +416,7 @@ def record_allocations() -> None:
 
 
 def write_allocations(path: Path) -> None:
-    """What is allocated and what has been, as a pickle that torch's viewer opens."""
+    """Write present and past allocations, as a pickle that torch's viewer opens."""
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 

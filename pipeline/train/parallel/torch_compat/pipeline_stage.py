@@ -28,7 +28,7 @@ _HOLDS_BUFFERS = torch.__version__ < "2.15"  # which torch compares as versions
 def schedule_actions(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int
 ) -> list[list[tuple[int, str, int]]]:
-    """What each pp rank does in a step, in order, by torch's own schedule classes: (stage, kind, micro-batch).
+    """Actions of each pp rank in a step, in order, by torch's own schedule classes: (stage, kind, micro-batch).
 
     Kinds: F forward, B backward, I and W its two halves, the gradients of inputs and of weights. Forward and backward
     that a schedule lets overlap come one after the other, as torch runs them. In 2.11 and 2.13 the schedules are made

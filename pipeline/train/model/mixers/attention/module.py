@@ -58,8 +58,8 @@ class Attention(nn.Module):
             return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, spec.scale))
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
-            if context.watch is not None:
-                context.watch.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
+            if context.observer is not None:
+                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
             return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[spec.window][piece], spec.scale)
 
         if context.cut is None:
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self._project(context.cut.attend(q_BSHE, k_BTKE, v_BTKE, attend))
 
     def _project(self, out_BSHE: Tensor) -> Tensor:
-        """What the heads found, [B, S, D]."""
+        """Outputs of the heads, projected to [B, S, D]."""
         out_BSD: Tensor = self.wo(out_BSHE.flatten(2))
         return out_BSD
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.part_spec import CpTransfer, Division, HeadNorm, KernelUse, Matrix, MixerSpec, NormSpec
@@ -57,6 +57,12 @@ class AttentionSpec(MixerSpec):
             window=config.sliding_window,
             scale=head_dim**-0.5 if config.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim,
         )
+
+    @classmethod
+    def same_meaning(cls, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that follow from other keys may be written out."""
+        heads = model["heads"]
+        return {"kv_heads": model["kv_heads"] or heads, "head_dim": model["head_dim"] or model["dim"] // heads}
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:

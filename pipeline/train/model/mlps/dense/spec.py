@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix
@@ -36,9 +36,14 @@ class MlpSpec(LayerPartSpec):
         kind: Literal["swiglu", "gelu"] = "gelu" if config.mlp == "gelu" else "swiglu"
         return cls(kind, config.dim, ffn_dim, bias=config.bias == "all")
 
+    @classmethod
+    def same_meaning(cls, model: Mapping[str, Any]) -> dict[str, Any]:
+        """The width of the hidden layer, which the shapes of weights show."""
+        return {"ffn_dim": None}
+
     @property
     def gated(self) -> bool:
-        """Whether the hidden layer is a product of two."""
+        """True if the hidden layer is a product of two."""
         return self.kind == "swiglu"
 
     @cached_property

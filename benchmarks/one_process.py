@@ -1,0 +1,40 @@
+"""A model that trains in one process: a `Stepper` from the sections of a run file, without a run or data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipeline.config import Config
+from pipeline.train.distributed.process_group import init_process_group
+from pipeline.train.optim.optimizers import Optimizers
+from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.parallel.setup import set_up
+from pipeline.train.setup import ALONE
+from pipeline.train.step import Stepper
+
+
+def stepper_of(
+    device: torch.device, vocabulary: int, *, model: dict[str, Any], train: dict[str, Any], seed: int = 1
+) -> Stepper:
+    """A stepper for batches of one source.
+
+    Args:
+        vocabulary: Entries of the tokenizer.
+        model: The `model:` section.
+        train: The `train:` section but for the duration.
+    """
+    config = Config.model_validate(
+        {
+            "run": {"dir": "/nowhere", "seed": seed},
+            "data": {"sources": [{"name": "text", "paths": ["/nowhere"]}]},
+            "tokenizer": {"train": {"vocab_size": 300}},
+            "model": model,
+            "train": {"duration": "1 steps", **train},
+        }
+    )
+    init_process_group(ALONE, device, config.launch.time_limits)
+    setup = set_up(config, vocabulary, device)
+    built = build_model(config, setup)
+    return Stepper(config, setup, built, Optimizers(config, built), sources=1)
