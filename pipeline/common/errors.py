@@ -96,10 +96,10 @@ class RankFailed(Exception):
     Args:
         message: What happened there, as the command line should show it.
         code: Exit code.
-        said: Whether the message has been shown to the user already.
+        shown: Whether the message has been shown to the user already.
     """
 
-    def __init__(self, message: str, code: int, *, said: bool = False) -> None:
+    def __init__(self, message: str, code: int, *, shown: bool = False) -> None:
         super().__init__(message)
         self.exit_code = code
-        self.said = said
+        self.shown = shown

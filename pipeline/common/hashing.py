@@ -29,16 +29,16 @@ def value_hash(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
 
 
-def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *, links: bool = True) -> int:
+def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *, symlinks: bool = True) -> int:
     """xxh3-64 of a regular file's bytes.
 
     Args:
         path: of the file.
         advance: told how many bytes have been read, piece by piece.
-        links: as for `storage.open_regular`.
+        symlinks: as for `storage.open_regular`.
     """
     digest = xxhash.xxh3_64()
-    with storage.open_regular(path, links=links) as file:
+    with storage.open_regular(path, symlinks=symlinks) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             advance(len(chunk))

@@ -88,28 +88,28 @@ def json_bytes(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
-def open_regular(path: Path, *, links: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, symlinks: bool = True) -> BinaryIO:
     """Open a file for reading that may come from a stranger: reading a device may never end, a pipe may never begin.
 
     Args:
         path: of the file.
-        links: whether a symbolic link to a regular file will do. A link could point to a private file.
+        symlinks: whether a symbolic link to a regular file will do. A link could point to a private file.
 
     Raises:
         UserError: it is something else than a regular file.
         OSError: it cannot be opened.
     """
-    return os.fdopen(regular_descriptor(path, links=links), "rb")
+    return os.fdopen(regular_descriptor(path, symlinks=symlinks), "rb")
 
 
-def regular_descriptor(path: Path, *, links: bool = True) -> int:
+def regular_descriptor(path: Path, *, symlinks: bool = True) -> int:
     """`open_regular` as a number, which the caller closes."""
     # A pipe without a writer would hold an open without O_NONBLOCK. Regular files do not know that flag.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if symlinks else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
-        if error.errno == errno.ELOOP and not links:
+        if error.errno == errno.ELOOP and not symlinks:
             raise UserError(
                 f"{path} is a symbolic link, and a regular file is wanted; `cp -rL` copies what links point to"
             ) from None

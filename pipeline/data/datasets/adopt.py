@@ -237,13 +237,13 @@ def _check_ends(files: list[tuple[str, IndexedPart]], found: list[Scan], tokeniz
             "(without --append-eod). --append-eod writes copies that have it; or give the token that closes documents "
             "with --end-of-document"
         )
-    where = next(
+    first = next(
         f"{part.bin_path}, document {one.first_open}"
         for (_, part), one in zip(files, found, strict=True)
         if one.first_open is not None
     )
     raise UserError(
-        f"{documents - closed:,} of {documents:,} documents do not end with {token}; the first is {where}. "
+        f"{documents - closed:,} of {documents:,} documents do not end with {token}; the first is {first}. "
         "--append-eod writes copies in which they do"
     )
 

@@ -98,8 +98,8 @@ class Dataset:
 
     def prefix(self, index: int) -> Path:
         """Prefix of the files of a part."""
-        unit, link = self._names[index]
-        return part_prefix(self.folder, int(unit), int(link))
+        unit, chunk = self._names[index]
+        return part_prefix(self.folder, int(unit), int(chunk))
 
     def size_of_part(self, index: int) -> tuple[int, int]:
         """Tokens and documents of a part."""

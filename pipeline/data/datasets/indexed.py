@@ -51,19 +51,19 @@ def metadata_file(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".meta")
 
 
-def part_name(unit: int, link: int = 0) -> str:
-    """Name of what a link of a unit gave, without a suffix."""
-    return f"{unit:08d}-{link:05d}" if link else f"{unit:08d}"
+def part_name(unit: int, chunk: int = 0) -> str:
+    """Name of what a chunk of a unit gave, without a suffix."""
+    return f"{unit:08d}-{chunk:05d}" if chunk else f"{unit:08d}"
 
 
-def numbered(folder: Path, unit: int, link: int = 0) -> Path:
-    """Path of what a link of a unit gave below `folder`, a thousand units a sub-folder, without a suffix."""
-    return folder / f"{unit // PARTS_A_FOLDER:05d}" / part_name(unit, link)
+def numbered(folder: Path, unit: int, chunk: int = 0) -> Path:
+    """Path of what a chunk of a unit gave below `folder`, a thousand units a sub-folder, without a suffix."""
+    return folder / f"{unit // PARTS_A_FOLDER:05d}" / part_name(unit, chunk)
 
 
-def part_prefix(dataset: Path, unit: int, link: int = 0) -> Path:
+def part_prefix(dataset: Path, unit: int, chunk: int = 0) -> Path:
     """Prefix of a part of a dataset folder."""
-    return numbered(dataset / "parts", unit, link)
+    return numbered(dataset / "parts", unit, chunk)
 
 
 class HashedFile:

@@ -279,8 +279,8 @@ def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterato
         yield str(error)
         return
     for unit in range(units):
-        for link in itertools.count():
-            path = receipt_path(plan.parent, unit, link)
+        for chunk in itertools.count():
+            path = receipt_path(plan.parent, unit, chunk)
             try:
                 receipt = storage.get_json(path, *RECEIPT_KEYS)
                 for name in receipt["splits"]:
@@ -309,8 +309,7 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
         result.adopted.append(folder)
     for total in ("documents", "tokens"):
         if int(parts[total].sum()) != getattr(manifest, total):
-            said = getattr(manifest, total)
-            yield f"{folder / MANIFEST_FILE}: {said} {total}, but the parts have {parts[total].sum()}"
+            yield f"{folder / MANIFEST_FILE}: {getattr(manifest, total)} {total}, but the parts have {parts[total].sum()}"
     try:
         if Tokenizer.open(folder).fingerprint != manifest.tokenizer.fingerprint:
             yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"

@@ -136,10 +136,10 @@ class _Gathered:
         self._has_metadata: bool = table["metadata"]
         slices: list[_Slice] = []
         numbers, records, counts, lengths = [], [], [], []
-        for unit, link, key, documents, tokens in table["runs"]:
+        for unit, chunk, key, documents, tokens in table["runs"]:
             if not documents:
                 continue
-            prefix = part_prefix(folder, unit, link)
+            prefix = part_prefix(folder, unit, chunk)
             part = IndexedPart(prefix)
             if (part.documents, part.tokens, part.dtype) != (documents, tokens, self._dtype):
                 raise _damaged(part.idx_path)
@@ -160,7 +160,7 @@ class _Gathered:
         self._records = _joined(records, PROVENANCE)
         self._counts = _joined(counts, np.int64)
         self._lengths = _joined(lengths, np.int64)
-        # The runs come in the order of (unit, link) and rows of one unit never tie.
+        # The runs come in the order of (unit, chunk) and rows of one unit never tie.
         self._order = np.argsort(_joined(numbers, np.uint64), kind="stable")
         del numbers, records, counts, lengths
         self._ids = bytearray(sum(piece.size for piece in slices))

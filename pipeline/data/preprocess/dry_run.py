@@ -147,9 +147,9 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         samples[found.source.name] = sample = take_sample(units, counting_job(found, config, _unknown(config)), engine)
         if sample.bad and not sample.documents:
             problems.append(_problem(config, found, sample))
-        share = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
+        scale = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
         workers = worker_count(config, max(len(units), 1))
-        took = sample.seconds * share / workers
+        took = sample.seconds * scale / workers
         seconds += took
         table.add_row(
             found.source.name,
@@ -157,7 +157,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             f"{len(found.files):,}",
             f"{found.bytes:,}",
             f"{len(units):,}",
-            rounded(sample.tokens * share),
+            rounded(sample.tokens * scale),
             duration(took) if engine is not None else "-",
         )
     if problems:
@@ -290,10 +290,10 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
         sample.seconds = time.perf_counter() - started
     else:
         batches.flush()
-        share = sample.text_bytes / max(batches.bytes, 1)
-        sample.tokens = round(batches.tokens * share) + sample.documents
+        scale = sample.text_bytes / max(batches.bytes, 1)
+        sample.tokens = round(batches.tokens * scale) + sample.documents
         # What was passed over would have taken its time.
-        sample.seconds = time.perf_counter() - started + batches.seconds * (share - 1 if batches.bytes else 0)
+        sample.seconds = time.perf_counter() - started + batches.seconds * (scale - 1 if batches.bytes else 0)
     return sample
 
 

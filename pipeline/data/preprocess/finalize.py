@@ -1,4 +1,4 @@
-"""The end of the stage for a source whose links all have receipts: manifests, rejected records, report."""
+"""The end of the stage for a source whose chunks all have receipts: manifests, rejected records, report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.data.datasets.files import TRAIN, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import CODE_VERSION, PART, write_dataset
 from pipeline.data.preprocess.report import SourceReport, SplitReport
-from pipeline.data.preprocess.source_plan import SourcePlan, link_order
+from pipeline.data.preprocess.source_plan import SourcePlan, chunk_order
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.damage import DAMAGED_FILE, damage_in, damaged_error
 from pipeline.data.sources.records import EMPTY, Piece, Unit
@@ -33,8 +33,8 @@ REJECTED_FILE = "rejected.jsonl"
 REPORT_FILE = "report.json"
 
 
-class Finish:
-    """Finishes one source. Memory: some hundred bytes a link.
+class Finalizer:
+    """Finishes one source. Memory: some hundred bytes a chunk.
 
     Args:
         plan: of the source.
@@ -78,17 +78,17 @@ class Finish:
         report.splits = {name: SplitReport() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
-        for receipt in self._links(self._plan.units):
+        for receipt in self._receipts_of(self._plan.units):
             rejected.update(receipt["rejected"])
             engines[receipt["engine"]] += 1
             report.damaged += damage_in(self._plan.units[receipt["unit"]], receipt)
             report.records += receipt["records"]
             report.checked += receipt["checked"]
-            unit, link = receipt["unit"], receipt["link"]
-            order.append(link_order(seed, self._plan.units[unit], link))
+            unit, chunk = receipt["unit"], receipt["link"]
+            order.append(chunk_order(seed, self._plan.units[unit], chunk))
             for name, split in receipt["splits"].items():
                 hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in ("bin", "idx", "prov", "meta"))
-                rows[name].append((split["tokens"], split["documents"], unit, link, *hashes))
+                rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 for count in ("documents", "tokens", "text_bytes"):
                     setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
         report.rejected = dict(sorted(rejected.items()))
@@ -141,7 +141,7 @@ class Finish:
     def _check_rejected(self, rejected: Counter[str]) -> None:
         bad = rejected.total() - rejected[EMPTY]
         settings = self._config.data.preprocess
-        # With `fail`, links may be left of a run that skipped.
+        # With `fail`, chunks may be left of a run that skipped.
         limit = settings.max_error_rate if settings.on_error == "skip" else 0
         if bad > limit * self.report.records:
             path = self._folder / REJECTED_FILE
@@ -206,7 +206,7 @@ class Finish:
         lines_before = self._lines_before()
         # Units were cut from the files in their order.
         units = sorted(self._plan.units, key=lambda unit: (unit.pieces[0].file.name, unit.pieces[0].start))
-        for receipt in self._links(units):
+        for receipt in self._receipts_of(units):
             if not receipt["rejected"]:
                 continue
             unit = self._plan.units[receipt["unit"]]
@@ -229,14 +229,14 @@ class Finish:
                     place = piece.file.name + str(entry["where"]).removeprefix(piece.file.path)
                     yield orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE), record["reason"], place
 
-    def _links(self, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
-        """The receipts of all links of the units, unit after unit."""
+    def _receipts_of(self, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
+        """The receipts of all chunks of the units, unit after unit."""
         return itertools.chain.from_iterable(self._receipts.of(unit.index) for unit in units)
 
     def _lines_before(self) -> dict[tuple[str, int], int]:
         """Lines of each file before each of its pieces, by (name, start): from the counts in the receipts."""
         lines: Counter[tuple[str, int]] = Counter()
-        for receipt in self._links(self._plan.units):
+        for receipt in self._receipts_of(self._plan.units):
             pieces = self._plan.units[receipt["unit"]].pieces
             for number, (count, _) in receipt["pieces"].items():
                 piece = pieces[int(number)]

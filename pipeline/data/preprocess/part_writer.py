@@ -1,4 +1,4 @@
-"""The documents of one link and split: kept in reading order in a file, then written as a part in keyed order."""
+"""The documents of one chunk and split: kept in reading order in a file, then written as a part in keyed order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 2**22
 """Bytes of documents that are brought into order at a time."""
 
 
-class Spool:
+class PartWriter:
     """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where metadata is kept, `.meta`.
 
     As a context manager it removes what is not committed. Memory: 28 bytes a document, and 130 while it is committed.
@@ -152,7 +152,7 @@ class Spool:
             writer.write(data)
         return writer.file
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> PartWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -257,7 +257,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
             turn = Counter(dict.fromkeys(unread, -(-count // max(len(unread), 1))))
         if not turn:
             break
-        for candidate, shares in turn.items():
+        for candidate, times in turn.items():
             start = reached.get(candidate, START)
             if start is None:
                 continue
@@ -272,7 +272,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
                     yield document.text
                     if taken >= wanted:
                         return
-                if piece.linked and reader.input_bytes >= shares * SAMPLE_BYTES:
+                if piece.chunked and reader.input_bytes >= times * SAMPLE_BYTES:
                     reached[candidate] = reader.position
                     break
     if not taken:
@@ -299,7 +299,7 @@ def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:
                 name = (config.data.preprocess.seed, "tokenizer", found.source.name, file.name, piece.start)
                 first = key(*name)
                 bytes = expected * (piece.end - piece.start) // max(file.size, 1)
-                times = max(bytes // SAMPLE_BYTES, 1) if piece.linked else 1
+                times = max(bytes // SAMPLE_BYTES, 1) if piece.chunked else 1
                 if times == 1:
                     draws += [(first, number, piece)] if first < limit else []
                 else:

@@ -14,7 +14,7 @@ from pipeline.common.errors import MachineError
 from pipeline.config.root import Config
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, make_shuffle
 from pipeline.data.global_shuffle.external_sort import Run, Shuffle
-from pipeline.data.preprocess.finalize import Finish
+from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.tokenize_unit import order_key
@@ -24,7 +24,7 @@ from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
 
 
-class Shuffling:
+class ShufflePass:
     """The second pass over the sources of a run; without `shuffle: global` all of it does nothing."""
 
     def __init__(self, config: Config, console: Console, dtype: np.dtype[Any]) -> None:
@@ -61,7 +61,7 @@ class Shuffling:
         with take_when_free(folder, "shuffle", LeaseWatch(), self._say_waiting) as lease, lease.beating():
             yield
 
-    def run(self, plan: SourcePlan, receipts: Receipts, finish: Finish) -> None:
+    def run(self, plan: SourcePlan, receipts: Receipts, finish: Finalizer) -> None:
         """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
         if not self._wanted:
             return

@@ -173,11 +173,11 @@ def find_source_files(config: Config) -> list[SourceFiles]:
     found = []
     for number, source in enumerate(config.data.sources):
         if source.dataset is None:
-            where = f"data.sources.{number}"
+            key = f"data.sources.{number}"
             try:
-                found.append(_find(config, source, where))
+                found.append(_find(config, source, key))
             except PermissionError as error:
-                raise may_not_be_read(f"{where}.{SOURCE_FORMATS[source.type].key}", error) from error
+                raise may_not_be_read(f"{key}.{SOURCE_FORMATS[source.type].key}", error) from error
     return found
 
 
@@ -215,7 +215,7 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
     )
 
 
-def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
+def _find(config: Config, source: SourceConfig, key: str) -> SourceFiles:
     def planned() -> Any:
         """Settings of the plan that is there; none if it cannot be read."""
         try:
@@ -223,7 +223,7 @@ def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
         except (FileNotFoundError, UserError):
             return {}
 
-    reader, files = _reader(source, config).find(source.paths, source.exclude, where, planned)
+    reader, files = _reader(source, config).find(source.paths, source.exclude, key, planned)
     return SourceFiles(source, reader, files)
 
 
@@ -242,9 +242,9 @@ def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
     return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
 
 
-def link_order(seed: int, unit: Unit, link: int) -> int:
-    """What parts are ordered by: the first links as their units, the others among them."""
-    return key(seed, "parts", identity(unit), link) if link else key(seed, "parts", identity(unit))
+def chunk_order(seed: int, unit: Unit, chunk: int) -> int:
+    """What parts are ordered by: the first chunks as their units, the others among them."""
+    return key(seed, "parts", identity(unit), chunk) if chunk else key(seed, "parts", identity(unit))
 
 
 def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> SourcePlan:

@@ -18,7 +18,7 @@ from pipeline.config.root import Config
 from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, planned_settings
 from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
-from pipeline.data.preprocess.tokenize_unit import Smallest, UnitJob, make_sample_hashes
+from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
 from pipeline.data.sources.records import EMPTY
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
@@ -49,9 +49,9 @@ def known_splits(config: Config, found: SourceFiles) -> Splits | None:
 def _planned(config: Config, found: SourceFiles) -> Splits | None:
     """The splits of the plan that was made before, if it is of the same files and the same `data.splits`."""
     settings = planned_settings(config, found) or {}
-    shares = {name: str(split) for name, split in config.data.splits.items()}
+    splits = {name: str(split) for name, split in config.data.splits.items()}
     ends = settings.get("ends of splits") or {}
-    if settings.get("data.splits") != shares or set(ends) != set(shares):
+    if settings.get("data.splits") != splits or set(ends) != set(splits):
         return None
     return splits_from_settings(config.data, ends)
 
@@ -72,7 +72,7 @@ def _counted(
     with (
         _counting_lease(source.folder),
         ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
-        Workers[UnitJob, Smallest](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
+        Workers[UnitJob, SmallestHashes](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
     ):
         for event in workers.insist(jobs):
             if isinstance(event, Advanced):

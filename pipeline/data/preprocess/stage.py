@@ -1,7 +1,7 @@
 """The preprocess stage: documents to tokens. Plan units, tokenize them in worker processes, commit, write manifests.
 
 Layout of a source below the data folder: `plan.json`, `receipts/`, `leases/`, a dataset for each split (`train/`,
-`heldout/`), `rejected.jsonl` and `report.json`. A link of a unit is done when its receipt is there and the sizes of its
+`heldout/`), `rejected.jsonl` and `report.json`. A chunk of a unit is done when its receipt is there and the sizes of its
 files are those in it; a run does what is missing. The datasets are the same bytes for any number of workers, commands
 at a time, and interruptions. Commands at a time share the units; some may be told to make units and no more.
 """
@@ -25,7 +25,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.preprocess.disk_space import dataset_warning
-from pipeline.data.preprocess.finalize import Finish
+from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.report import PreprocessReport, SourceReport, print_report
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
@@ -36,7 +36,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     withdraw_tokenizer,
 )
 from pipeline.data.preprocess.run_units import FAILURES_FILE, Outcome, tokenize_units
-from pipeline.data.preprocess.shuffle_pass import Shuffling
+from pipeline.data.preprocess.shuffle_pass import ShufflePass
 from pipeline.data.preprocess.source_plan import (
     SourceFiles,
     SourcePlan,
@@ -155,7 +155,7 @@ class _Stage:
         self._tokenizer = tokenizer
         self._plans = plans
         self._jobs = {plan.found.source.name: source_job(plan, config, _start_over(config, plan)) for plan in plans}
-        self._shuffling = Shuffling(config, console, tokenizer.dtype)
+        self._shuffle_pass = ShufflePass(config, console, tokenizer.dtype)
         self._found: dict[str, _Found] = {}
         """By source, of the last round."""
 
@@ -237,7 +237,7 @@ class _Stage:
         return read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
 
     def _look(self, plan: SourcePlan) -> list[UnitJob]:
-        """The units that have a link without a complete receipt, or whose input has another time.
+        """The units that have a chunk without a complete receipt, or whose input has another time.
 
         Manifests are taken back if parts will be made again with other bytes, or by a whole first pass.
         """
@@ -246,7 +246,7 @@ class _Stage:
         source = found.job
         manifests = [path for name in plan.splits.names if (path := source.folder / name / MANIFEST_FILE).exists()]
         if manifests and self._is_retracted(plan, found, condemned):
-            with self._shuffling.alone(plan):
+            with self._shuffle_pass.alone(plan):
                 found = self._find(plan, condemned)  # another command may just have made them again
                 source = found.job
                 if self._is_retracted(plan, found, condemned):
@@ -260,7 +260,7 @@ class _Stage:
         """Read the receipts of a source."""
         receipts = Receipts(self._jobs[plan.found.source.name].folder)
         job = self._dropping(plan, receipts)
-        is_shuffled = self._shuffling.is_done(plan, receipts, condemned) and _damage_stands(job, plan, receipts)
+        is_shuffled = self._shuffle_pass.is_done(plan, receipts, condemned) and _damage_stands(job, plan, receipts)
         found = _Found(receipts, job, is_shuffled)
         self._found[plan.found.source.name] = found
         return found
@@ -298,21 +298,21 @@ class _Stage:
     def _finish(self, plan: SourcePlan) -> SourceReport:
         found = self._found[plan.found.source.name]
         start_over = _start_over(self._config, plan)
-        finish = Finish(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
+        finish = Finalizer(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
         finish.check()
-        if found.is_shuffled and not self._shuffling.has_left(plan):
-            self._shuffling.run(plan, found.receipts, finish)
+        if found.is_shuffled and not self._shuffle_pass.has_left(plan):
+            self._shuffle_pass.run(plan, found.receipts, finish)
             return finish.write()
-        with self._shuffling.alone(plan):
+        with self._shuffle_pass.alone(plan):
             receipts = Receipts(finish.report.folder)  # while this waited, another command may have made them again
-            self._shuffling.run(plan, receipts, finish)
+            self._shuffle_pass.run(plan, receipts, finish)
             report = finish.write()
-            self._shuffling.clean(plan, receipts)
+            self._shuffle_pass.clean(plan, receipts)
         return report
 
 
 def _damage_stands(source: SourceJob, plan: SourcePlan, receipts: Receipts) -> bool:
-    """Whether no link was made with other files dropped than are now, or of damaged files that are others by now."""
+    """Whether no chunk was made with other files dropped than are now, or of damaged files that are others by now."""
     return all(damage_stands(source, unit, receipt) for unit in plan.units for receipt in receipts.of(unit.index))
 
 

@@ -46,7 +46,7 @@ def damaged_files(unit: Unit, damage: Sequence[Damage]) -> list[DamagedFile]:
 
 
 def damage_in(unit: Unit, receipt: Any) -> list[DamagedFile]:
-    """What could not be read of the files of a link, by its receipt."""
+    """What could not be read of the files of a chunk, by its receipt."""
     return damaged_files(unit, [Damage(**damage) for damage in receipt.get("damaged", [])])
 
 

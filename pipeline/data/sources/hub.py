@@ -80,7 +80,7 @@ class HubReader(Reader):
 
     def cut(self, files: Iterable[File], size: int) -> Iterator[tuple[Piece, ...]]:
         """Each shard is a piece of work: its size may be unknown."""
-        return ((Piece(file, 0, file.size, linked=True),) for file in files)
+        return ((Piece(file, 0, file.size, chunked=True),) for file in files)
 
     def suspects(self, files: Sequence[File]) -> Sequence[File]:
         """None: shards may lie elsewhere."""

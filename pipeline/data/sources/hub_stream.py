@@ -109,10 +109,9 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
             table = next(tables, None)
         except _DAMAGED as error:
             if "Cast" in type(error).__name__ or "Couldn't cast" in str(error) or "No match for FieldRef" in str(error):
-                said = one_line(error)
                 raise UserError(
-                    f"{piece.file.path}: its columns are not those of the other files of {hub.path} ({said}); choose "
-                    "files of one kind with hub.data_files or hub.name"
+                    f"{piece.file.path}: its columns are not those of the other files of {hub.path} ({one_line(error)}); "
+                    "choose files of one kind with hub.data_files or hub.name"
                 ) from error
             cursor.ended = True
             left = max(0, base + span - cursor.bytes_read)
@@ -200,8 +199,8 @@ def _failed(hub: Hub, error: Exception) -> UserError:
     """Why a dataset cannot be opened, and what to do."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     kinds |= {kind.__name__ for kind in type(error.__cause__).__mro__} if error.__cause__ else set()
-    said = " ".join(str(error).split())[:300]
-    if "GatedRepoError" in kinds or "gated" in said:
+    message = " ".join(str(error).split())[:300]
+    if "GatedRepoError" in kinds or "gated" in message:
         advice = f"accept its terms at https://huggingface.co/datasets/{hub.path}, then log in with `hf auth login`"
     elif kinds & {"OfflineModeIsEnabled", "ConnectionError", "ConnectError", "Timeout", "TimeoutException"}:
         advice = (
@@ -212,10 +211,10 @@ def _failed(hub: Hub, error: Exception) -> UserError:
         advice = f"check hub.revision {hub.revision!r}"
     elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
         advice = "check the spelling of hub.path; if the dataset is private, log in with `hf auth login`"
-    elif "scripts are no longer supported" in said or "trust_remote_code" in said:
+    elif "scripts are no longer supported" in message or "trust_remote_code" in message:
         advice = (
             "its data comes out of a program, which is never run; many have a copy: hub.revision refs/convert/parquet"
         )
     else:
         advice = "check hub.path, hub.name, hub.split and hub.data_files"
-    return UserError(f"hub dataset {hub.path!r} (split {hub.split!r}): {type(error).__name__}: {said}; {advice}")
+    return UserError(f"hub dataset {hub.path!r} (split {hub.split!r}): {type(error).__name__}: {message}; {advice}")

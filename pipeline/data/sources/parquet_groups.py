@@ -115,8 +115,8 @@ def _read_group(
         batches = file.iter_batches(batch_rows, [group.number], columns=columns, use_threads=False)
         for batch in batches:
             done, more = first - group.row, first + len(batch) - group.row
-            share = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
-            yield from rows(cursor, piece, batch, first, share)
+            bytes_read = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
+            yield from rows(cursor, piece, batch, first, bytes_read)
             first += len(batch)
         if first != group.row + group.rows:
             raise pa.ArrowInvalid(f"there are {first - group.row} rows instead of {group.rows}")

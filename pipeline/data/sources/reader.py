@@ -171,16 +171,16 @@ class Reader(ABC):
 
     def pieces(self, file: File, size: int) -> Iterator[Piece]:
         """A file in pieces of about `size` bytes of text. Here all of it: it can only be read from its beginning."""
-        yield Piece(file, 0, file.size, linked=compression_of(file.path) is not None)
+        yield Piece(file, 0, file.size, chunked=compression_of(file.path) is not None)
 
-    def ranges(self, file: File, size: int, *, linked: bool = False) -> Iterator[Piece]:
+    def ranges(self, file: File, size: int, *, chunked: bool = False) -> Iterator[Piece]:
         """Byte ranges of a file of about `size` bytes of text each; none of an empty one.
 
         For formats in which the first record behind any byte can be found.
         """
         step = max(1, size * file.size // max(self.expected_text_bytes(file), 1))
         for start in range(0, file.size, step):
-            yield Piece(file, start, min(start + step, file.size), linked)
+            yield Piece(file, start, min(start + step, file.size), chunked)
 
     def suspects(self, files: Sequence[File]) -> Sequence[File]:
         """Files whose first or last bytes may tell that they are damaged."""
@@ -291,7 +291,7 @@ class Cursor:
         return self.unit.pieces[number]
 
     def expand(self, piece: Piece, size: int) -> None:
-        """Count what the rows of a table become, over all links of a piece: a few bytes can stand for billions of rows.
+        """Count what the rows of a table become, over all chunks of a piece: a few bytes can stand for billions of rows.
 
         Raises:
             UserError: it is more than a file of this size may become.

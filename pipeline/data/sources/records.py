@@ -55,13 +55,13 @@ class Piece:
     """Bytes [start, end) of a file as it lies on disk. What begins in them belongs to the piece.
 
     Attributes:
-        linked: whether it may hold far more text than its bytes say: it is compressed, or a table.
+        chunked: whether it may hold far more text than its bytes say: it is compressed, or a table.
     """
 
     file: File
     start: int
     end: int
-    linked: bool = False
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class Unit:
         return sum(piece.end - piece.start for piece in self.pieces)
 
     @property
-    def linked(self) -> bool:
-        """Whether what it becomes may need more than one link."""
-        return any(piece.linked for piece in self.pieces)
+    def chunked(self) -> bool:
+        """Whether what it becomes may need more than one chunk."""
+        return any(piece.chunked for piece in self.pieces)
 
     def __str__(self) -> str:
         first, more = self.pieces[0], len(self.pieces) - 1
         whole = first.start == 0 and first.end == first.file.size
-        where = "" if whole else f" bytes {first.start}-{first.end}"
+        range_text = "" if whole else f" bytes {first.start}-{first.end}"
         others = f" and {more} more {'file' if more == 1 else 'files'}" if more else ""
-        return f"unit {self.index} of {self.source} ({first.file.path}{where}{others})"
+        return f"unit {self.index} of {self.source} ({first.file.path}{range_text}{others})"
 
 
 @dataclass(slots=True)

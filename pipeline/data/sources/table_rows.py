@@ -65,7 +65,7 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
 
 
 def rows(
-    cursor: Cursor, piece: Piece, batch: pa.RecordBatch, first: int, share: tuple[int, int], trusted: bool = True
+    cursor: Cursor, piece: Piece, batch: pa.RecordBatch, first: int, bytes_read: tuple[int, int], trusted: bool = True
 ) -> Iterator[Document]:
     """The rows of a batch as documents, without those that were read before.
 
@@ -74,13 +74,13 @@ def rows(
         piece: where they lie.
         batch: the columns.
         first: row of the file that the batch begins with.
-        share: `bytes_read` before and after the batch.
+        bytes_read: of the cursor, before and after the batch.
         trusted: whether offsets in the batch are sound; else they are checked.
     """
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
     update, length, name = cursor.digest.update, _LENGTH.pack, piece.file.name
     own_ids = reader.id_key in batch.schema.names
-    (low, high), count = share, len(batch)
+    (low, high), count = bytes_read, len(batch)
     held = max(batch.get_total_buffer_size(), count * max(map(_longest, batch.columns), default=0), 1)
     step = max(1, min(BATCH_ROWS, BATCH_BYTES * count // held))
     for begin in range(0, count, step):

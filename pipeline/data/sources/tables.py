@@ -54,7 +54,7 @@ class TableReader(Reader):
 
     def pieces(self, file: File, size: int) -> Iterator[Piece]:
         """Byte ranges; an empty file is a piece, and damaged."""
-        return self.ranges(file, size, linked=True) if file.size else iter((Piece(file, 0, 0, linked=True),))
+        return self.ranges(file, size, chunked=True) if file.size else iter((Piece(file, 0, 0, chunked=True),))
 
     def suspects(self, files: Sequence[File]) -> Sequence[File]:
         """None, unless the format says where to look."""

@@ -157,7 +157,7 @@ class _Foreign:
         return Encoded(ids.astype(self._dtype), lengths)
 
 
-def open_engine(tokenizer: Tokenizer, which: Which) -> Engine:
+def open_engine(tokenizer: Tokenizer, which: EngineName) -> Engine:
     """Load an engine for a tokenizer. That it gives the same ids is for `choose_engine` and `Check` to find out.
 
     Raises:
@@ -183,7 +183,7 @@ def open_engine(tokenizer: Tokenizer, which: Which) -> Engine:
         raise UserError(f"{KEY}{name} cannot {what}: {printable(str(error))[:300]}{ADVICE}") from None
 
 
-def installed(which: Which) -> str | None:
+def installed(which: EngineName) -> str | None:
     """Name and version of an engine's library; None if it is not installed."""
     try:
         return f"{which} {metadata.version(which)}"

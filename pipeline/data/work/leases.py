@@ -251,24 +251,22 @@ def take(folder: Path, unit: int | str, watch: LeaseWatch) -> Lease | Holder:
     return holder  # others are always faster
 
 
-def take_when_free(folder: Path, unit: int | str, watch: LeaseWatch, waiting: Callable[[Holder], None]) -> Lease:
+def take_when_free(folder: Path, unit: int | str, watch: LeaseWatch, notify: Callable[[Holder], None]) -> Lease:
     """Wait for a lease.
 
     Args:
         folder: of the source.
         unit: number or name.
         watch: of this process.
-        waiting: called once with the one that is waited for, if there is one.
+        notify: called once with the one that is waited for, if there is one.
     """
-    told: Holder | None = None
-    while True:
-        result = take(folder, unit, watch)
-        if isinstance(result, Lease):
-            return result
-        if told is None:
-            told = result
-            waiting(result)
+    is_notified = False
+    while isinstance(result := take(folder, unit, watch), Holder):
+        if not is_notified:
+            is_notified = True
+            notify(result)
         time.sleep(_POLL_S)
+    return result
 
 
 def sweep(folder: Path) -> None:

@@ -38,7 +38,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class _Receipt:
-    link: int
+    chunk: int
     last: bool
     read: int
     records: int
@@ -50,21 +50,21 @@ class _Receipt:
 
 
 @dataclass
-class Tally:
+class ReceiptTotals:
     """Sums over the receipts of some units.
 
     Attributes:
         sizes: bytes on disk of all units of the plan.
         config_hash: of the plan; receipts of others are passed over.
-        condemned: engines whose links are made again.
-        done: units whose links are all there.
-        redo: units with a link of a condemned engine.
-        open: of units that have links, but not all: bytes on disk that were read.
-        links: (time, bytes on disk, unit) of every link.
+        condemned: engines whose chunks are made again.
+        done: units whose chunks are all there.
+        redo: units with a chunk of a condemned engine.
+        open: of units that have chunks, but not all: bytes on disk that were read.
+        chunks: (time, bytes on disk, unit) of every chunk.
         splits: by name.
         records: read.
         rejected: records by reason.
-        engines: links by the engine that made them.
+        engines: chunks by the engine that made them.
         unreadable: receipts that are damaged.
         damaged: (unit, what could not be read of its input).
     """
@@ -75,7 +75,7 @@ class Tally:
     done: set[int] = field(default_factory=set)
     redo: set[int] = field(default_factory=set)
     open: dict[int, int] = field(default_factory=dict)
-    links: list[tuple[float, int, int]] = field(default_factory=list)
+    chunks: list[tuple[float, int, int]] = field(default_factory=list)
     splits: dict[str, Counts] = field(default_factory=dict)
     records: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
@@ -91,27 +91,27 @@ class Tally:
         except FileNotFoundError:
             return
         with ThreadPoolExecutor(_READERS) as readers:
-            for tally in readers.map(self._read_folder, folders):
-                self._merge(tally)
+            for totals in readers.map(self._read_folder, folders):
+                self._merge(totals)
 
-    def _read_folder(self, folder: str) -> Tally:
-        """The receipts of a folder, which has all links of its units."""
-        tally = Tally(self.sizes, self.config_hash, self.condemned)
+    def _read_folder(self, folder: str) -> ReceiptTotals:
+        """The receipts of a folder, which has all chunks of its units."""
+        totals = ReceiptTotals(self.sizes, self.config_hash, self.condemned)
         units: dict[int, list[_Receipt]] = {}
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     if name := _RECEIPT.fullmatch(entry.name):
-                        receipt = tally._read(entry.path, int(name[1]), int(name[2] or 0))
+                        receipt = totals._read(entry.path, int(name[1]), int(name[2] or 0))
                         if receipt is not None:
                             units.setdefault(int(name[1]), []).append(receipt)
         except (FileNotFoundError, NotADirectoryError):
             pass
         for unit, found in units.items():
-            tally._add(unit, sorted(found, key=lambda receipt: receipt.link))
-        return tally
+            totals._add(unit, sorted(found, key=lambda receipt: receipt.chunk))
+        return totals
 
-    def _read(self, path: str, unit: int, link: int) -> _Receipt | None:
+    def _read(self, path: str, unit: int, chunk: int) -> _Receipt | None:
         """A receipt; None if it is damaged, or of another plan."""
         try:
             with open(path, "rb", buffering=0) as file:
@@ -119,10 +119,10 @@ class Tally:
                 value = orjson.loads(file.read(_MAX_RECEIPT))
             if value["config_hash"] != self.config_hash:
                 return None
-            if (value["unit"], value["link"]) != (unit, link) or unit >= len(self.sizes):
+            if (value["unit"], value["link"]) != (unit, chunk) or unit >= len(self.sizes):
                 raise ValueError("another unit's")
             return _Receipt(
-                link=link,
+                chunk=chunk,
                 last=bool(value["last"]),
                 read=whole(value["input"]["read"]),
                 records=whole(value["records"]),
@@ -145,35 +145,35 @@ class Tally:
             return None
 
     def _add(self, unit: int, receipts: list[_Receipt]) -> None:
-        links: list[_Receipt] = []
+        chunks: list[_Receipt] = []
         for receipt in receipts:
-            if receipt.link != len(links):
+            if receipt.chunk != len(chunks):
                 break  # one is missing, so those behind it are not looked at yet
             if receipt.engine in self.condemned:
                 self.redo.add(unit)
                 break
-            links.append(receipt)
+            chunks.append(receipt)
             if receipt.last:
                 self.done.add(unit)
                 break
-        for receipt in links:
-            self.links.append((receipt.time, receipt.read, unit))
+        for receipt in chunks:
+            self.chunks.append((receipt.time, receipt.read, unit))
             self.records += receipt.records
             self.rejected.update(receipt.rejected)
             self.damaged += [(unit, damage) for damage in receipt.damaged]
             self.engines[receipt.engine] += 1
             for name, counts in receipt.splits.items():
                 self.splits.setdefault(name, Counts()).add(counts)
-        if links and unit not in self.done:
-            self.open[unit] = min(sum(receipt.read for receipt in links), self.sizes[unit])
+        if chunks and unit not in self.done:
+            self.open[unit] = min(sum(receipt.read for receipt in chunks), self.sizes[unit])
 
-    def _merge(self, other: Tally) -> None:
+    def _merge(self, other: ReceiptTotals) -> None:
         for name, counts in other.splits.items():
             self.splits.setdefault(name, Counts()).add(counts)
         self.done |= other.done
         self.redo |= other.redo
         self.open |= other.open
-        self.links += other.links
+        self.chunks += other.chunks
         self.records += other.records
         self.rejected.update(other.rejected)
         self.engines.update(other.engines)

@@ -1,4 +1,4 @@
-"""Receipts: what was made of a link of a unit, and how to tell that it is still there."""
+"""Receipts: what was made of a chunk of a unit, and how to tell that it is still there."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class _Receipt(_Strict):
     dropped: list[str] = []
 
 
-def read_receipt(source: Path, unit: int, link: int = 0) -> Any:
-    """The receipt of a link; None if there is none that can be read."""
+def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:
+    """The receipt of a chunk; None if there is none that can be read."""
     try:
-        receipt = storage.get_json(receipt_path(source, unit, link), *RECEIPT_KEYS)
+        receipt = storage.get_json(receipt_path(source, unit, chunk), *RECEIPT_KEYS)
     except (FileNotFoundError, UserError):
         return None
     try:
@@ -86,9 +86,9 @@ def read_receipt(source: Path, unit: int, link: int = 0) -> Any:
 
 
 def read_receipts(source: Path, unit: int) -> Iterator[Any]:
-    """The receipts of a unit from its first link on; the last one says so, or the next is missing."""
-    for link in itertools.count():
-        receipt = read_receipt(source, unit, link)
+    """The receipts of a unit from its first chunk on; the last one says so, or the next is missing."""
+    for chunk in itertools.count():
+        receipt = read_receipt(source, unit, chunk)
         if receipt is None:
             return
         yield receipt
@@ -99,7 +99,7 @@ def read_receipts(source: Path, unit: int) -> Iterator[Any]:
 class Receipts:
     """The receipts of a source, each as it was when it was asked for first: none is read twice.
 
-    Memory: about a kilobyte a link.
+    Memory: about a kilobyte a chunk.
     """
 
     def __init__(self, source: Path) -> None:
@@ -113,35 +113,35 @@ class Receipts:
         return map(orjson.loads, self._read[unit])
 
 
-def link_files(folder: Path, unit: int, link: int, split: dict[str, Any]) -> dict[str, Path]:
-    """Paths of the files of a link's part, by the names in its receipt.
+def chunk_files(folder: Path, unit: int, chunk: int, split: dict[str, Any]) -> dict[str, Path]:
+    """Paths of the files of a chunk's part, by the names in its receipt.
 
     Args:
         folder: of the dataset.
-        unit: of the link.
-        link: its number.
+        unit: of the chunk.
+        chunk: its number.
         split: what the receipt says of the split.
     """
-    prefix = part_prefix(folder, unit, link)
+    prefix = part_prefix(folder, unit, chunk)
     files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}
     return {name: files[name] for name in split["files"]}
 
 
 def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> bool:
-    """Whether all files of a link have the sizes in its receipt.
+    """Whether all files of a chunk have the sizes in its receipt.
 
     Args:
         source: folder of the source.
-        receipt: of the link.
+        receipt: of the chunk.
         below: sub-folder of the dataset's folders that the parts are in.
     """
-    unit, link = receipt["unit"], receipt["link"]
+    unit, chunk = receipt["unit"], receipt["link"]
     try:
         for listed, split in receipt["splits"].items():
-            name = storage.plain_name(listed, receipt_path(source, unit, link))
-            for file, path in link_files(source / name / below, unit, link, split).items():
+            name = storage.plain_name(listed, receipt_path(source, unit, chunk))
+            for file, path in chunk_files(source / name / below, unit, chunk, split).items():
                 if os.stat(path).st_size != split["files"][file]["size"]:
                     return False
-        return not receipt["rejected"] or rejected_path(source, unit, link).exists()
+        return not receipt["rejected"] or rejected_path(source, unit, chunk).exists()
     except FileNotFoundError:
         return False
