@@ -34,6 +34,7 @@ _UNSAFE = re.compile(
 )
 _COLOURS = re.compile("\x1b\\[[0-9;:]*m")
 _LINE_ENDS = re.compile("\r\n?")
+_MB = 10**6
 
 
 def visible(text: str) -> str:
@@ -158,3 +159,17 @@ def progress(console: rich.console.Console, label: str, total: int) -> Iterator[
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=total)
         yield lambda units: bar.advance(task, units)
+
+
+@contextmanager
+def byte_progress(console: rich.console.Console, label: str, size: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar in megabytes; yields a function that advances it by a number of bytes."""
+    done = 0
+    with progress(console, f"{label} (MB)", max(1, size // _MB)) as advance:
+
+        def advance_bytes(count: int) -> None:
+            nonlocal done
+            advance((done + count) // _MB - done // _MB)
+            done += count
+
+        yield advance_bytes

@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, Self
 
 import orjson
 
@@ -69,13 +69,50 @@ def put(final: Path, data: bytes) -> None:
     """Write a small file atomically. On an error (a full disk, say) the temporary file is removed."""
     tmp = temporary(final)
     try:
-        tmp.write_bytes(data)
-        commit(tmp, final)
-    except BaseException as error:
+        with naming(final):
+            tmp.write_bytes(data)
+            commit(tmp, final)
+    except BaseException:
         tmp.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(final)  # a failed write does not say where
         raise
+
+
+@contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Name a file or folder in errors of the system that name none: those of failed writes, and those of pyarrow."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+class NewFile:
+    """A file that is written under a temporary name. Leaving its context without `commit` removes it."""
+
+    def __init__(self, final: Path, mode: Literal["wb", "w+b"] = "wb") -> None:
+        self.final = final
+        self._tmp = temporary(final)
+        self.file: BinaryIO = self._tmp.open(mode, buffering=2**20)
+
+    def commit(self) -> None:
+        """Flush to disk and give the file its final name."""
+        with naming(self.final):
+            self.file.close()
+        commit(self._tmp, self.final)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.file.close()
+        except OSError:  # a full disk fails again on close; the first error is the one to see
+            if error is None:
+                raise
+        finally:
+            self._tmp.unlink(missing_ok=True)
 
 
 def put_json(final: Path, value: Any) -> None:
@@ -330,13 +367,10 @@ class JsonLines:
         line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
         if self._torn:
             line = b"\n" + line
-        try:
+        with naming(self._path):
             while line:
                 line = line[self._file.write(line) :]
                 self._torn = bool(line)
-        except OSError as error:
-            error.filename = str(self._path)  # a failed write does not say where
-            raise
 
     def close(self) -> None:
         """Close the file."""

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import ValidationError
 
 from pipeline.common import storage
-from pipeline.common.console import Console, progress
+from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.config.tokenizer import TokenizerConfig
@@ -37,7 +37,6 @@ from pipeline.data.datasets.merge import StreamedIndex, check_space
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Link = Literal["symlink", "hardlink", "copy"]
-_MB = 10**6
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -123,7 +122,6 @@ def adopt(
             split already. Nothing is written then.
     """
     folder = Path(os.path.abspath(folder))
-    console = console or Console()
     opened = _load_tokenizer(tokenizer, end_of_document, special_tokens or [])
     if not _SPLIT_NAME.fullmatch(split):
         raise UserError(f"--split: {split!r} is no name of a split; use letters, digits, - and _")
@@ -131,15 +129,8 @@ def adopt(
     files = _open_all(prefixes)
     token_bytes = bytes_of_tokens(opened)
     size = sum(part.bin_path.stat().st_size for _, part in files)
-    with progress(console, "check (MB)", max(1, size // _MB)) as advance:
-        done = 0
-
-        def read(count: int) -> None:
-            nonlocal done
-            advance((done + count) // _MB - done // _MB)
-            done += count
-
-        found = [scan(part, opened, token_bytes, read) for _, part in files]
+    with byte_progress(console or Console(), "check", size) as advance:
+        found = [scan(part, opened, token_bytes, advance) for _, part in files]
     if not append_eod:
         _check_ends(files, found, opened)
     elif opened.end_of_document > np.iinfo(files[0][1].dtype).max:
@@ -264,29 +255,28 @@ class _Adoption:
         check_space(folder, sum(self._bytes(part, one) for (_, part), one in zip(files, found, strict=True)))
         tmp = storage.temporary(self._final)
         table = np.zeros(len(files), PART)
+        settings = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
+        inputs = [[one.bin_hash, one.documents, one.sequences] for one in found]
+        about = {
+            "source": source,
+            "split": self._final.name,
+            "text_bytes": sum(one.text_bytes for one in found),
+            "dtype": files[0][1].dtype.name,
+            "inner_ends": sum(one.inner_ends for one in found),
+            "settings": settings,
+            "config_hash": value_hash([settings, self._tokenizer.fingerprint, inputs]),
+            "code_version": CODE_VERSION,
+        }
         try:
-            for number, ((name, part), one) in enumerate(zip(files, found, strict=True)):
-                prefix = part_prefix(tmp, number)
-                prefix.parent.mkdir(parents=True, exist_ok=True)
-                table[number] = self._part(prefix, number, name, part, one)
-            settings = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
-            inputs = [[one.bin_hash, one.documents, one.sequences] for one in found]
-            about = {
-                "source": source,
-                "split": self._final.name,
-                "text_bytes": sum(one.text_bytes for one in found),
-                "dtype": files[0][1].dtype.name,
-                "inner_ends": sum(one.inner_ends for one in found),
-                "settings": settings,
-                "config_hash": value_hash([settings, self._tokenizer.fingerprint, inputs]),
-                "code_version": CODE_VERSION,
-            }
-            manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
-            storage.commit(tmp, self._final)
-        except BaseException as error:
+            with storage.naming(self._final):
+                for number, ((name, part), one) in enumerate(zip(files, found, strict=True)):
+                    prefix = part_prefix(tmp, number)
+                    prefix.parent.mkdir(parents=True, exist_ok=True)
+                    table[number] = self._part(prefix, number, name, part, one)
+                manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
+                storage.commit(tmp, self._final)
+        except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(self._final)  # writes do not say where
             raise
         return AdoptReport(
             folder,

@@ -13,8 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +50,11 @@ def metadata_file(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".meta")
 
 
+def named_files(prefix: Path) -> dict[str, Path]:
+    """All files that a part may have, by their names in receipts."""
+    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in ("bin", "idx", "prov", "meta")}
+
+
 def part_name(unit: int, chunk: int = 0) -> str:
     """Name of what a chunk of a unit gave, without a suffix."""
     return f"{unit:08d}-{chunk:05d}" if chunk else f"{unit:08d}"
@@ -66,18 +70,13 @@ def part_prefix(dataset: Path, unit: int, chunk: int = 0) -> Path:
     return numbered(dataset / "parts", unit, chunk)
 
 
-class HashedFile:
-    """A file that is written under a temporary name, with the hash and size of what was written.
-
-    As a context manager it removes the temporary file unless `commit` was called.
-    """
+class HashedFile(storage.NewFile):
+    """A `NewFile` with the hash and size of what was written."""
 
     def __init__(self, final: Path) -> None:
-        self.final = final
+        super().__init__(final)
         self.size = 0
         self._digest = xxhash.xxh3_64()
-        self._tmp = storage.temporary(final)
-        self._file: BinaryIO = self._tmp.open("wb", buffering=2**20)
 
     @property
     def hash(self) -> int:
@@ -86,32 +85,13 @@ class HashedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        self._file.write(data)
+        self.file.write(data)
         self._digest.update(data)
         self.size += len(data)
 
-    def commit(self) -> None:
-        """Flush to disk and give the file its final name."""
-        try:
-            self._file.close()
-        except OSError as error:
-            error.filename = str(self.final)  # a failed write does not say where
-            raise
-        storage.commit(self._tmp, self.final)
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._file.close()
-        except OSError:  # a full disk fails again on close; the first error is the one to see
-            if error is None:
-                raise
-        finally:
-            self._tmp.unlink(missing_ok=True)
+    def listing(self) -> dict[str, Any]:
+        """Size and hash as receipts have them."""
+        return {"size": self.size, "xxh3": f"{self.hash:016x}"}
 
 
 class IndexedWriter:
@@ -193,9 +173,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         with self.bin, self.idx:
             if error is None:
                 self._write_index()

@@ -18,7 +18,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, RECEIPT_KEYS, TRAIN, receipt_path
-from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, metadata_file, part_files, part_prefix
+from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, named_files, part_prefix
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
@@ -308,8 +308,9 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
     if "adopted" in manifest.settings:
         result.adopted.append(folder)
     for total in ("documents", "tokens"):
-        if int(parts[total].sum()) != getattr(manifest, total):
-            yield f"{folder / MANIFEST_FILE}: {getattr(manifest, total)} {total}, but the parts have {parts[total].sum()}"
+        listed, found = getattr(manifest, total), int(parts[total].sum())
+        if found != listed:
+            yield f"{folder / MANIFEST_FILE}: {listed} {total}, but the parts have {found}"
     try:
         if Tokenizer.open(folder).fingerprint != manifest.tokenizer.fingerprint:
             yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"
@@ -326,10 +327,10 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
 
 
 def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
-    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True))
-    if int(record["meta"]):
-        files["meta"] = metadata_file(prefix)
+    files = named_files(prefix)
     for name, path in files.items():
+        if name == "meta" and not record["meta"]:  # the last one; a part need not have it
+            continue
         try:
             if file_hash(path) != int(record[name]):
                 yield f"{path}: its bytes are not those that were written (xxh3 differs)"
@@ -349,7 +350,7 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
             yield f"{part.idx_path}: {getattr(part, name)} {name}, but {PARTS_FILE} says {record[name]}"
     if part.dtype.name != manifest.dtype:
         yield f"{part.idx_path}: dtype {part.dtype.name}, but {MANIFEST_FILE} says {manifest.dtype}"
-    provenance = part_files(prefix)[2]
+    provenance = files["prov"]
     if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
         yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
     if not _index_is_sound(part):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
-from pipeline.data.datasets.indexed import metadata_file, part_files, part_prefix
+from pipeline.data.datasets.indexed import named_files, part_prefix
 from pipeline.data.datasets.manifest import PART
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, bucket_receipt, make_shuffle, runs_file
 
@@ -191,7 +191,7 @@ class Shuffle:
             wanted = (bucket, self.buckets, self.config_hash, self.runs_hash)
             if tuple(receipt[name] for name in ("bucket", "buckets", "config_hash", "runs")) != wanted:
                 return None
-            files = files_of(part_prefix(self.dataset, bucket))
+            files = named_files(part_prefix(self.dataset, bucket))
             same = all(os.stat(files[name]).st_size == file["size"] for name, file in receipt["files"].items())
             return receipt if same else None
         except (FileNotFoundError, UserError):
@@ -199,7 +199,7 @@ class Shuffle:
 
     def _check_runs(self) -> None:
         for run in self.runs:
-            files = files_of(part_prefix(self.dataset / UNSHUFFLED, run.unit, run.chunk))
+            files = named_files(part_prefix(self.dataset / UNSHUFFLED, run.unit, run.chunk))
             for name, size in run.sizes.items():
                 if not files[name].exists() or files[name].stat().st_size != size:
                     raise UserError(
@@ -210,8 +210,3 @@ class Shuffle:
 
 def _run_values(run: Run) -> list[Any]:
     return [run.unit, run.chunk, run.key, run.documents, run.tokens, dict(run.hashes)]
-
-
-def files_of(prefix: Path) -> dict[str, Path]:
-    """The files of a part by their names in receipts, `.meta` among them."""
-    return dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}

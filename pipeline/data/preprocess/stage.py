@@ -1,9 +1,9 @@
 """The preprocess stage: documents to tokens. Plan units, tokenize them in worker processes, commit, write manifests.
 
 Layout of a source below the data folder: `plan.json`, `receipts/`, `leases/`, a dataset for each split (`train/`,
-`heldout/`), `rejected.jsonl` and `report.json`. A chunk of a unit is done when its receipt is there and the sizes of its
-files are those in it; a run does what is missing. The datasets are the same bytes for any number of workers, commands
-at a time, and interruptions. Commands at a time share the units; some may be told to make units and no more.
+`heldout/`), `rejected.jsonl` and `report.json`. A chunk of a unit is done when its receipt is there and the
+sizes of its files are those in it; a run does what is missing. The datasets are the same bytes for any number of
+workers, commands at a time, and interruptions. Commands at a time share the units; some only make units.
 """
 
 from __future__ import annotations

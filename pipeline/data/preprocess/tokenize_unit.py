@@ -18,7 +18,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, receipt_path, rejected_path
-from pipeline.data.datasets.indexed import HashedFile, metadata_file, part_files, part_prefix
+from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
 from pipeline.data.preprocess.part_writer import PartWriter
 from pipeline.data.preprocess.splits import Splits, split_hash
 from pipeline.data.preprocess.word_cache import FrequentWords
@@ -170,15 +170,10 @@ def tokenize_unit(job: UnitJob, context: WorkerContext, progress: Progress) -> U
         return _Worker(job, context, progress, lambda _: None).run()
     if not isinstance(lease, Lease):
         return Busy(str(lease))
-    try:
-        # A thread of its own, because passing over what was read before can take long.
-        with lease, lease.beating():
-            _check_plan(job.source)
-            return _Worker(job, context, progress, lease.beat).run()
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(job.source.folder)  # a failed write does not say where
-        raise
+    # Beats come from a thread, because skipping what was read before can take long.
+    with storage.naming(job.source.folder), lease, lease.beating():
+        _check_plan(job.source)
+        return _Worker(job, context, progress, lease.beat).run()
 
 
 def _check_plan(source: SourceJob) -> None:
@@ -400,7 +395,7 @@ class _Worker:
         while (path := receipt_path(self._source.folder, self._unit.index, chunk)).exists():
             for name in self._source.splits.names:
                 prefix = part_prefix(self._source.folder / name / self._source.below, self._unit.index, chunk)
-                for file in (*part_files(prefix), metadata_file(prefix)):
+                for file in named_files(prefix).values():
                     file.unlink(missing_ok=True)
             rejected_path(self._source.folder, self._unit.index, chunk).unlink(missing_ok=True)
             path.unlink()

@@ -110,17 +110,13 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
         except _DAMAGED as error:
             if "Cast" in type(error).__name__ or "Couldn't cast" in str(error) or "No match for FieldRef" in str(error):
                 raise UserError(
-                    f"{piece.file.path}: its columns are not those of the other files of {hub.path} ({one_line(error)}); "
-                    "choose files of one kind with hub.data_files or hub.name"
+                    f"{piece.file.path}: its columns are not those of the other files of {hub.path} "
+                    f"({one_line(error)}); choose files of one kind with hub.data_files or hub.name"
                 ) from error
             cursor.ended = True
             left = max(0, base + span - cursor.bytes_read)
             cursor.damaged("damaged shard", f"from row {first} on: {one_line(error)}", left)
             break
-        except OSError as error:
-            if error.filename is None:
-                error.filename = piece.file.path  # else nobody knows what was being read
-            raise
         if table is None:
             break
         columns = check_schema(table.schema, reader, piece.file.path)

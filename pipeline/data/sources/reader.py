@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import xxhash
 
 from pipeline.common.errors import UserError
+from pipeline.common.storage import naming
 from pipeline.data.sources.compression import Decompressed, compression_of
 from pipeline.data.sources.globs import File, find_files
 from pipeline.data.sources.records import (
@@ -291,7 +291,7 @@ class Cursor:
         return self.unit.pieces[number]
 
     def expand(self, piece: Piece, size: int) -> None:
-        """Count what the rows of a table become, over all chunks of a piece: a few bytes can stand for billions of rows.
+        """Count what the rows of a table become, over a whole piece: a few bytes can stand for billions of rows.
 
         Raises:
             UserError: it is more than a file of this size may become.
@@ -373,19 +373,9 @@ class UnitReader(Cursor):
             if piece.file.name in self.reader.dropped:
                 self.give_up(piece, *self.reader.dropped[piece.file.name])
                 continue
-            with named(piece.file):
+            with naming(piece.file.path):
                 _check_unchanged(piece.file)
                 yield from self.reader.read(self, piece)
-
-
-@contextmanager
-def named(file: File) -> Iterator[None]:
-    """Have errors of the system say which file it is: those of pyarrow do not."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or file.path
-        raise
 
 
 def _check_unchanged(file: File) -> None:

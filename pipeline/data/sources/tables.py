@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from pipeline.common.storage import naming
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Reader, named
+from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import Piece
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class TableReader(Reader):
             try:
                 table_rows.check_schema(self.schema(file.path), self, file.path)
             except table_rows.DAMAGED as error:
-                with named(file):
+                with naming(file.path):
                     table_rows.raise_if_machine(error)  # reading it will say what else is wrong
                 return False
             return True

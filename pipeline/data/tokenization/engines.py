@@ -25,7 +25,7 @@ from pipeline.common.hashing import mix, mix_one
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
-Which = Literal["tokenizers", "gigatoken", "fastokens"]
+EngineName = Literal["tokenizers", "gigatoken", "fastokens"]
 KEY = "data.preprocess.engine: "
 ADVICE = "; use engine: auto or tokenizers"
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
-from pipeline.data.datasets.indexed import metadata_file, part_files, part_prefix
+from pipeline.data.datasets.indexed import named_files, part_prefix
 
 _Count = Annotated[int, Field(ge=0)]
 _Place = Annotated[list[int], Field(min_length=4, max_length=4)]
@@ -122,8 +122,7 @@ def chunk_files(folder: Path, unit: int, chunk: int, split: dict[str, Any]) -> d
         chunk: its number.
         split: what the receipt says of the split.
     """
-    prefix = part_prefix(folder, unit, chunk)
-    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}
+    files = named_files(part_prefix(folder, unit, chunk))
     return {name: files[name] for name in split["files"]}
 
 
