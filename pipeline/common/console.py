@@ -100,7 +100,7 @@ def let_go_of_terminal() -> bool:
 
 
 def on_stop(number: int) -> None:
-    """What a handler of signals to stop does first: nothing printed from now on fails for want of a terminal."""
+    """First step of a handler of stop signals: nothing printed from now on fails for want of a terminal."""
     if number == signal.SIGHUP:
         with suppress(OSError):
             let_go_of_terminal()
@@ -125,12 +125,12 @@ def say(console: rich.console.Console, text: str) -> None:
 
 
 def warn(console: rich.console.Console, message: object) -> None:
-    """A line that something may be wrong; the command goes on."""
+    """A warning: something may be wrong, and the command continues."""
     say(console, f"warning: {message}")
 
 
 def alarm(label: str, message: str) -> None:
-    """What is wrong, to the error output, with a word before it that stands out."""
+    """An error on the error output, after a word that stands out."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         console.print(label, style="bold red", end=" ")

@@ -35,7 +35,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class UserError(ValueError):
-    """A mistake in the config, the data or the machine that the user can mend.
+    """A mistake in the config, the data or the machine that the user can fix.
 
     The message names the key or file, the value, what is allowed and what to do next; the command line prints it
     without a traceback and leaves with `exit_code`.

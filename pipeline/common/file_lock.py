@@ -56,7 +56,7 @@ def open_lock_file(path: Path) -> int:
     has others is repaired.
 
     Raises:
-        MachineError: it cannot be opened, or is no regular file.
+        MachineError: it cannot be opened, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -126,7 +126,7 @@ def _pids(file: os.stat_result) -> list[int]:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool | None:
-    """Whether a process has a file open; None where this user may not look, or the process is gone."""
+    """Tell whether a process has a file open; None where this user may not look, or the process is gone."""
     try:
         for each in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
@@ -163,7 +163,7 @@ def _user(number: int) -> str:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has its name."""
+    """Tell whether an open file still has its name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except OSError:

@@ -16,8 +16,6 @@ from pipeline.common import storage
 CHUNK_BYTES = 2**24
 """Files are hashed and checked in pieces of this size."""
 
-_64 = 2**64 - 1
-
 
 def key(*parts: str | int) -> int:
     """A 64-bit key from a seed and what it is for, like `key(seed, "documents", unit_identity)`."""
@@ -54,14 +52,6 @@ def mix(rows: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def mix_one(row: int, key: int) -> int:
-    """`mix` of one row, without arrays."""
-    z = (row + key) & _64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
-    return z ^ (z >> 31)
 
 
 def keyed_order(count: int, key: int) -> npt.NDArray[np.int64]:

@@ -226,7 +226,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """What is written inside is one thing to the user, whatever file of it fails.
+    """Errors of what is written inside, which is one thing to the user, whatever file of it fails.
 
     Args:
         what: key or option, and the path as it was given.
@@ -249,7 +249,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 def is_stale(tmp: Path) -> bool:
-    """Whether nobody writes a file with a name by `temporary` any more.
+    """Tell whether nobody writes a file with a name by `temporary` any more.
 
     The process that made it is looked up. That of another machine or container cannot be: there the age decides.
     """
@@ -285,7 +285,7 @@ def keep_room(descriptor: int, size: int = 65536) -> None:
 
 
 def cannot_write(folder: Path) -> str | None:
-    """Why a folder cannot take another file, as the system says it; None if it can."""
+    """Reason of the system why a folder cannot take another file; None if it can."""
     probe = temporary(folder / "probe")
     try:
         probe.write_bytes(bytes(4096))
@@ -388,11 +388,8 @@ def append_line(path: Path, line: bytes) -> None:
 
     The line comes after a newline, too, so that one before it that a full disk has cut short does not spoil it.
     """
-    descriptor = os.open(path, _SHARED | os.O_APPEND, 0o666)
-    try:
-        os.write(descriptor, b"\n" + line + b"\n")
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, _SHARED | os.O_APPEND, 0o666), "wb", buffering=0) as file:
+        file.write(b"\n" + line + b"\n")
 
 
 def write_at(path: Path, offset: int, data: bytes) -> None:
@@ -400,11 +397,8 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
 
     Neither flushed to disk nor in one piece: whoever reads it looks again where it is none.
     """
-    descriptor = os.open(path, _SHARED, 0o666)
-    try:
-        os.pwrite(descriptor, data, offset)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, _SHARED, 0o666), "wb", buffering=0) as file:
+        os.pwrite(file.fileno(), data, offset)
 
 
 def cut(path: Path, size: int) -> None:
@@ -424,7 +418,7 @@ def log_to(path: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; what a crash cut short, or is no object, is passed over."""
+    """The objects of a file of JSON lines; what a crash cut short, or is not an object, is skipped."""
     return list(json_lines(path))
 
 
@@ -433,7 +427,7 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
 
     Args:
         path: of the file; without one there are no objects.
-        unread: called for each whole line that is passed over; one without its end may be being written.
+        unread: called for each whole line that is skipped; one without its end may be being written.
     """
     try:
         file = open_regular(path)

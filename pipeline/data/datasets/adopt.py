@@ -42,7 +42,7 @@ _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class AdoptReport:
-    """What became of the files.
+    """Result of an adoption.
 
     Attributes:
         folder: of the source; the dataset is its sub-folder `split`.
@@ -299,7 +299,7 @@ class _Adoption:
         return self._link == "copy" or self._is_open(one)
 
     def _bytes(self, part: IndexedPart, one: Scan) -> int:
-        """What a part takes on disk, links not counted."""
+        """Bytes of a part on disk, links not counted."""
         size = PROVENANCE.itemsize * one.documents
         if self._copies(one):
             size += (part.tokens + one.documents) * part.dtype.itemsize

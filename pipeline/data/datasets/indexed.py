@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -218,7 +219,50 @@ class _Descriptor:
             os.close(self.number)
 
 
-class IndexedPart:
+class TokenRanges(ABC):
+    """Reads by ranges of tokens, counted from 0: of a part, or of a dataset."""
+
+    place: Path
+    """File or folder, for messages."""
+    tokens: int
+    dtype: np.dtype[Any]
+
+    @abstractmethod
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
+
+    @abstractmethod
+    def starts_within(
+        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`document_starts` of many ranges at once, which all lie within."""
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """A copy of the token ids [start, start + count), in the dtype of the file.
+
+        Raises:
+            IndexError: outside of [0, tokens).
+        """
+        self.check_range(start, count)
+        result = np.empty(count, self.dtype)
+        self.fill(start, result)
+        return result
+
+    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens in [start, start + count) at which documents begin, ascending.
+
+        A document without tokens (another program may have written one) begins where the next one does.
+        """
+        self.check_range(start, count)
+        return self.starts_within(np.array([start]), np.array([count]))[1]
+
+    def check_range(self, start: int, count: int) -> None:
+        """Raise an `IndexError` for tokens outside of [0, tokens)."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.place}")
+
+
+class IndexedPart(TokenRanges):
     """Reader of PREFIX.bin and PREFIX.idx, by mmap.
 
     A document is one or more sequences, one after the other; tokens are counted from the start of the part. If reading
@@ -231,6 +275,7 @@ class IndexedPart:
 
     def __init__(self, prefix: Path) -> None:
         self.bin_path, self.idx_path, _ = part_files(prefix)
+        self.place = self.bin_path
         try:
             idx = retried(self._open_index, self.idx_path, "opening it")
             size = retried(self._open_tokens, self.bin_path, "opening it")
@@ -252,7 +297,7 @@ class IndexedPart:
         # With an i8 a sequence more, the file was written for several modalities.
         if bounds < 1 or idx.size != expected:
             raise UserError(f"{self.idx_path}: {idx.size} bytes, but its header needs {expected}; it is cut or damaged")
-        self.dtype: np.dtype[Any] = dtype
+        self.dtype = dtype
         self.sequences: int = sequences
         self.documents: int = bounds - 1
         self.lengths = idx.array("<i4", sequences, HEADER.size)
@@ -266,7 +311,7 @@ class IndexedPart:
                 f"{self.idx_path}: document bounds run from {self.bounds[0]} to {self.bounds[-1]}, "
                 f"but should from 0 to {sequences}"
             )
-        self.tokens: int = end // dtype.itemsize
+        self.tokens = end // dtype.itemsize
         self._connect()
 
     def _open_index(self) -> _Mapped:
@@ -283,18 +328,8 @@ class IndexedPart:
 
     def fill(self, start: int, out: npt.NDArray[Any]) -> None:
         """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
-        end = start + len(out)
-        if start < 0 or end > self.tokens:
-            raise self._outside(start, len(out))
-        out[:] = self._tokens[start:end]
-
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """A copy of `count` token ids from token `start` on, in the dtype of the file."""
-        if count < 0:
-            raise self._outside(start, count)
-        result = np.empty(count, self.dtype)
-        self.fill(start, result)
-        return result
+        self.check_range(start, len(out))
+        out[:] = self._tokens[start : start + len(out)]
 
     def document_start(self, document: int) -> int:
         """Token at which a document begins; for `documents`, the number of tokens."""
@@ -305,18 +340,8 @@ class IndexedPart:
 
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
-        if not 0 <= token < self.tokens:
-            raise self._outside(token, 1)
+        self.check_range(token, 1)
         return int(self._first_after(np.array([token]))[0]) - 1
-
-    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Tokens in [start, start + count) at which documents begin, int64, ascending.
-
-        A document without tokens (another program may have written one) begins where the next one does.
-        """
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise self._outside(start, count)
-        return self.starts_within(np.array([start]), np.array([count]))[1]
 
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
@@ -350,9 +375,6 @@ class IndexedPart:
             document[other] = _bisect_right(self.bounds, sequence[other] - 1)
         return document
 
-    def _outside(self, start: int, count: int) -> IndexError:
-        return IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
-
 
 class PreadPart(IndexedPart):
     """An `IndexedPart` that is not mapped: the index is held in memory while the part is open, tokens are read.
@@ -377,8 +399,7 @@ class PreadPart(IndexedPart):
             UserError: the file ends early; somebody has cut it since it was opened.
             MachineError: reading fails again and again.
         """
-        if start < 0 or start + len(out) > self.tokens:
-            raise self._outside(start, len(out))
+        self.check_range(start, len(out))
         same = out.dtype == self.dtype and out.flags.c_contiguous
         ids = out if same else np.empty(len(out), self.dtype)
         offset = start * self.dtype.itemsize
@@ -401,7 +422,7 @@ _FEW = 64
 
 
 def _bisect_right(ascending: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many elements of an ascending array are at most each value.
+    """Number of elements of an ascending array that are at most each value.
 
     np.searchsorted would copy the array, which is not aligned. A few values are looked up one by one, which takes a
     microsecond each, and many together, which takes tens of them once.
@@ -456,7 +477,7 @@ class MetadataWriter:
 
 
 def read_metadata(prefix: Path, document: int, documents: int) -> dict[str, Any]:
-    """What was kept of a document beside its text, from the part's `.meta` file."""
+    """Metadata that was kept of a document beside its text, from the part's `.meta` file."""
     path = metadata_file(prefix)
     try:
         with storage.open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""What a dataset is: `manifest.json` beside `parts.bin`, one fixed-size record a part; and the check of all of it."""
+"""A dataset's manifest: `manifest.json` beside `parts.bin`, one fixed-size record per part; and the check of both."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CODE_VERSION = "3"
 REPAIR = (
     "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes again what is missing or cut"
 )
-"""What to do about a file that is missing or has another size than it should."""
+"""Advice about a file that is missing or has another size than it should."""
 REPAIR_DAMAGED = f"remove what is damaged, if it is there, and {REPAIR}"
-"""What to do about any file of a dataset. The stage looks at sizes, so it passes over damage that keeps them."""
+"""Advice about any file of a dataset. The stage looks at sizes, so it does not see damage that keeps them."""
 REPAIR_ADOPTED = "bring back the file that was adopted, or remove the dataset and adopt again (`pipeline data adopt`)"
-"""What to do about a part whose files were made elsewhere."""
+"""Advice about a part whose files were made elsewhere."""
 PART = np.dtype(
     [
         ("tokens", "<u8"),
@@ -209,7 +209,7 @@ def _datasets(folder: Path) -> list[Path]:
 
 @dataclass
 class Verification:
-    """What `verify` looked at, and what it found.
+    """Scope and findings of `verify`.
 
     Attributes:
         problems: each naming the file; empty if everything is as it was written.
@@ -225,7 +225,7 @@ class Verification:
 
     @property
     def repairs(self) -> list[str]:
-        """What to do about the problems."""
+        """Advice about the problems."""
         foreign = [any(problem.startswith(str(folder)) for folder in self.adopted) for problem in self.problems]
         advice = {REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign}
         return list(advice)
@@ -353,21 +353,21 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
     provenance = files["prov"]
     if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
         yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
-    if not _index_is_sound(part):
+    if not index_is_sound(part):
         yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
         return
     yield from _verify_tokens(part, manifest, inner_ends)
 
 
-def _index_is_sound(part: IndexedPart) -> bool:
-    """Lengths are positive, offsets are their running sum, and document bounds do not decrease."""
+def index_is_sound(part: IndexedPart, shortest: int = 1) -> bool:
+    """Tell whether lengths are at least `shortest`, offsets their running sum, and document bounds do not decrease."""
     step = CHUNK_BYTES // 8
     offset = 0
     for first in range(0, part.sequences, step):
         lengths = part.lengths[first : first + step].astype(np.int64)
         ends = offset + np.cumsum(lengths) * part.dtype.itemsize
         starts = ends - lengths * part.dtype.itemsize
-        if (lengths <= 0).any() or not np.array_equal(starts, part.pointers[first : first + step]):
+        if (lengths < shortest).any() or not np.array_equal(starts, part.pointers[first : first + step]):
             return False
         offset = int(ends[-1])
     return all((np.diff(part.bounds[first : first + step + 1]) >= 0).all() for first in range(0, part.documents, step))

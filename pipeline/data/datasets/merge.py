@@ -31,14 +31,14 @@ from pipeline.data.datasets.manifest import (
 )
 
 BLOCK_BYTES = 2**20
-"""What is read at a time."""
+"""Bytes that are read at a time."""
 _MB = 10**6
 _BOUND = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was written."""
+    """Result of a merge."""
 
     bin: Path
     idx: Path

@@ -74,7 +74,7 @@ def check_tokenizers(datasets: Mapping[str, Dataset]) -> None:
 
 
 def repair(dataset: Dataset) -> str:
-    """What to do about files of a dataset that are missing or have another size."""
+    """Advice about files of a dataset that are missing or have another size."""
     return REPAIR_ADOPTED if "adopted" in dataset.manifest.settings else REPAIR
 
 

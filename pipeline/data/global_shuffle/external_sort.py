@@ -6,7 +6,7 @@ where they are neighbours, and becomes one part of the dataset, so the parts in 
 (z, unit, row). That order depends on the runs alone, never on workers or restarts. This is how distribution sorts work
 (Knuth, The Art of Computer Programming 3, 5.4.9); memory is bounded by the bucket.
 
-Every bucket has a receipt, `receipts/shuffle/SPLIT/00000/NAME.json`, and is passed over when it is complete.
+Every bucket has a receipt, `receipts/shuffle/SPLIT/00000/NAME.json`, and is skipped when it is complete.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, bucket_r
 __all__ = ["Run", "Shuffle", "ShuffleJob", "make_shuffle"]
 
 BUCKET_BYTES = 96 * 2**20
-"""What a bucket holds on average. A worker needs a good two times as much, and 60 MB for the program."""
+"""Average bytes of a bucket. A worker needs a good two times as much, and 60 MB for the program."""
 DOCUMENT_BYTES = 96
-"""What a document takes in memory beside its tokens and metadata: it counts into the bucket."""
+"""Bytes of a document in memory beside its tokens and metadata: it counts into the bucket."""
 RECEIPT_KEYS = ("bucket", "buckets", "config_hash", "runs", "documents", "tokens", "files")
 
 
@@ -143,7 +143,7 @@ class Shuffle:
         return [ShuffleJob(self.folder, self.split, bucket, self.buckets, size) for bucket in missing]
 
     def finished(self) -> bool:
-        """Whether all buckets are complete: then nobody needs the runs any more."""
+        """Tell whether all buckets are complete: then nobody needs the runs any more."""
         return all(self._receipt(bucket) is not None for bucket in range(self.buckets))
 
     def table(self) -> npt.NDArray[Any]:

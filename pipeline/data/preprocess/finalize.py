@@ -21,12 +21,13 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.files import TRAIN, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import CODE_VERSION, PART, write_dataset
-from pipeline.data.preprocess.report import SourceReport, SplitReport
+from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan, chunk_order
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.damage import DAMAGED_FILE, damage_in, damaged_error
 from pipeline.data.sources.records import EMPTY, Piece, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.receipt_totals import Counts
 from pipeline.data.work.receipts import Receipts
 
 REJECTED_FILE = "rejected.jsonl"
@@ -40,7 +41,7 @@ class Finalizer:
         plan: of the source.
         config: the run.
         tokenizer: of the run.
-        start_over: how to begin again with mended files, for messages.
+        start_over: how to begin again with repaired files, for messages.
         condemned: engines that were seen to give other ids than `tokenizers`, with the evidence.
         receipts: of the source, complete.
     """
@@ -75,7 +76,7 @@ class Finalizer:
         report, seed = self.report, self._config.data.preprocess.seed
         rejected: Counter[str] = Counter()
         engines: Counter[str] = Counter()
-        report.splits = {name: SplitReport() for name in self._plan.splits.names}
+        report.splits = {name: Counts() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
         for receipt in self._receipts_of(self._plan.units):
@@ -156,7 +157,6 @@ class Finalizer:
             )
 
     def _write_damaged(self) -> None:
-        path = self._folder / DAMAGED_FILE
         lines = b"".join(
             orjson.dumps(
                 {
@@ -170,11 +170,7 @@ class Finalizer:
             )
             for each in self.report.damaged
         )
-        if not lines:
-            if path.exists():
-                path.unlink(missing_ok=True)
-        else:
-            _put_changed(path, lines)
+        _put_changed(self._folder / DAMAGED_FILE, lines)
 
     def _write_rejected(self) -> dict[str, str]:
         """Collect the rejected records in the order of the files, with lines counted from each file's start.
@@ -184,8 +180,7 @@ class Finalizer:
         """
         path = self._folder / REJECTED_FILE
         if not self.report.rejected:
-            if path.exists():
-                path.unlink(missing_ok=True)
+            _put_changed(path, b"")
             return {}
         first: dict[str, str] = {}
         digest, size = xxhash.xxh3_64(), 0
@@ -252,11 +247,15 @@ class Finalizer:
 
 
 def _put_changed(path: Path, content: bytes) -> bool:
-    """Write a file unless it has this content: a finished source may lie on a disk that cannot be written.
+    """Write a file, or without content remove it, unless that was done: the source may lie on a read-only disk.
 
     Returns:
         Whether it was written.
     """
+    if not content:
+        if path.exists():
+            path.unlink(missing_ok=True)
+        return False
     if path.exists() and storage.read_bytes(path) == content:
         return False
     storage.put(path, content)

@@ -53,7 +53,7 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What will be done for a source."""
+    """Plan of a source: its units, splits and settings."""
 
     found: SourceFiles
     units: list[Unit]
@@ -93,7 +93,7 @@ class SourcePlan:
         )
 
     def differences(self, folder: Path) -> list[str]:
-        """What this plan has else than the one that the folder was begun with; empty if that is the same.
+        """Differences of this plan from the one that the folder was begun with; empty if that is the same.
 
         Raises:
             UserError: the plan that is there is damaged.
@@ -133,13 +133,13 @@ def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | Non
 
 
 def is_planned(config: Config, found: SourceFiles) -> bool:
-    """Whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
+    """Tell whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
     planned = planned_settings(config, found)
     return planned is not None and planned.items() >= _settings(found.source, config).items()
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a unit in a source's folder was begun: it has a receipt, a file of a part, or a lease of a process."""
+    """Tell whether a unit in a source's folder was begun: it has a receipt, a file of a part, or a lease."""
     try:
         below = [path for path in folder.iterdir() if path.is_dir() and path.name != LEASES]
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
 
 
 def may_not_be_read(key: str, error: PermissionError) -> MachineError:
-    """What is said of input that the system refuses to read."""
+    """Error about input that the system refuses to read."""
     others = "; or leave it out with exclude" if key.endswith(".paths") else ""
     return MachineError(
         f"{key}: {error.filename} may not be read ({error.strerror}): make it readable for the user who runs this "
@@ -228,7 +228,7 @@ def _find(config: Config, source: SourceConfig, key: str) -> SourceFiles:
 
 
 def _reader(source: SourceConfig, config: Config) -> Reader:
-    """What the run file says of how a source is read."""
+    """Reader of a source, by the run file."""
     preprocess = config.data.preprocess
     limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
     return SOURCE_FORMATS[source.type].from_config(source, **limits)
@@ -243,7 +243,7 @@ def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
 
 
 def chunk_order(seed: int, unit: Unit, chunk: int) -> int:
-    """What parts are ordered by: the first chunks as their units, the others among them."""
+    """Key that parts are ordered by: the first chunks as their units, the others among them."""
     return key(seed, "parts", identity(unit), chunk) if chunk else key(seed, "parts", identity(unit))
 
 
@@ -260,14 +260,14 @@ def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: 
 
 
 def source_job(plan: SourcePlan, config: Config, start_over: str) -> SourceJob:
-    """What workers need to know of a planned source."""
+    """Job of a planned source, for workers."""
     return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over)
 
 
 def counting_job(
     found: SourceFiles, config: Config, splits: Splits, config_hash: str = "", start_over: str = ""
 ) -> SourceJob:
-    """What workers need to know of a source that is only counted."""
+    """Job of a source, for workers; without a hash of the config its documents are only counted."""
     settings = config.data.preprocess
     return SourceJob(
         folder=config.data_dir / found.source.name,
@@ -287,7 +287,7 @@ def counting_job(
 
 
 def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
-    """What the run file alone says about the content of a source's dataset."""
+    """Settings of the run file that decide the content of a source's dataset."""
     preprocess = config.data.preprocess
     settings: dict[str, Any] = {
         "data.splits": {name: str(split) for name, split in config.data.splits.items()},

@@ -19,7 +19,6 @@ from pipeline.common.cache_dir import cache_folder
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
-from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
@@ -68,7 +67,7 @@ from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10
-"""How often units may turn out to be missing again, because an engine was condemned or another command was at work."""
+"""Rounds in which units may be missing again, because an engine was condemned or another command was at work."""
 
 __all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
 
@@ -82,7 +81,7 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
         units: make units as long as there are free ones, and finish no source. A later run without this finishes.
 
     Raises:
-        UserError: something in the config or the data has to be mended first.
+        UserError: something in the config or the data has to be fixed first.
         MachineError: units failed again and again; the message lists them.
         OSError: the disk is full or read-only, say; what was committed stays.
     """
@@ -138,7 +137,7 @@ def _freeze(plan: SourcePlan, folder: Path, console: Console) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a round found of a source."""
+    """State of a source in a round."""
 
     receipts: Receipts
     job: SourceJob
@@ -221,7 +220,7 @@ class _Stage:
         return tokenize_units(self._config, self._console, missing, units, folder, self._choose_engine, waits=waits)
 
     def _problem(self, failed: list[tuple[UnitJob, str]], unfinished: set[str]) -> str:
-        """Why some sources cannot be finished; empty if all can."""
+        """Message about sources that cannot be finished; empty if all can."""
         if not unfinished:
             return ""
         lines = "".join(f"  {job}: {how}\n" for job, how in failed)
@@ -312,7 +311,7 @@ class _Stage:
 
 
 def _damage_stands(source: SourceJob, plan: SourcePlan, receipts: Receipts) -> bool:
-    """Whether no chunk was made with other files dropped than are now, or of damaged files that are others by now."""
+    """Tell whether all chunks were made with the same files dropped as now, and of damaged files that are the same."""
     return all(damage_stands(source, unit, receipt) for unit in plan.units for receipt in receipts.of(unit.index))
 
 
@@ -371,26 +370,23 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
 def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
     """Datasets made elsewhere have to be there and to have the run's tokenizer."""
     for number, source in enumerate(config.data.sources):
-        if source.dataset is not None:
-            _check_dataset(config, number, source, tokenizer)
-
-
-def _check_dataset(config: Config, number: int, source: SourceConfig, tokenizer: Tokenizer) -> None:
-    folder = dataset_folder(config, source, TRAIN)
-    key = f"data.sources.{number}.dataset"
-    if not folder.is_dir():
-        raise UserError(f"{key}: {source.dataset} has no folder train/; name the folder that has train/ in it")
-    info = Dataset.open(folder).manifest.tokenizer
-    if info.fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"{key}: {folder} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
-            f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); set "
-            f"tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's tokenizer"
-        )
+        if source.dataset is None:
+            continue
+        folder = dataset_folder(config, source, TRAIN)
+        key = f"data.sources.{number}.dataset"
+        if not folder.is_dir():
+            raise UserError(f"{key}: {source.dataset} has no folder train/; name the folder that has train/ in it")
+        info = Dataset.open(folder).manifest.tokenizer
+        if info.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"{key}: {folder} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
+                f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); set "
+                f"tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's tokenizer"
+            )
 
 
 def _start_over(config: Config, plan: SourcePlan) -> str:
-    """How to begin a source again whose files have changed: its plan and a trained tokenizer are of the old ones."""
+    """Advice on starting a source over whose files have changed: plan and trained tokenizer are of the old ones."""
     folder = config.data_dir / plan.found.source.name
     if config.tokenizer.path is not None:
         return f"remove {folder}, which was begun with the files as they are now"

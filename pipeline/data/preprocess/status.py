@@ -1,4 +1,4 @@
-"""How far the preprocess stage is, from any shell while it runs: read from plans, receipts and leases alone.
+"""Progress of the preprocess stage, from any shell while it runs: read from plans, receipts and leases alone.
 
 Nothing is written, and no process is asked. Times are those of the file system; where its clock differs from this
 machine's, rates and ages are off by that much.
@@ -20,7 +20,7 @@ from rich.table import Table
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted, size
+from pipeline.common.format import counted, duration, size
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
@@ -90,7 +90,7 @@ class UnitFailure:
 
 @dataclass
 class SourceProgress:
-    """How far a source is.
+    """Progress of a source.
 
     Attributes:
         name: of the source.
@@ -164,7 +164,7 @@ class SourceProgress:
 
 
 def read_state(config: Config) -> list[SourceProgress]:
-    """How far each source is that has files or a hub dataset."""
+    """Progress of each source that has files or a hub dataset."""
     now = time.time()
     condemned = frozenset(_condemned(config))
     states = [_read_source(config, source, condemned, now) for source in config.data.sources if source.dataset is None]
@@ -176,7 +176,7 @@ def read_state(config: Config) -> list[SourceProgress]:
 
 
 def read_workers(folder: Path, now: float) -> list[WorkerProgress]:
-    """Who has a lease in the folder of a source or of the tokenizer."""
+    """Processes that have a lease in the folder of a source or of the tokenizer."""
     workers = []
     for what, record, beat in read_leases(folder):
         running, age = record.is_running(), max(now - beat, 0.0)
@@ -306,7 +306,7 @@ def _read_failures(folder: Path) -> list[UnitFailure]:
 
 
 def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> None:
-    """Print how far the stage is, and the command that goes on where nobody works.
+    """Print the progress of the stage, and the command that resumes it where nobody works.
 
     Args:
         console: where to.
@@ -320,7 +320,7 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
     if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
         say(console, "tokenizer: there")
     elif making:
-        say(console, f"tokenizer: being made by {making[0]}, for {duration(now - making[0].since)}")
+        say(console, f"tokenizer: being made by {making[0]}, for {duration(max(now - making[0].since, 0.0))}")
     elif config.tokenizer.path is not None:
         path = config.tokenizer.path
         say(console, f"tokenizer: {path}" + ("" if path.exists() else ", which is not there"))
@@ -397,7 +397,7 @@ def _details(state: SourceProgress, now: float) -> Iterator[str]:
         yield f"{counted(state.unreadable, 'receipt')} cannot be read; what they stand for is made again"
     for worker in state.workers[:SHOWN]:
         work = f"unit {worker.what}, {size(worker.done)} done" if isinstance(worker.what, int) else worker.what
-        ages = f"for {duration(now - worker.since)}, last sign of life {duration(worker.beat_s)} ago"
+        ages = f"for {duration(max(now - worker.since, 0.0))}, last sign of life {duration(worker.beat_s)} ago"
         note = ""
         if worker.state != "works":
             its = "unit" if isinstance(worker.what, int) else "work"
@@ -410,8 +410,9 @@ def _details(state: SourceProgress, now: float) -> Iterator[str]:
     if len(state.workers) > SHOWN:
         yield f"and {len(state.workers) - SHOWN:,} more"
     for failure in state.failures[:SHOWN]:
+        ago = duration(max(now - failure.time, 0.0))
         yield (
-            f"unit {failure.unit} failed, attempt {failure.attempts} of {ATTEMPTS}, {duration(now - failure.time)} ago "
+            f"unit {failure.unit} failed, attempt {failure.attempts} of {ATTEMPTS}, {ago} ago "
             f"(process {failure.pid} on {failure.host}): {failure.how}"
         )
     if len(state.failures) > SHOWN:
@@ -436,17 +437,3 @@ def _print_next(console: Console, states: list[SourceProgress], making: bool, ru
     else:
         again = "; units that failed are tried again" if any(state.failed for state in states) else ""
         say(console, f"nobody works on it; run {command} to go on{again}")
-
-
-def duration(seconds: float) -> str:
-    """A time for people: `12 s`, `3 min`, `2 h 05 min`, `4 d 6 h`."""
-    whole_s = max(int(seconds), 0)
-    if whole_s < 60:
-        return f"{whole_s} s"
-    minutes = whole_s // 60
-    if minutes < 60:
-        return f"{minutes} min"
-    hours = minutes // 60
-    if hours < 24:
-        return f"{hours} h {minutes % 60:02d} min"
-    return f"{hours // 24:,} d {hours % 24} h"

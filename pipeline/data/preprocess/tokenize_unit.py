@@ -32,7 +32,7 @@ from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.worker_pool import Progress
 
 CHUNK_RECORDS = 2**20
-"""A chunk ends after so many records, however short: memory grows with their number."""
+"""Most records of a chunk, however short they are: memory grows with their number."""
 _PLAN_HEAD = 1024
 """Bytes."""
 CONDEMNED_FILE = "condemned.json"
@@ -41,7 +41,7 @@ CONDEMNED_FILE = "condemned.json"
 
 @dataclass(frozen=True)
 class SourceJob:
-    """What all units of a source have in common."""
+    """Settings that all units of a source have in common."""
 
     folder: Path
     reader: Reader
@@ -60,10 +60,10 @@ class SourceJob:
     drops_damaged: bool
     """Whether nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
     start_over: str
-    """How to begin again with mended files, for messages."""
+    """How to begin again with repaired files, for messages."""
 
     def reason_against(self, document: Document, raw: bytes) -> str | None:
-        """Why a sound record is no document of this source."""
+        """Reason to reject a sound record; None for a document."""
         if len(raw) > self.max_document_bytes and not self.splits_long:
             return f"longer than data.preprocess.max_document_bytes ({self.max_document_bytes})"
         return document.reason
@@ -76,7 +76,7 @@ class UnitJob:
     source: SourceJob
     unit: Unit
     engine: EngineName = "tokenizers"
-    """What computes the ids."""
+    """Engine that computes the ids."""
 
     def __str__(self) -> str:
         return str(self.unit)
@@ -102,7 +102,7 @@ class Busy:
 
 
 class SmallestHashes(NamedTuple):
-    """What the documents of a unit say about where splits end."""
+    """Smallest hashes of a unit's documents, which say where splits end."""
 
     hashes: list[int]
     """The smallest `split_hash` of its documents, ascending."""
@@ -117,11 +117,11 @@ class EngineRejected(Exception):
 
 
 class WorkerContext:
-    """What a worker process has at hand for every unit.
+    """State of a worker process for all its units.
 
     Args:
         tokenizer: folder of the tokenizer.
-        verify_rate: share of documents whose ids are compared with those of `tokenizers`.
+        verify_rate: fraction of documents whose ids are compared with those of `tokenizers`.
     """
 
     def __init__(self, tokenizer: Path, verify_rate: float) -> None:
@@ -214,7 +214,7 @@ def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> SmallestHa
 
 
 def identity(unit: Unit) -> str:
-    """What a unit is, on any machine: source, names and byte ranges."""
+    """Identity of a unit on any machine: source, names and byte ranges."""
     return value_hash([unit.source, [[piece.file.name, piece.start, piece.end] for piece in unit.pieces]])
 
 
@@ -537,7 +537,7 @@ def read_condemned(path: Path) -> dict[str, str]:
 
 
 def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
-    """Whether a receipt is of this config, begins where the chunk begins, and its files are there."""
+    """Tell whether a receipt is of this config, begins where the chunk begins, and its files are there."""
     return (
         receipt is not None
         and receipt["config_hash"] == source.config_hash
@@ -549,7 +549,7 @@ def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position,
 
 
 def damage_stands(source: SourceJob, unit: Unit, receipt: Any) -> bool:
-    """Whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
+    """Tell whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
     dropped, wanted = receipt.get("dropped", []), _dropped(source, unit)
     # Another command that drops may have seen more damage by now.
     if dropped != wanted and not (source.drops_damaged and set(dropped) > set(wanted)):
@@ -565,7 +565,7 @@ def _dropped(source: SourceJob, unit: Unit) -> list[str]:
 
 
 def _is_shuffled(source: SourceJob) -> bool:
-    """Whether a global shuffle was finished, by another command just now: it removes the parts of its first pass."""
+    """Tell whether another command has just finished a global shuffle, which removes the parts of its first pass."""
     if not source.below:
         return False
     try:

@@ -57,7 +57,7 @@ def unit_size(total_bytes: int, unit_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Reader(ABC):
-    """How a source's files are read: a format, with the settings of the source.
+    """Reader of a source's files: a format, with the settings of the source.
 
     The defaults are those of files that are streams of bytes, plain or compressed. An instance is sent to worker
     processes, so a format can be imported by its name, and holds no open file.
@@ -223,7 +223,7 @@ class Reader(ABC):
 
 
 class Cursor:
-    """How far the reading of a unit has come; right after every document, while what yields it waits.
+    """Progress of reading a unit; right after every document, while what yields it waits.
 
     Attributes:
         unit: what is read.
@@ -240,7 +240,7 @@ class Cursor:
         beat: called now and then while a compressed file is read, much of which may give no document.
     """
 
-    def __init__(self, unit: Unit, reader: Reader, start: Position) -> None:
+    def __init__(self, unit: Unit, reader: Reader, start: Position = START) -> None:
         self.unit = unit
         self.reader = reader
         self.piece, self.offset, self.line, self.row = start
@@ -257,7 +257,7 @@ class Cursor:
 
     @property
     def position(self) -> Position:
-        """Where a reader has to start to get the next record."""
+        """Start position of a reader that gets the next record."""
         return (self.piece + 1, -1, 0, self.row) if self.ended else (self.piece, self.offset, self.line, self.row)
 
     @property
@@ -279,7 +279,7 @@ class Cursor:
         return {**self._counts, self.piece: (self.line - line, self.row - row)}
 
     def enter(self, number: int) -> Piece:
-        """Begin a piece, or go on with the one that the start lies in."""
+        """Begin a piece, or continue the one that the start lies in."""
         if self._first is not None:
             line, row = self._first
             self._counts[self.piece] = (self.line - line, self.row - row)
@@ -335,7 +335,7 @@ class Cursor:
         self.damage = []
 
     def damaged(self, reason: str, detail: str, lost: int) -> None:
-        """Take note of what cannot be read of the piece. It is no record, and has no row."""
+        """Take note of what cannot be read of the piece. It is not a record, and has no row."""
         self.damage.append(Damage(self.piece, reason, printable(detail), lost))
 
     def give_up(self, piece: Piece, reason: str, detail: str) -> None:
@@ -363,9 +363,6 @@ class UnitReader(Cursor):
     Started at the `position` that was seen after a record, it yields exactly the records behind that one. What counts
     and hashes along (see `Cursor`) is right after every document.
     """
-
-    def __init__(self, unit: Unit, reader: Reader, start: Position = START) -> None:
-        super().__init__(unit, reader, start)
 
     def __iter__(self) -> Iterator[Document]:
         for number in range(self.piece, len(self.unit.pieces)):

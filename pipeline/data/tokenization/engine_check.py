@@ -33,12 +33,12 @@ _BATCH_CHARACTERS = 2**18
 
 
 class Proof(NamedTuple):
-    """What came of it."""
+    """Result of a check of an engine."""
 
     texts: int
     """Hard texts in the long set, or those until the first failure."""
     failure: str
-    """What the engine did wrong, to follow its name; empty if it did nothing wrong."""
+    """Fault of the engine, to follow its name; empty if it did nothing wrong."""
 
 
 def prove(engine: Engine, which: EngineName, tokenizer: Tokenizer, cache_folder: Path) -> Proof:

@@ -11,7 +11,7 @@ from pipeline.data.tokenization.engines import ADVICE, KEY, EngineName, installe
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 FAST: tuple[EngineName, ...] = ("gigatoken", "fastokens")
-"""What `auto` tries, in this order, before it takes `tokenizers`."""
+"""Engines that `auto` tries, in this order, before it takes `tokenizers`."""
 
 
 class EngineChoice(NamedTuple):

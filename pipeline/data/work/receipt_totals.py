@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import orjson
 
 from pipeline.data.sources.records import Damage
+from pipeline.data.work.receipts import Receipt, ReceiptSplit
 
 _MAX_RECEIPT = 2**26
 """A longer file is no receipt."""
@@ -23,30 +25,17 @@ _RECEIPT = re.compile(r"(\d{8,})(?:-(\d{5,}))?\.json")
 
 @dataclass
 class Counts:
-    """What is in a split so far."""
+    """Counts of a split."""
 
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
 
-    def add(self, other: Counts) -> None:
-        """Add those of another part."""
+    def add(self, other: ReceiptSplit) -> None:
+        """Add those of a chunk."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.text_bytes += other.text_bytes
-
-
-@dataclass(frozen=True)
-class _Receipt:
-    chunk: int
-    last: bool
-    read: int
-    records: int
-    rejected: dict[str, int]
-    engine: str
-    splits: dict[str, Counts]
-    time: float
-    damaged: list[Damage]
 
 
 @dataclass
@@ -55,7 +44,7 @@ class ReceiptTotals:
 
     Attributes:
         sizes: bytes on disk of all units of the plan.
-        config_hash: of the plan; receipts of others are passed over.
+        config_hash: of the plan; receipts of others are skipped.
         condemned: engines whose chunks are made again.
         done: units whose chunks are all there.
         redo: units with a chunk of a condemned engine.
@@ -91,94 +80,62 @@ class ReceiptTotals:
         except FileNotFoundError:
             return
         with ThreadPoolExecutor(_READERS) as readers:
-            for totals in readers.map(self._read_folder, folders):
-                self._merge(totals)
+            for units, unreadable in readers.map(self._read_folder, folders):
+                self.unreadable += unreadable
+                for unit, found in units.items():
+                    self._add(unit, sorted(found, key=lambda each: each[0].link))
 
-    def _read_folder(self, folder: str) -> ReceiptTotals:
-        """The receipts of a folder, which has all chunks of its units."""
-        totals = ReceiptTotals(self.sizes, self.config_hash, self.condemned)
-        units: dict[int, list[_Receipt]] = {}
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if name := _RECEIPT.fullmatch(entry.name):
-                        receipt = totals._read(entry.path, int(name[1]), int(name[2] or 0))
-                        if receipt is not None:
-                            units.setdefault(int(name[1]), []).append(receipt)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        for unit, found in units.items():
-            totals._add(unit, sorted(found, key=lambda receipt: receipt.chunk))
-        return totals
+    def _read_folder(self, folder: str) -> tuple[dict[int, list[tuple[Receipt, float]]], int]:
+        """The receipts of a folder, which has all chunks of its units, with their times; and how many are damaged."""
+        units: dict[int, list[tuple[Receipt, float]]] = {}
+        unreadable = 0
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+            for entry in entries:
+                if name := _RECEIPT.fullmatch(entry.name):
+                    try:
+                        found = self._read(entry.path, int(name[1]), int(name[2] or 0))
+                    except FileNotFoundError:
+                        continue
+                    except (OSError, ValueError, TypeError, KeyError):
+                        unreadable += 1
+                        continue
+                    if found is not None:
+                        units.setdefault(int(name[1]), []).append(found)
+        return units, unreadable
 
-    def _read(self, path: str, unit: int, chunk: int) -> _Receipt | None:
-        """A receipt; None if it is damaged, or of another plan."""
-        try:
-            with open(path, "rb", buffering=0) as file:
-                stat = os.fstat(file.fileno())
-                value = orjson.loads(file.read(_MAX_RECEIPT))
-            if value["config_hash"] != self.config_hash:
-                return None
-            if (value["unit"], value["link"]) != (unit, chunk) or unit >= len(self.sizes):
-                raise ValueError("another unit's")
-            return _Receipt(
-                chunk=chunk,
-                last=bool(value["last"]),
-                read=whole(value["input"]["read"]),
-                records=whole(value["records"]),
-                rejected={reason: whole(count) for reason, count in value["rejected"].items()},
-                engine=str(value["engine"]),
-                splits={
-                    name: Counts(whole(split["documents"]), whole(split["tokens"]), whole(split["text_bytes"]))
-                    for name, split in value["splits"].items()
-                },
-                time=stat.st_mtime,
-                damaged=[
-                    Damage(whole(each["piece"]), str(each["reason"]), str(each["detail"]), whole(each["lost"]))
-                    for each in value.get("damaged", [])
-                ],
-            )
-        except FileNotFoundError:
+    def _read(self, path: str, unit: int, chunk: int) -> tuple[Receipt, float] | None:
+        """A receipt and when it was written; None if it is of another plan."""
+        with open(path, "rb", buffering=0) as file:
+            time = os.fstat(file.fileno()).st_mtime
+            value = orjson.loads(file.read(_MAX_RECEIPT))
+        if value["config_hash"] != self.config_hash:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self.unreadable += 1
-            return None
+        receipt = Receipt.model_validate(value)
+        if (receipt.unit, receipt.link) != (unit, chunk) or unit >= len(self.sizes):
+            raise ValueError("another unit's")
+        return receipt, time
 
-    def _add(self, unit: int, receipts: list[_Receipt]) -> None:
-        chunks: list[_Receipt] = []
-        for receipt in receipts:
-            if receipt.chunk != len(chunks):
+    def _add(self, unit: int, receipts: list[tuple[Receipt, float]]) -> None:
+        read = 0
+        for number, (receipt, time) in enumerate(receipts):
+            if receipt.link != number:
                 break  # one is missing, so those behind it are not looked at yet
             if receipt.engine in self.condemned:
                 self.redo.add(unit)
                 break
-            chunks.append(receipt)
-            if receipt.last:
-                self.done.add(unit)
-                break
-        for receipt in chunks:
-            self.chunks.append((receipt.time, receipt.read, unit))
+            read += receipt.input.read
+            self.chunks.append((time, receipt.input.read, unit))
             self.records += receipt.records
             self.rejected.update(receipt.rejected)
-            self.damaged += [(unit, damage) for damage in receipt.damaged]
+            self.damaged += [(unit, Damage(**dict(damage))) for damage in receipt.damaged]
             self.engines[receipt.engine] += 1
             for name, counts in receipt.splits.items():
                 self.splits.setdefault(name, Counts()).add(counts)
-        if chunks and unit not in self.done:
-            self.open[unit] = min(sum(receipt.read for receipt in chunks), self.sizes[unit])
-
-    def _merge(self, other: ReceiptTotals) -> None:
-        for name, counts in other.splits.items():
-            self.splits.setdefault(name, Counts()).add(counts)
-        self.done |= other.done
-        self.redo |= other.redo
-        self.open |= other.open
-        self.chunks += other.chunks
-        self.records += other.records
-        self.rejected.update(other.rejected)
-        self.engines.update(other.engines)
-        self.unreadable += other.unreadable
-        self.damaged += other.damaged
+            if receipt.last:
+                self.done.add(unit)
+                self.open.pop(unit, None)
+                break
+            self.open[unit] = min(read, self.sizes[unit])
 
 
 def whole(value: Any) -> int:

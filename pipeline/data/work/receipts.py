@@ -18,7 +18,6 @@ from pipeline.data.datasets.indexed import named_files, part_prefix
 
 _Count = Annotated[int, Field(ge=0)]
 _Place = Annotated[list[int], Field(min_length=4, max_length=4)]
-
 _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
 
 
@@ -37,7 +36,9 @@ class _File(_Strict):
     xxh3: Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
 
 
-class _Split(_Strict):
+class ReceiptSplit(_Strict):
+    """Counts and files of a chunk in a split."""
+
     documents: _Count
     tokens: _Count
     text_bytes: _Count
@@ -52,8 +53,8 @@ class _Damage(_Strict):
     lost: _Count
 
 
-class _Receipt(_Strict):
-    """What a receipt has to be; others may have written to its folder."""
+class Receipt(_Strict):
+    """Schema of a receipt; others may have written to its folder."""
 
     unit: _Count
     link: _Count
@@ -67,7 +68,7 @@ class _Receipt(_Strict):
     records: _Count
     rejected: dict[str, _Count]
     checked: _Count
-    splits: dict[str, _Split]
+    splits: dict[str, ReceiptSplit]
     damaged: list[_Damage] = []
     dropped: list[str] = []
 
@@ -79,7 +80,7 @@ def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:
     except (FileNotFoundError, UserError):
         return None
     try:
-        _Receipt.model_validate(receipt)
+        Receipt.model_validate(receipt)
     except ValueError:
         return None
     return receipt
@@ -127,7 +128,7 @@ def chunk_files(folder: Path, unit: int, chunk: int, split: dict[str, Any]) -> d
 
 
 def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> bool:
-    """Whether all files of a chunk have the sizes in its receipt.
+    """Tell whether all files of a chunk have the sizes in its receipt.
 
     Args:
         source: folder of the source.
