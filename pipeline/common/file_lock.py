@@ -38,10 +38,8 @@ def exclusive(path: Path, seconds: float | None = None) -> Iterator[None]:
     while True:
         descriptor = open_lock_file(path)
         try:
-            if not acquire(descriptor, path, max(0.0, deadline - time.monotonic())):
-                yield
-                return
-            if _is_at(descriptor, path):
+            has_locks = acquire(descriptor, path, max(0.0, deadline - time.monotonic()))
+            if not has_locks or _is_at(descriptor, path):
                 yield
                 return
         finally:

@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `4 d 7 h`."""
+    """`45 s`, `12 min`, `3 h 05 min`, `4 d 7 h`; `0 s` where clocks differ and a time lies ahead."""
+    seconds = max(seconds, 0)
     if seconds < 90:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return minutes(round(seconds / 60))

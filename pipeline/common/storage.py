@@ -211,6 +211,14 @@ def get_json(path: Path, *keys: str) -> Any:
     return value
 
 
+def find_json(path: Path, *keys: str) -> Any:
+    """`get_json`, or None where the file is missing or damaged."""
+    try:
+        return get_json(path, *keys)
+    except (FileNotFoundError, UserError):
+        return None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object, without a word of the file in the errors.
 

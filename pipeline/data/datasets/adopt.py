@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pipeline.common import storage
 from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
@@ -66,7 +67,7 @@ class AdoptReport:
         how = f"{self.copied} copied, {manifest.parts - self.copied} linked" if self.copied else "linked"
         lines = [
             f"{dataset}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.text_bytes:,} bytes "
-            f"of text, {manifest.parts:,} part{'' if manifest.parts == 1 else 's'} ({how})"
+            f"of text, {counted(manifest.parts, 'part')} ({how})"
         ]
         if self.dropped:
             lines.append(f"{self.dropped:,} documents without tokens were left out")

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, RECEIPT_KEYS, TRAIN, receipt_path
 from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, named_files, part_prefix
@@ -232,7 +233,7 @@ class Verification:
 
     def __str__(self) -> str:
         counts = {"dataset": self.datasets, "part": self.parts, "plan": self.plans, "receipt": self.receipts}
-        return ", ".join(f"{n:,} {name}{'' if n == 1 else 's'}" for name, n in counts.items() if n)
+        return ", ".join(counted(n, name) for name, n in counts.items() if n)
 
 
 def verify(folder: Path) -> Verification:

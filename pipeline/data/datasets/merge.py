@@ -20,6 +20,7 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.data.datasets.indexed import CODES, HEADER, MAGIC, VERSION, part_files, part_prefix
 from pipeline.data.datasets.manifest import (
     REPAIR,
@@ -51,10 +52,9 @@ class MergeReport:
     seconds: float
 
     def __str__(self) -> str:
-        parts = f"{self.parts:,} part{'' if self.parts == 1 else 's'}"
         return (
-            f"{self.bin} and {self.idx.name}: {self.documents:,} documents with {self.tokens:,} tokens out of {parts}, "
-            f"{self.bytes / _MB:,.1f} MB in {self.seconds:.1f} s"
+            f"{self.bin} and {self.idx.name}: {self.documents:,} documents with {self.tokens:,} tokens out of "
+            f"{counted(self.parts, 'part')}, {self.bytes / _MB:,.1f} MB in {self.seconds:.1f} s"
         )
 
 

@@ -237,12 +237,10 @@ class Finalizer:
                 piece = pieces[int(number)]
                 lines[piece.file.name, piece.start] += count
         result = {}
-        before, current = 0, ""
+        before: Counter[str] = Counter()
         for name, start in sorted({(p.file.name, p.start) for unit in self._plan.units for p in unit.pieces}):
-            before = before if name == current else 0
-            current = name
-            result[name, start] = before
-            before += lines[name, start]
+            result[name, start] = before[name]
+            before[name] += lines[name, start]
         return result
 
 

@@ -123,9 +123,8 @@ class SourcePlan:
 
 def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | None:
     """Settings of the plan that is there; None if there is none that can be read, or it is of other files."""
-    try:
-        plan = storage.get_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
-    except (FileNotFoundError, UserError):
+    plan = storage.find_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
+    if plan is None:
         return None
     same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
     settings: dict[str, Any] = plan["settings"]
@@ -218,10 +217,8 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
 def _find(config: Config, source: SourceConfig, key: str) -> SourceFiles:
     def planned() -> Any:
         """Settings of the plan that is there; none if it cannot be read."""
-        try:
-            return storage.get_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)["settings"]
-        except (FileNotFoundError, UserError):
-            return {}
+        plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
+        return plan["settings"] if plan else {}
 
     reader, files = _reader(source, config).find(source.paths, source.exclude, key, planned)
     return SourceFiles(source, reader, files)
@@ -352,10 +349,8 @@ def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:
     new = {file.name: file.size for file in files}
     added, removed = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
     changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    result = []
-    for what, names in (("added", added), ("gone", removed)):
-        if names:
-            result.append(f"files {what}: {len(names)}, the first is {names[0]}")
+    kinds = {"added": added, "gone": removed}
+    result = [f"files {kind}: {len(names)}, the first is {names[0]}" for kind, names in kinds.items() if names]
     if changed:
         name = changed[0]
         result.append(f"files changed: {len(changed)}, the first is {name} ({old[name]} bytes then, {new[name]} now)")

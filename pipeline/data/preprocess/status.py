@@ -320,7 +320,7 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
     if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
         say(console, "tokenizer: there")
     elif making:
-        say(console, f"tokenizer: being made by {making[0]}, for {duration(max(now - making[0].since, 0.0))}")
+        say(console, f"tokenizer: being made by {making[0]}, for {duration(now - making[0].since)}")
     elif config.tokenizer.path is not None:
         path = config.tokenizer.path
         say(console, f"tokenizer: {path}" + ("" if path.exists() else ", which is not there"))
@@ -397,7 +397,7 @@ def _details(state: SourceProgress, now: float) -> Iterator[str]:
         yield f"{counted(state.unreadable, 'receipt')} cannot be read; what they stand for is made again"
     for worker in state.workers[:SHOWN]:
         work = f"unit {worker.what}, {size(worker.done)} done" if isinstance(worker.what, int) else worker.what
-        ages = f"for {duration(max(now - worker.since, 0.0))}, last sign of life {duration(worker.beat_s)} ago"
+        ages = f"for {duration(now - worker.since)}, last sign of life {duration(worker.beat_s)} ago"
         note = ""
         if worker.state != "works":
             its = "unit" if isinstance(worker.what, int) else "work"
@@ -410,9 +410,8 @@ def _details(state: SourceProgress, now: float) -> Iterator[str]:
     if len(state.workers) > SHOWN:
         yield f"and {len(state.workers) - SHOWN:,} more"
     for failure in state.failures[:SHOWN]:
-        ago = duration(max(now - failure.time, 0.0))
         yield (
-            f"unit {failure.unit} failed, attempt {failure.attempts} of {ATTEMPTS}, {ago} ago "
+            f"unit {failure.unit} failed, attempt {failure.attempts} of {ATTEMPTS}, {duration(now - failure.time)} ago "
             f"(process {failure.pid} on {failure.host}): {failure.how}"
         )
     if len(state.failures) > SHOWN:

@@ -200,8 +200,7 @@ class Lease:
                 self.path.unlink()
 
     def _is_ours(self) -> bool:
-        data = _read(self.path)
-        record = None if data is None else parse(data)
+        record = parse(_read(self.path))
         return record is not None and record.nonce == self._record.nonce
 
     def __enter__(self) -> Lease:
@@ -280,7 +279,7 @@ def sweep(folder: Path) -> None:
     for path in _lease_files(folder):
         with contextlib.suppress(OSError):  # on a disk that cannot be written they stay
             data = _read(path)
-            record = None if data is None else parse(data)
+            record = parse(data)
             if data is not None and record is not None and record.is_running() is False:
                 _remove(path, data)
 
@@ -292,26 +291,24 @@ def read_leases(folder: Path) -> Iterator[tuple[int | str, LeaseRecord, float]]:
     """
     for path in _lease_files(folder):
         try:
-            data, time_s = _read(path), path.stat().st_mtime
+            record, time_s = parse(_read(path)), path.stat().st_mtime
         except OSError:
             continue  # released just now
-        record = None if data is None else parse(data)
         if record is not None:
             yield int(path.stem) if path.stem.isdecimal() else path.stem, record, time_s
 
 
-def parse(data: bytes) -> LeaseRecord | None:
-    """The content of a lease file; None if it is none."""
+def parse(data: bytes | None) -> LeaseRecord | None:
+    """The content of a lease file; None if it is none, or there is none."""
     try:
-        return _RECORD.validate_json(data, strict=True)
+        return _RECORD.validate_json(data or b"", strict=True)
     except ValidationError:
         return None
 
 
-def _lease_files(folder: Path) -> Iterator[Path]:
-    for path in sorted([*folder.glob(f"{LEASES}/*.json"), *folder.glob(f"{LEASES}/*/*.json")]):
-        if not path.name.startswith("."):
-            yield path
+def _lease_files(folder: Path) -> list[Path]:
+    found = [*folder.glob(f"{LEASES}/*.json"), *folder.glob(f"{LEASES}/*/*.json")]
+    return sorted(path for path in found if not path.name.startswith("."))
 
 
 def _new_record() -> LeaseRecord:

@@ -12,7 +12,6 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.common import storage
-from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import named_files, part_prefix
 
@@ -75,10 +74,7 @@ class Receipt(_Strict):
 
 def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:
     """The receipt of a chunk; None if there is none that can be read."""
-    try:
-        receipt = storage.get_json(receipt_path(source, unit, chunk), *RECEIPT_KEYS)
-    except (FileNotFoundError, UserError):
-        return None
+    receipt = storage.find_json(receipt_path(source, unit, chunk), *RECEIPT_KEYS)
     try:
         Receipt.model_validate(receipt)
     except ValueError:
