@@ -154,8 +154,7 @@ def flush() -> None:
 @contextmanager
 def progress(console: rich.console.Console, label: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar; yields a function that advances it by a number of units."""
-    label_column = TextColumn("{task.description}", markup=False)
-    columns = (label_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=total)
         yield lambda units: bar.advance(task, units)

@@ -103,8 +103,7 @@ _TODO = "remove the file if nothing of this run works any more (a new one is mad
 
 def holders(descriptor: int) -> str:
     """The processes that hold the lock of an open file, for people."""
-    pids = _pids(os.fstat(descriptor))
-    return " and ".join(_process(pid) for pid in pids) or (
+    return " and ".join(_process(pid) for pid in _pids(os.fstat(descriptor))) or (
         "a process that cannot be seen from here: of another machine, or in another container"
     )
 

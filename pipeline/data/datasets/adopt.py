@@ -139,8 +139,7 @@ def adopt(
             f"--append-eod: {opened.end_of_document_token!r} (id {opened.end_of_document}) does not fit into the "
             f"{files[0][1].dtype.name} of {files[0][1].bin_path}"
         )
-    work = _Adoption(folder / split, opened, link, append_eod)
-    return work.run(files, found, source or folder.name)
+    return _Adoption(folder / split, opened, link, append_eod).run(files, found, source or folder.name)
 
 
 def _load_tokenizer(path: Path, end_of_document: str, special_tokens: list[str]) -> Tokenizer:

@@ -103,8 +103,7 @@ def scan(
         digest.update(ids.data)
         if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
             raise _foreign_id(part, start, ids, tokenizer)
-        ends = document_ends(part, start, len(ids))
-        _count_ends(part, start, ids, ends, tokenizer.end_of_document, result)
+        _count_ends(part, start, ids, document_ends(part, start, len(ids)), tokenizer.end_of_document, result)
         if token_bytes is not None:
             result.text_bytes += int(np.take(token_bytes, ids).sum(dtype=np.int64))
         advance(ids.nbytes)

@@ -228,8 +228,7 @@ class Verification:
     def repairs(self) -> list[str]:
         """Advice about the problems."""
         foreign = [any(problem.startswith(str(folder)) for folder in self.adopted) for problem in self.problems]
-        advice = {REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign}
-        return list(advice)
+        return list({REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign})
 
     def __str__(self) -> str:
         counts = {"dataset": self.datasets, "part": self.parts, "plan": self.plans, "receipt": self.receipts}

@@ -50,8 +50,7 @@ def check_tokenizer_settings(config: Config) -> None:
     Raises:
         UserError: another file, or other settings of the training.
     """
-    folder = tokenizer_folder(config)
-    saved = _origin(folder)
+    saved = _origin(tokenizer_folder(config))
     if saved is None:
         return
     path = config.tokenizer.path

@@ -131,8 +131,7 @@ def _freeze(plan: SourcePlan, folder: Path, console: Console) -> None:
     with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
         if differences := plan.freeze(folder):
             (folder / FAILURES_FILE).unlink(missing_ok=True)
-            what = "; ".join(differences)
-            say(console, f"{plan.found.source.name}: planned anew, since no unit was begun ({what})")
+            say(console, f"{plan.found.source.name}: planned anew, since no unit was begun ({'; '.join(differences)})")
 
 
 @dataclass(frozen=True)

@@ -578,5 +578,4 @@ def _is_shuffled(source: SourceJob) -> bool:
 
 
 def _rejected_record(document: Document) -> dict[str, Any]:
-    fields = ("row", "piece", "line", "byte", "reason", "detail")
-    return {field: getattr(document, field) for field in fields}
+    return {field: getattr(document, field) for field in ("row", "piece", "line", "byte", "reason", "detail")}

@@ -64,8 +64,7 @@ class HubReader(Reader):
         """The shards, at the commit of the plan unless the run file names another revision."""
         from pipeline.data.sources.hub_stream import hub_files
 
-        revision = self.hub.revision or planned().get(_REVISION)
-        hub, files = hub_files(dataclasses.replace(self.hub, revision=revision))
+        hub, files = hub_files(dataclasses.replace(self.hub, revision=self.hub.revision or planned().get(_REVISION)))
         return dataclasses.replace(self, hub=hub), files
 
     def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:

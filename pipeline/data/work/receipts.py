@@ -110,19 +110,6 @@ class Receipts:
         return map(orjson.loads, self._read[unit])
 
 
-def chunk_files(folder: Path, unit: int, chunk: int, split: dict[str, Any]) -> dict[str, Path]:
-    """Paths of the files of a chunk's part, by the names in its receipt.
-
-    Args:
-        folder: of the dataset.
-        unit: of the chunk.
-        chunk: its number.
-        split: what the receipt says of the split.
-    """
-    files = named_files(part_prefix(folder, unit, chunk))
-    return {name: files[name] for name in split["files"]}
-
-
 def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> bool:
     """Tell whether all files of a chunk have the sizes in its receipt.
 
@@ -135,9 +122,9 @@ def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> b
     try:
         for listed, split in receipt["splits"].items():
             name = storage.plain_name(listed, receipt_path(source, unit, chunk))
-            for file, path in chunk_files(source / name / below, unit, chunk, split).items():
-                if os.stat(path).st_size != split["files"][file]["size"]:
-                    return False
+            files = named_files(part_prefix(source / name / below, unit, chunk))
+            if any(os.stat(files[file]).st_size != about["size"] for file, about in split["files"].items()):
+                return False
         return not receipt["rejected"] or rejected_path(source, unit, chunk).exists()
     except FileNotFoundError:
         return False
