@@ -467,7 +467,7 @@ def _report(error: BaseException) -> int:
         alarm("stopped:", str(error))
         return error.exit_code
     if isinstance(error, RankFailed):
-        if not error.said:
+        if not error.shown:
             alarm("error:", str(error))
         return error.exit_code
     assert isinstance(error, UserError)

@@ -1,4 +1,4 @@
-"""Where things are kept that cost some seconds to find out again."""
+"""Folder of results that take some seconds to compute again."""
 
 from __future__ import annotations
 

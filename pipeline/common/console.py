@@ -34,6 +34,7 @@ _UNSAFE = re.compile(
 )
 _COLOURS = re.compile("\x1b\\[[0-9;:]*m")
 _LINE_ENDS = re.compile("\r\n?")
+_MB = 10**6
 
 
 def visible(text: str) -> str:
@@ -99,7 +100,7 @@ def let_go_of_terminal() -> bool:
 
 
 def on_stop(number: int) -> None:
-    """What a handler of signals to stop does first: nothing printed from now on fails for want of a terminal."""
+    """First step of a handler of stop signals: nothing printed from now on fails for want of a terminal."""
     if number == signal.SIGHUP:
         with suppress(OSError):
             let_go_of_terminal()
@@ -124,12 +125,12 @@ def say(console: rich.console.Console, text: str) -> None:
 
 
 def warn(console: rich.console.Console, message: object) -> None:
-    """A line that something may be wrong; the command goes on."""
+    """A warning: something may be wrong, and the command continues."""
     say(console, f"warning: {message}")
 
 
 def alarm(label: str, message: str) -> None:
-    """What is wrong, to the error output, with a word before it that stands out."""
+    """An error on the error output, after a word that stands out."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         console.print(label, style="bold red", end=" ")
@@ -153,8 +154,21 @@ def flush() -> None:
 @contextmanager
 def progress(console: rich.console.Console, label: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar; yields a function that advances it by a number of units."""
-    label_column = TextColumn("{task.description}", markup=False)
-    columns = (label_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=total)
         yield lambda units: bar.advance(task, units)
+
+
+@contextmanager
+def byte_progress(console: rich.console.Console, label: str, size: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar in megabytes; yields a function that advances it by a number of bytes."""
+    done = 0
+    with progress(console, f"{label} (MB)", max(1, size // _MB)) as advance:
+
+        def advance_bytes(count: int) -> None:
+            nonlocal done
+            advance((done + count) // _MB - done // _MB)
+            done += count
+
+        yield advance_bytes

@@ -42,7 +42,7 @@ def end_reason(error: BaseException) -> str:
 
 
 class UserError(ValueError):
-    """A mistake in the config, the data or the machine that the user can mend.
+    """A mistake in the config, the data or the machine that the user can fix.
 
     The message names the key or file, the value, what is allowed and what to do next; the command line prints it
     without a traceback and leaves with `exit_code`.
@@ -103,10 +103,10 @@ class RankFailed(Exception):
     Args:
         message: What happened there, as the command line should show it.
         code: Exit code.
-        said: Whether the message has been shown to the user already.
+        shown: Whether the message has been shown to the user already.
     """
 
-    def __init__(self, message: str, code: int, *, said: bool = False) -> None:
+    def __init__(self, message: str, code: int, *, shown: bool = False) -> None:
         super().__init__(message)
         self.exit_code = code
-        self.said = said
+        self.shown = shown

@@ -38,10 +38,8 @@ def exclusive(path: Path, seconds: float | None = None) -> Iterator[None]:
     while True:
         descriptor = open_lock_file(path)
         try:
-            if not acquire(descriptor, path, max(0.0, deadline - time.monotonic())):
-                yield
-                return
-            if _is_at(descriptor, path):
+            has_locks = acquire(descriptor, path, max(0.0, deadline - time.monotonic()))
+            if not has_locks or _is_at(descriptor, path):
                 yield
                 return
         finally:
@@ -56,7 +54,7 @@ def open_lock_file(path: Path) -> int:
     has others is repaired.
 
     Raises:
-        MachineError: it cannot be opened, or is no regular file.
+        MachineError: it cannot be opened, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -105,8 +103,7 @@ _TODO = "remove the file if nothing of this run works any more (a new one is mad
 
 def holders(descriptor: int) -> str:
     """The processes that hold the lock of an open file, for people."""
-    pids = _pids(os.fstat(descriptor))
-    return " and ".join(_process(pid) for pid in pids) or (
+    return " and ".join(_process(pid) for pid in _pids(os.fstat(descriptor))) or (
         "a process that cannot be seen from here: of another machine, or in another container"
     )
 
@@ -126,7 +123,7 @@ def _pids(file: os.stat_result) -> list[int]:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool | None:
-    """Whether a process has a file open; None where this user may not look, or the process is gone."""
+    """Tell whether a process has a file open; None where this user may not look, or the process is gone."""
     try:
         for each in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
@@ -163,7 +160,7 @@ def _user(number: int) -> str:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has its name."""
+    """Tell whether an open file still has its name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except OSError:

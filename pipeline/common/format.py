@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `4 d 7 h`."""
+    """`45 s`, `12 min`, `3 h 05 min`, `4 d 7 h`; `0 s` where clocks differ and a time lies ahead."""
+    seconds = max(seconds, 0)
     if seconds < 90:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return minutes(round(seconds / 60))
@@ -33,7 +34,7 @@ def when(seconds: float) -> str:
 
 
 def listed(reason: str) -> str:
-    """Why something ended, as a part of a list with semicolons: no full stop before one, nor at the end."""
+    """The reason of an end, as a part of a list with semicolons: no full stop before one, nor at the end."""
     return re.sub(r"(?<!\.)\.(?=;|$)", "", reason)
 
 
@@ -71,7 +72,7 @@ def rounded(count: float, digits: int = 3) -> str:
 
 
 def percent(fraction: float, decimals: int | None = None) -> str:
-    """A fraction: `12.5 %`; four digits of it, or so many decimals."""
+    """A fraction: `12.5 %`; four digits of it, or a fixed number of decimals."""
     return f"{100 * fraction:.4g} %" if decimals is None else f"{100 * fraction:.{decimals}f} %"
 
 

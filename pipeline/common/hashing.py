@@ -16,8 +16,6 @@ from pipeline.common import storage
 CHUNK_BYTES = 2**24
 """Files are hashed and checked in pieces of this size."""
 
-_64 = 2**64 - 1
-
 
 def key(*parts: str | int) -> int:
     """A 64-bit key from a seed and what it is for, like `key(seed, "documents", unit_identity)`."""
@@ -29,16 +27,16 @@ def value_hash(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
 
 
-def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *, links: bool = True) -> int:
+def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *, symlinks: bool = True) -> int:
     """xxh3-64 of a regular file's bytes.
 
     Args:
         path: of the file.
         advance: told how many bytes have been read, piece by piece.
-        links: as for `storage.open_regular`.
+        symlinks: as for `storage.open_regular`.
     """
     digest = xxhash.xxh3_64()
-    with storage.open_regular(path, links=links) as file:
+    with storage.open_regular(path, symlinks=symlinks) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             advance(len(chunk))
@@ -54,14 +52,6 @@ def mix(rows: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def mix_one(row: int, key: int) -> int:
-    """`mix` of one row, without arrays."""
-    z = (row + key) & _64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
-    return z ^ (z >> 31)
 
 
 def keyed_order(count: int, key: int) -> npt.NDArray[np.int64]:

@@ -21,9 +21,9 @@ class HostMemory:
     """Bytes, swap included."""
 
     free: int
-    """What processes could get now, with what the kernel keeps of files and would give back."""
+    """Memory that processes could get now, with what the kernel keeps of files and would give back."""
     total: int
-    """What they could get if nothing else ran."""
+    """Memory that they could get if nothing else ran."""
     limited: bool
     """Whether a cgroup (a container, a job) sets the limit, and not the machine."""
 

@@ -1,4 +1,4 @@
-"""Which process is meant by a pid, and whether it still runs.
+"""Identity of the process behind a pid, and whether it still runs.
 
 A pid means something in its kernel and namespace alone, and is used again: the start time tells two processes apart.
 """

@@ -26,7 +26,7 @@ _CHANNEL = re.compile(r"""(://[^\s?#"<>]*?/t/)[^\s/?#"<>]+""")
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether a variable of the environment holds a secret, to judge by its name. In doubt it does."""
+    """Tell whether a variable of the environment holds a secret, to judge by its name. In doubt it does."""
     name = name.upper()
     words = re.split(r"[^A-Z0-9]+", name)
     return name not in _FOLDERS and (
@@ -35,7 +35,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether the value of a key, which may be dotted, is shown to nobody."""
+    """Tell whether the value of a key, which may be dotted, is secret."""
     return _LAST_WORD.search(key.rpartition(".")[2]) is not None
 
 

@@ -59,15 +59,15 @@ class RunFiles:
     faults = _Entry("faults.jsonl")
     """A line for each step that went wrong."""
     saves = _Entry("saves.json")
-    """How long ago the run was saved, where saves fail."""
+    """Time since the run was saved, where saves fail."""
     exit = _Entry("exit.json")
-    """How the last attempt ended; absent while one runs."""
+    """End of the last attempt; absent while one runs."""
     exit_room = _Entry(".exit.json.reserved")
     """Room for `exit.json` on a full disk."""
     attempt = _Entry("attempt")
     """Number of the last attempt."""
     lock = _Entry("lock")
-    """Which process writes to the run folder."""
+    """The process that writes to the run folder."""
     lock_guard = _Entry("lock.guard")
     """Locked while `lock` is looked at or replaced."""
     stop = _Entry("stop")
@@ -89,14 +89,14 @@ class RunFiles:
     summary = _Entry("summary.json")
     """Figures at the end of `pipeline run`."""
     slurm = _Entry("slurm")
-    """What belongs to the scheduler; `slurm.jobs` names what else is in it."""
+    """Files of the scheduler; `slurm.jobs` names what else is in it."""
     jobs = _Entry("slurm/jobs.jsonl")
     """A line for each job that was sent."""
     cancelled = _Entry("slurm/cancelled")
     """That the run was cancelled, by whom."""
 
     def read_exit(self) -> dict[str, Any]:
-        """How the last attempt ended, as `exit.json` has it; {} without one.
+        """End of the last attempt, as `exit.json` has it; {} without one.
 
         Raises:
             OSError: it cannot be read.

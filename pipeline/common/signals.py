@@ -11,7 +11,7 @@ from typing import Any
 def stop_signals() -> tuple[signal.Signals, ...]:
     """SIGTERM and SIGUSR2, which schedulers send, and SIGHUP, which the end of a terminal or login sends.
 
-    A process under `nohup` has been started with SIGHUP ignored, and goes on ignoring it.
+    A process under `nohup` has been started with SIGHUP ignored, and continues to ignore it.
     """
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGUSR2) if ignored else (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)

@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, Self
 
 import orjson
 
@@ -69,13 +69,50 @@ def put(final: Path, data: bytes) -> None:
     """Write a small file atomically. On an error (a full disk, say) the temporary file is removed."""
     tmp = temporary(final)
     try:
-        tmp.write_bytes(data)
-        commit(tmp, final)
-    except BaseException as error:
+        with naming(final):
+            tmp.write_bytes(data)
+            commit(tmp, final)
+    except BaseException:
         tmp.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(final)  # a failed write does not say where
         raise
+
+
+@contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Name a file or folder in errors of the system that name none: those of failed writes, and those of pyarrow."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+class NewFile:
+    """A file that is written under a temporary name. Leaving its context without `commit` removes it."""
+
+    def __init__(self, final: Path, mode: Literal["wb", "w+b"] = "wb") -> None:
+        self.final = final
+        self._tmp = temporary(final)
+        self.file: BinaryIO = self._tmp.open(mode, buffering=2**20)
+
+    def commit(self) -> None:
+        """Flush to disk and give the file its final name."""
+        with naming(self.final):
+            self.file.close()
+        commit(self._tmp, self.final)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.file.close()
+        except OSError:  # a full disk fails again on close; the first error is the one to see
+            if error is None:
+                raise
+        finally:
+            self._tmp.unlink(missing_ok=True)
 
 
 def put_json(final: Path, value: Any) -> None:
@@ -88,28 +125,28 @@ def json_bytes(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
-def open_regular(path: Path, *, links: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, symlinks: bool = True) -> BinaryIO:
     """Open a file for reading that may come from a stranger: reading a device may never end, a pipe may never begin.
 
     Args:
         path: of the file.
-        links: whether a symbolic link to a regular file will do. A link could point to a private file.
+        symlinks: whether a symbolic link to a regular file will do. A link could point to a private file.
 
     Raises:
         UserError: it is something else than a regular file.
         OSError: it cannot be opened.
     """
-    return os.fdopen(regular_descriptor(path, links=links), "rb")
+    return os.fdopen(regular_descriptor(path, symlinks=symlinks), "rb")
 
 
-def regular_descriptor(path: Path, *, links: bool = True) -> int:
+def regular_descriptor(path: Path, *, symlinks: bool = True) -> int:
     """`open_regular` as a number, which the caller closes."""
     # A pipe without a writer would hold an open without O_NONBLOCK. Regular files do not know that flag.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if symlinks else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
-        if error.errno == errno.ELOOP and not links:
+        if error.errno == errno.ELOOP and not symlinks:
             raise UserError(
                 f"{path} is a symbolic link, and a regular file is wanted; `cp -rL` copies what links point to"
             ) from None
@@ -174,6 +211,14 @@ def get_json(path: Path, *keys: str) -> Any:
     return value
 
 
+def find_json(path: Path, *keys: str) -> Any:
+    """`get_json`, or None where the file is missing or damaged."""
+    try:
+        return get_json(path, *keys)
+    except (FileNotFoundError, UserError):
+        return None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object, without a word of the file in the errors.
 
@@ -189,7 +234,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """What is written inside is one thing to the user, whatever file of it fails.
+    """Errors of what is written inside, which is one thing to the user, whatever file of it fails.
 
     Args:
         what: key or option, and the path as it was given.
@@ -212,7 +257,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 def is_stale(tmp: Path) -> bool:
-    """Whether nobody writes a file with a name by `temporary` any more.
+    """Tell whether nobody writes a file with a name by `temporary` any more.
 
     The process that made it is looked up. That of another machine or container cannot be: there the age decides.
     """
@@ -248,7 +293,7 @@ def keep_room(descriptor: int, size: int = 65536) -> None:
 
 
 def cannot_write(folder: Path) -> str | None:
-    """Why a folder cannot take another file, as the system says it; None if it can."""
+    """Reason of the system why a folder cannot take another file; None if it can."""
     probe = temporary(folder / "probe")
     try:
         probe.write_bytes(bytes(4096))
@@ -330,13 +375,10 @@ class JsonLines:
         line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
         if self._torn:
             line = b"\n" + line
-        try:
+        with naming(self._path):
             while line:
                 line = line[self._file.write(line) :]
                 self._torn = bool(line)
-        except OSError as error:
-            error.filename = str(self._path)  # a failed write does not say where
-            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -354,11 +396,8 @@ def append_line(path: Path, line: bytes) -> None:
 
     The line comes after a newline, too, so that one before it that a full disk has cut short does not spoil it.
     """
-    descriptor = os.open(path, _SHARED | os.O_APPEND, 0o666)
-    try:
-        os.write(descriptor, b"\n" + line + b"\n")
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, _SHARED | os.O_APPEND, 0o666), "wb", buffering=0) as file:
+        file.write(b"\n" + line + b"\n")
 
 
 def write_at(path: Path, offset: int, data: bytes) -> None:
@@ -366,11 +405,8 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
 
     Neither flushed to disk nor in one piece: whoever reads it looks again where it is none.
     """
-    descriptor = os.open(path, _SHARED, 0o666)
-    try:
-        os.pwrite(descriptor, data, offset)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, _SHARED, 0o666), "wb", buffering=0) as file:
+        os.pwrite(file.fileno(), data, offset)
 
 
 def cut(path: Path, size: int) -> None:
@@ -390,7 +426,7 @@ def log_to(path: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; what a crash cut short, or is no object, is passed over."""
+    """The objects of a file of JSON lines; what a crash cut short, or is not an object, is skipped."""
     return list(json_lines(path))
 
 
@@ -399,7 +435,7 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
 
     Args:
         path: of the file; without one there are no objects.
-        unread: called for each whole line that is passed over; one without its end may be being written.
+        unread: called for each whole line that is skipped; one without its end may be being written.
     """
     try:
         file = open_regular(path)

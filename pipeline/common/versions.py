@@ -1,4 +1,4 @@
-"""What a run was computed with: versions of packages, and of this code."""
+"""Versions of packages and of this code that a run was computed with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def versions() -> dict[str, Any]:
 
 @cache
 def code_hash() -> str:
-    """Of the source files of this package as they are now, whether they are of a commit or not."""
+    """Hash of the source files of this package as they are now, whether they are of a commit or not."""
     folder = Path(pipeline.__file__).resolve().parent
     return value_hash({str(file.relative_to(folder)): file_hash(file) for file in folder.rglob("*.py")})
 

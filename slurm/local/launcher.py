@@ -86,7 +86,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
         _launch_stage("train", config, processes, logs, console)
     except BaseException as end:  # a second Ctrl-C, too
         # Rank 0 has noted what it has said, unless it hung: then nothing of it ran any more.
-        if not (isinstance(end, RankFailed) and end.said and end.exit_code != EXIT_HANG):
+        if not (isinstance(end, RankFailed) and end.shown and end.exit_code != EXIT_HANG):
             note_end(config.run.dir, end, start)
         raise
     return int(storage.read_object(RunFiles(config.run.dir).exit)["step"])
@@ -397,7 +397,7 @@ def _judge(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") -> None:
         return
     first = first_of(causes(failures))
     if first.record is not None and first.record.said and not first.consequence:
-        raise RankFailed(first.record.message, first.code, said=True)
+        raise RankFailed(first.record.message, first.code, shown=True)
     code = first.code if first.code > 0 else EXIT_OTHER
     raise RankFailed(_describe(first, ranks.number, logs), code)
 

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common.console import say
-from pipeline.common.format import counted
-from pipeline.data.preprocess.status import duration
+from pipeline.common.format import counted, duration
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
 from slurm.status.run import RunStatus, Try

@@ -19,8 +19,7 @@ from pipeline.common.errors import (
     EXIT_STOPPED,
     EXIT_UNSAVED,
 )
-from pipeline.common.format import listed, when
-from pipeline.data.preprocess.status import duration
+from pipeline.common.format import duration, listed, when
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from slurm import jobs

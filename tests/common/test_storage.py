@@ -137,7 +137,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="is not a regular file"):
             file_hash(path)
     with pytest.raises(UserError, match="is a symbolic link"):
-        storage.open_regular(link, links=False)
+        storage.open_regular(link, symlinks=False)
     with pytest.raises(IsADirectoryError):
         storage.open_regular(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -18,6 +18,14 @@ def key(*parts):
     return xxhash.xxh3_64_intdigest(json.dumps(parts, separators=(",", ":")).encode())
 
 
+def mix_one(row, key):
+    """`mix` of one row: the finalizer of SplitMix64 as it is published."""
+    z = (row + key) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
 @dataclass
 class Source:
     lengths: list[int]

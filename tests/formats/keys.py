@@ -138,7 +138,8 @@ CLASSES = {
     "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
     "pipeline.data.preprocess.tokenize_unit": (),  # Damage
     "pipeline.data.sources.records": ("Damage",),
-    "pipeline.data.preprocess.report": ("SplitReport",),
+    "pipeline.data.preprocess.report": (),  # Counts
+    "pipeline.data.work.receipt_totals": ("Counts",),
     "pipeline.data.preprocess.run_tokenizer": (),  # TokenizerTrainConfig
     "pipeline.data.tokenization.engine_check": ("Proof",),
     "pipeline.data.provenance.document_to_steps": ("Occurrence", "Gap", "Without"),

@@ -16,8 +16,9 @@ import xxhash
 from pydantic import ValidationError
 
 from pipeline.common import storage
-from pipeline.common.console import Console, progress
+from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
@@ -37,13 +38,12 @@ from pipeline.data.datasets.merge import StreamedIndex, check_space
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Link = Literal["symlink", "hardlink", "copy"]
-_MB = 10**6
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
 class AdoptReport:
-    """What became of the files.
+    """Result of an adoption.
 
     Attributes:
         folder: of the source; the dataset is its sub-folder `split`.
@@ -67,7 +67,7 @@ class AdoptReport:
         how = f"{self.copied} copied, {manifest.parts - self.copied} linked" if self.copied else "linked"
         lines = [
             f"{dataset}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.text_bytes:,} bytes "
-            f"of text, {manifest.parts:,} part{'' if manifest.parts == 1 else 's'} ({how})"
+            f"of text, {counted(manifest.parts, 'part')} ({how})"
         ]
         if self.dropped:
             lines.append(f"{self.dropped:,} documents without tokens were left out")
@@ -123,7 +123,6 @@ def adopt(
             split already. Nothing is written then.
     """
     folder = Path(os.path.abspath(folder))
-    console = console or Console()
     opened = _load_tokenizer(tokenizer, end_of_document, special_tokens or [])
     if not _SPLIT_NAME.fullmatch(split):
         raise UserError(f"--split: {split!r} is no name of a split; use letters, digits, - and _")
@@ -131,15 +130,8 @@ def adopt(
     files = _open_all(prefixes)
     token_bytes = bytes_of_tokens(opened)
     size = sum(part.bin_path.stat().st_size for _, part in files)
-    with progress(console, "check (MB)", max(1, size // _MB)) as advance:
-        done = 0
-
-        def read(count: int) -> None:
-            nonlocal done
-            advance((done + count) // _MB - done // _MB)
-            done += count
-
-        found = [scan(part, opened, token_bytes, read) for _, part in files]
+    with byte_progress(console or Console(), "check", size) as advance:
+        found = [scan(part, opened, token_bytes, advance) for _, part in files]
     if not append_eod:
         _check_ends(files, found, opened)
     elif opened.end_of_document > np.iinfo(files[0][1].dtype).max:
@@ -147,8 +139,7 @@ def adopt(
             f"--append-eod: {opened.end_of_document_token!r} (id {opened.end_of_document}) does not fit into the "
             f"{files[0][1].dtype.name} of {files[0][1].bin_path}"
         )
-    work = _Adoption(folder / split, opened, link, append_eod)
-    return work.run(files, found, source or folder.name)
+    return _Adoption(folder / split, opened, link, append_eod).run(files, found, source or folder.name)
 
 
 def _load_tokenizer(path: Path, end_of_document: str, special_tokens: list[str]) -> Tokenizer:
@@ -237,13 +228,13 @@ def _check_ends(files: list[tuple[str, IndexedPart]], found: list[Scan], tokeniz
             "(without --append-eod). --append-eod writes copies that have it; or give the token that closes documents "
             "with --end-of-document"
         )
-    where = next(
+    first = next(
         f"{part.bin_path}, document {one.first_open}"
         for (_, part), one in zip(files, found, strict=True)
         if one.first_open is not None
     )
     raise UserError(
-        f"{documents - closed:,} of {documents:,} documents do not end with {token}; the first is {where}. "
+        f"{documents - closed:,} of {documents:,} documents do not end with {token}; the first is {first}. "
         "--append-eod writes copies in which they do"
     )
 
@@ -264,29 +255,28 @@ class _Adoption:
         check_space(folder, sum(self._bytes(part, one) for (_, part), one in zip(files, found, strict=True)))
         tmp = storage.temporary(self._final)
         table = np.zeros(len(files), PART)
+        settings = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
+        inputs = [[one.bin_hash, one.documents, one.sequences] for one in found]
+        about = {
+            "source": source,
+            "split": self._final.name,
+            "text_bytes": sum(one.text_bytes for one in found),
+            "dtype": files[0][1].dtype.name,
+            "inner_ends": sum(one.inner_ends for one in found),
+            "settings": settings,
+            "config_hash": value_hash([settings, self._tokenizer.fingerprint, inputs]),
+            "code_version": CODE_VERSION,
+        }
         try:
-            for number, ((name, part), one) in enumerate(zip(files, found, strict=True)):
-                prefix = part_prefix(tmp, number)
-                prefix.parent.mkdir(parents=True, exist_ok=True)
-                table[number] = self._part(prefix, number, name, part, one)
-            settings = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
-            inputs = [[one.bin_hash, one.documents, one.sequences] for one in found]
-            about = {
-                "source": source,
-                "split": self._final.name,
-                "text_bytes": sum(one.text_bytes for one in found),
-                "dtype": files[0][1].dtype.name,
-                "inner_ends": sum(one.inner_ends for one in found),
-                "settings": settings,
-                "config_hash": value_hash([settings, self._tokenizer.fingerprint, inputs]),
-                "code_version": CODE_VERSION,
-            }
-            manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
-            storage.commit(tmp, self._final)
-        except BaseException as error:
+            with storage.naming(self._final):
+                for number, ((name, part), one) in enumerate(zip(files, found, strict=True)):
+                    prefix = part_prefix(tmp, number)
+                    prefix.parent.mkdir(parents=True, exist_ok=True)
+                    table[number] = self._part(prefix, number, name, part, one)
+                manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
+                storage.commit(tmp, self._final)
+        except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(self._final)  # writes do not say where
             raise
         return AdoptReport(
             folder,
@@ -309,7 +299,7 @@ class _Adoption:
         return self._link == "copy" or self._is_open(one)
 
     def _bytes(self, part: IndexedPart, one: Scan) -> int:
-        """What a part takes on disk, links not counted."""
+        """Bytes of a part on disk, links not counted."""
         size = PROVENANCE.itemsize * one.documents
         if self._copies(one):
             size += (part.tokens + one.documents) * part.dtype.itemsize

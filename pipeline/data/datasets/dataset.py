@@ -17,6 +17,7 @@ from pipeline.data.datasets.files import PARTS_FILE
 from pipeline.data.datasets.indexed import (
     IndexedPart,
     PreadPart,
+    TokenRanges,
     part_files,
     part_prefix,
     read_metadata,
@@ -54,7 +55,7 @@ def _open_part(dataset: Dataset, index: int) -> IndexedPart:
     return part
 
 
-class Dataset:
+class Dataset(TokenRanges):
     """Reader of a dataset folder. Opening costs the same for one part and for 100,000; parts are opened when touched.
 
     Tokens and documents are numbered over all parts. Safe to use from several threads.
@@ -67,7 +68,7 @@ class Dataset:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, parts: npt.NDArray[Any], read: ReadBy = "mmap") -> None:
-        self.folder = folder
+        self.folder = self.place = folder
         self.manifest = manifest
         self.read_by = read
         self.tokens = manifest.tokens
@@ -98,8 +99,8 @@ class Dataset:
 
     def prefix(self, index: int) -> Path:
         """Prefix of the files of a part."""
-        unit, link = self._names[index]
-        return part_prefix(self.folder, int(unit), int(link))
+        unit, chunk = self._names[index]
+        return part_prefix(self.folder, int(unit), int(chunk))
 
     def size_of_part(self, index: int) -> tuple[int, int]:
         """Tokens and documents of a part."""
@@ -117,34 +118,19 @@ class Dataset:
             IndexError: outside of [0, tokens).
         """
         end = start + len(out)
-        if start < 0 or end > self.tokens:
-            raise self._outside(start, len(out))
+        self.check_range(start, len(out))
         starts = self._token_view
         while start < end:
-            # Empty parts begin where the next one does; the last of them has the token.
-            index = bisect_right(starts, start) - 1
+            index = self._index_of_token(start)
             cut = min(end, starts[index + 1])
             _open_part(self, index).fill(start - starts[index], out[: cut - start])
             start, out = cut, out[cut - start :]
 
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """A copy of the token ids [start, start + count), in the dtype of the dataset.
-
-        Raises:
-            IndexError: outside of [0, tokens).
-        """
-        if count < 0:
-            raise self._outside(start, count)
-        result = np.empty(count, self.dtype)
-        self.fill(start, result)
-        return result
-
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
-        if not 0 <= token < self.tokens:
-            raise self._outside(token, 1)
+        self.check_range(token, 1)
         index = self._index_of_token(token)
-        return self._document_view[index] + self._part(index).document_at(token - self._token_view[index])
+        return self._document_view[index] + _open_part(self, index).document_at(token - self._token_view[index])
 
     def document_start(self, document: int) -> int:
         """The token at which a document begins; for `documents`, the number of tokens."""
@@ -153,13 +139,7 @@ class Dataset:
         if document == self.documents:
             return self.tokens
         index = self._index_of_document(document)
-        return self._token_view[index] + self._part(index).document_start(document - self._document_view[index])
-
-    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Tokens in [start, start + count) at which documents begin, ascending."""
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise self._outside(start, count)
-        return self.starts_within(np.array([start]), np.array([count]))[1]
+        return self._token_view[index] + _open_part(self, index).document_start(document - self._document_view[index])
 
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
@@ -179,7 +159,7 @@ class Dataset:
         rows, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         while row.size:
             part = np.searchsorted(self._token_starts, begin, side="right") - 1
-            # What goes on in the next part is looked up there in the next round.
+            # What continues in the next part is looked up there in the next round.
             cut = np.minimum(end, self._token_starts[part + 1])
             by_part = np.argsort(part, kind="stable")
             row, begin, end, cut, part = row[by_part], begin[by_part], end[by_part], cut[by_part], part[by_part]
@@ -187,7 +167,7 @@ class Dataset:
             for low, high in itertools.pairwise(edges):
                 index = int(part[low])
                 base, first = self._token_view[index], begin[low:high]
-                which, found = self._part(index).starts_within(first - base, cut[low:high] - first)
+                which, found = _open_part(self, index).starts_within(first - base, cut[low:high] - first)
                 rows.append(row[low + which])
                 tokens.append(found + base)
             goes_on = cut < end
@@ -195,30 +175,29 @@ class Dataset:
         return np.concatenate(rows), np.concatenate(tokens)
 
     def provenance(self, document: int) -> tuple[int, int, int, int]:
-        """Where a document came from: (unit, row in the unit, flags, xxh3-64 of its id)."""
-        if not 0 <= document < self.documents:
-            raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
-        index = self._index_of_document(document)
+        """Origin of a document: (unit, row in the unit, flags, xxh3-64 of its id)."""
+        index, place, _ = self._locate(document)
         try:
-            return read_provenance(self.prefix(index), document - int(self._document_starts[index]))
+            return read_provenance(self.prefix(index), place)
         except UserError as error:
             raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
 
     def metadata(self, document: int) -> dict[str, Any]:
-        """What was kept of a document beside its text (`metadata` of the source); empty if nothing was."""
-        if not 0 <= document < self.documents:
-            raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
+        """Metadata that was kept of a document beside its text (`metadata` of the source); empty if nothing was."""
+        index, place, documents = self._locate(document)
         if not self._has_metadata:
             return {}
-        index = self._index_of_document(document)
-        first, end = (int(start) for start in self._document_starts[index : index + 2])
         try:
-            return read_metadata(self.prefix(index), document - first, end - first)
+            return read_metadata(self.prefix(index), place, documents)
         except UserError as error:
             raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
 
-    def _outside(self, start: int, count: int) -> IndexError:
-        return IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.folder}")
+    def _locate(self, document: int) -> tuple[int, int, int]:
+        """The part that a document is in, its place there, and the number of documents of that part."""
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
+        index = self._index_of_document(document)
+        return index, document - self._document_view[index], self.size_of_part(index)[1]
 
     def _index_of_token(self, token: int) -> int:
         # Empty parts begin where the next one does; the last of them has the token.
@@ -227,16 +206,13 @@ class Dataset:
     def _index_of_document(self, document: int) -> int:
         return bisect_right(self._document_view, document) - 1
 
-    def _part(self, index: int) -> IndexedPart:
-        return _open_part(self, index)
-
 
 class TokenSource(Protocol):
-    """What windows need of a dataset. Offsets count tokens from the start of its text."""
+    """Interface of datasets that windows use. Offsets count tokens from the start of its text."""
 
     @property
     def folder(self) -> Path:
-        """Where the dataset is, for messages."""
+        """Folder of the dataset, for messages."""
         ...
 
     @property

@@ -28,16 +28,16 @@ RECEIPT_KEYS = (
 )
 
 
-def receipt_path(source: Path, unit: int, link: int = 0) -> Path:
-    """Receipt of a link."""
-    return _beside(source, unit, link, ".json")
+def receipt_path(source: Path, unit: int, chunk: int = 0) -> Path:
+    """Receipt of a chunk."""
+    return _beside(source, unit, chunk, ".json")
 
 
-def rejected_path(source: Path, unit: int, link: int = 0) -> Path:
-    """Rejected records of a link; there is a file only if there are any."""
-    return _beside(source, unit, link, ".rejected.jsonl")
+def rejected_path(source: Path, unit: int, chunk: int = 0) -> Path:
+    """Rejected records of a chunk; there is a file only if there are any."""
+    return _beside(source, unit, chunk, ".rejected.jsonl")
 
 
-def _beside(source: Path, unit: int, link: int, suffix: str) -> Path:
-    path = numbered(source / "receipts", unit, link)
+def _beside(source: Path, unit: int, chunk: int, suffix: str) -> Path:
+    path = numbered(source / "receipts", unit, chunk)
     return path.with_name(path.name + suffix)

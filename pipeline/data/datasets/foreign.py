@@ -11,25 +11,25 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import xxhash
-from tokenizers import pre_tokenizers
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.indexed import HEADER, HashedFile, IndexedPart, part_files
-from pipeline.data.datasets.manifest import document_ends
+from pipeline.data.datasets.manifest import document_ends, index_is_sound
 from pipeline.data.datasets.merge import StreamedIndex
+from pipeline.data.datasets.token_bytes import byte_level_sizes
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 BLOCK = 2**18
 """Tokens, sequences or documents that are looked at together."""
 SHOWN = 3
-"""How many of a kind are reported one by one."""
+"""Number of a kind that are reported one by one."""
 _DECODE_TOKENS = 2**20
 
 
 @dataclass
 class Scan:
-    """What is in a pair of files.
+    """Content of a pair of files.
 
     Attributes:
         bin_hash: xxh3-64 of the `.bin`.
@@ -90,16 +90,20 @@ def scan(
     Raises:
         UserError: index and tokens do not fit together, or an id is outside of the vocabulary.
     """
-    result = Scan(tokens=part.tokens)
-    _scan_index(part, result)
+    if not index_is_sound(part, shortest=0):
+        raise UserError(
+            f"{part.idx_path} is damaged: lengths, offsets and document bounds do not agree with each other"
+        )
+    result = Scan(tokens=part.tokens, documents=sum(map(len, rows_with_tokens(part))))
+    for first in range(0, part.sequences, BLOCK):
+        result.sequences += int(np.count_nonzero(part.lengths[first : first + BLOCK]))
     digest = xxhash.xxh3_64()
     special = _special_ids(tokenizer)
     for start, ids in token_blocks(part):
         digest.update(ids.data)
         if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
             raise _foreign_id(part, start, ids, tokenizer)
-        ends = document_ends(part, start, len(ids))
-        _count_ends(part, start, ids, ends, tokenizer.end_of_document, result)
+        _count_ends(part, start, ids, document_ends(part, start, len(ids)), tokenizer.end_of_document, result)
         if token_bytes is not None:
             result.text_bytes += int(np.take(token_bytes, ids).sum(dtype=np.int64))
         advance(ids.nbytes)
@@ -117,27 +121,6 @@ def token_blocks(part: IndexedPart) -> Iterator[tuple[int, npt.NDArray[Any]]]:
             if len(ids) != min(BLOCK, part.tokens - start):
                 raise UserError(f"{part.bin_path} became shorter while it was read")
             yield start, ids
-
-
-def _scan_index(part: IndexedPart, result: Scan) -> None:
-    """Lengths are not negative, offsets are their running sum, bounds do not decrease; counts what is not empty."""
-    unsound = UserError(
-        f"{part.idx_path} is damaged: lengths, offsets and document bounds do not agree with each other"
-    )
-    size = part.dtype.itemsize
-    offset = 0
-    for first in range(0, part.sequences, BLOCK):
-        lengths = part.lengths[first : first + BLOCK].astype(np.int64)
-        ends = offset + np.cumsum(lengths) * size
-        if (lengths < 0).any() or not np.array_equal(ends - lengths * size, part.pointers[first : first + BLOCK]):
-            raise unsound
-        result.sequences += int(np.count_nonzero(lengths))
-        offset = int(ends[-1])
-    for first in range(0, part.documents, BLOCK):
-        bounds = part.bounds[first : first + BLOCK + 1].astype(np.int64)
-        if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > part.sequences:
-            raise unsound
-    result.documents = sum(map(len, rows_with_tokens(part)))
 
 
 def rows_with_tokens(part: IndexedPart) -> Iterator[npt.NDArray[np.int64]]:
@@ -180,24 +163,15 @@ def _foreign_id(part: IndexedPart, start: int, ids: npt.NDArray[Any], tokenizer:
     )
 
 
-def bytes_of_tokens(tokenizer: Tokenizer) -> npt.NDArray[np.uint32] | None:
-    """How many bytes of text each id stands for, special tokens none; None if that is no property of an id.
+def bytes_of_tokens(tokenizer: Tokenizer) -> npt.NDArray[np.int64] | None:
+    """Bytes of text that each id stands for, special tokens none; None if that is no property of an id.
 
     It is one for byte-level tokenizers: each character of an entry of the vocabulary is a byte.
     """
-    state = orjson.loads(tokenizer.definition)
-    decoder = state.get("decoder") or {}
-    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
-    vocabulary = state["model"].get("vocab")
-    if [step.get("type") for step in steps] != ["ByteLevel"] or not isinstance(vocabulary, dict):
-        return None
-    alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet())
-    table = np.zeros(tokenizer.vocab_size, np.uint32)
-    for token, number in vocabulary.items():
-        table[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
-    for added in state["added_tokens"]:
-        table[added["id"]] = 0 if added["special"] else len(added["content"].encode())
-    return table
+    sizes = byte_level_sizes(tokenizer)
+    if sizes is not None:
+        sizes[_special_ids(tokenizer)] = 0
+    return sizes
 
 
 def _special_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,33 +51,33 @@ def metadata_file(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".meta")
 
 
-def part_name(unit: int, link: int = 0) -> str:
-    """Name of what a link of a unit gave, without a suffix."""
-    return f"{unit:08d}-{link:05d}" if link else f"{unit:08d}"
+def named_files(prefix: Path) -> dict[str, Path]:
+    """All files that a part may have, by their names in receipts."""
+    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in ("bin", "idx", "prov", "meta")}
 
 
-def numbered(folder: Path, unit: int, link: int = 0) -> Path:
-    """Path of what a link of a unit gave below `folder`, a thousand units a sub-folder, without a suffix."""
-    return folder / f"{unit // PARTS_A_FOLDER:05d}" / part_name(unit, link)
+def part_name(unit: int, chunk: int = 0) -> str:
+    """Name of what a chunk of a unit gave, without a suffix."""
+    return f"{unit:08d}-{chunk:05d}" if chunk else f"{unit:08d}"
 
 
-def part_prefix(dataset: Path, unit: int, link: int = 0) -> Path:
+def numbered(folder: Path, unit: int, chunk: int = 0) -> Path:
+    """Path of what a chunk of a unit gave below `folder`, a thousand units a sub-folder, without a suffix."""
+    return folder / f"{unit // PARTS_A_FOLDER:05d}" / part_name(unit, chunk)
+
+
+def part_prefix(dataset: Path, unit: int, chunk: int = 0) -> Path:
     """Prefix of a part of a dataset folder."""
-    return numbered(dataset / "parts", unit, link)
+    return numbered(dataset / "parts", unit, chunk)
 
 
-class HashedFile:
-    """A file that is written under a temporary name, with the hash and size of what was written.
-
-    As a context manager it removes the temporary file unless `commit` was called.
-    """
+class HashedFile(storage.NewFile):
+    """A `NewFile` with the hash and size of what was written."""
 
     def __init__(self, final: Path) -> None:
-        self.final = final
+        super().__init__(final)
         self.size = 0
         self._digest = xxhash.xxh3_64()
-        self._tmp = storage.temporary(final)
-        self._file: BinaryIO = self._tmp.open("wb", buffering=2**20)
 
     @property
     def hash(self) -> int:
@@ -86,32 +86,13 @@ class HashedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        self._file.write(data)
+        self.file.write(data)
         self._digest.update(data)
         self.size += len(data)
 
-    def commit(self) -> None:
-        """Flush to disk and give the file its final name."""
-        try:
-            self._file.close()
-        except OSError as error:
-            error.filename = str(self.final)  # a failed write does not say where
-            raise
-        storage.commit(self._tmp, self.final)
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._file.close()
-        except OSError:  # a full disk fails again on close; the first error is the one to see
-            if error is None:
-                raise
-        finally:
-            self._tmp.unlink(missing_ok=True)
+    def listing(self) -> dict[str, Any]:
+        """Size and hash as receipts have them."""
+        return {"size": self.size, "xxh3": f"{self.hash:016x}"}
 
 
 class IndexedWriter:
@@ -193,9 +174,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         with self.bin, self.idx:
             if error is None:
                 self._write_index()
@@ -240,7 +219,50 @@ class _Descriptor:
             os.close(self.number)
 
 
-class IndexedPart:
+class TokenRanges(ABC):
+    """Reads by ranges of tokens, counted from 0: of a part, or of a dataset."""
+
+    place: Path
+    """File or folder, for messages."""
+    tokens: int
+    dtype: np.dtype[Any]
+
+    @abstractmethod
+    def fill(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
+
+    @abstractmethod
+    def starts_within(
+        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`document_starts` of many ranges at once, which all lie within."""
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """A copy of the token ids [start, start + count), in the dtype of the file.
+
+        Raises:
+            IndexError: outside of [0, tokens).
+        """
+        self.check_range(start, count)
+        result = np.empty(count, self.dtype)
+        self.fill(start, result)
+        return result
+
+    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens in [start, start + count) at which documents begin, ascending.
+
+        A document without tokens (another program may have written one) begins where the next one does.
+        """
+        self.check_range(start, count)
+        return self.starts_within(np.array([start]), np.array([count]))[1]
+
+    def check_range(self, start: int, count: int) -> None:
+        """Raise an `IndexError` for tokens outside of [0, tokens)."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.place}")
+
+
+class IndexedPart(TokenRanges):
     """Reader of PREFIX.bin and PREFIX.idx, by mmap.
 
     A document is one or more sequences, one after the other; tokens are counted from the start of the part. If reading
@@ -253,6 +275,7 @@ class IndexedPart:
 
     def __init__(self, prefix: Path) -> None:
         self.bin_path, self.idx_path, _ = part_files(prefix)
+        self.place = self.bin_path
         try:
             idx = retried(self._open_index, self.idx_path, "opening it")
             size = retried(self._open_tokens, self.bin_path, "opening it")
@@ -274,7 +297,7 @@ class IndexedPart:
         # With an i8 a sequence more, the file was written for several modalities.
         if bounds < 1 or idx.size != expected:
             raise UserError(f"{self.idx_path}: {idx.size} bytes, but its header needs {expected}; it is cut or damaged")
-        self.dtype: np.dtype[Any] = dtype
+        self.dtype = dtype
         self.sequences: int = sequences
         self.documents: int = bounds - 1
         self.lengths = idx.array("<i4", sequences, HEADER.size)
@@ -288,7 +311,7 @@ class IndexedPart:
                 f"{self.idx_path}: document bounds run from {self.bounds[0]} to {self.bounds[-1]}, "
                 f"but should from 0 to {sequences}"
             )
-        self.tokens: int = end // dtype.itemsize
+        self.tokens = end // dtype.itemsize
         self._connect()
 
     def _open_index(self) -> _Mapped:
@@ -305,18 +328,8 @@ class IndexedPart:
 
     def fill(self, start: int, out: npt.NDArray[Any]) -> None:
         """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
-        end = start + len(out)
-        if start < 0 or end > self.tokens:
-            raise self._outside(start, len(out))
-        out[:] = self._tokens[start:end]
-
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """A copy of `count` token ids from token `start` on, in the dtype of the file."""
-        if count < 0:
-            raise self._outside(start, count)
-        result = np.empty(count, self.dtype)
-        self.fill(start, result)
-        return result
+        self.check_range(start, len(out))
+        out[:] = self._tokens[start : start + len(out)]
 
     def document_start(self, document: int) -> int:
         """Token at which a document begins; for `documents`, the number of tokens."""
@@ -327,18 +340,8 @@ class IndexedPart:
 
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
-        if not 0 <= token < self.tokens:
-            raise self._outside(token, 1)
+        self.check_range(token, 1)
         return int(self._first_after(np.array([token]))[0]) - 1
-
-    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Tokens in [start, start + count) at which documents begin, int64, ascending.
-
-        A document without tokens (another program may have written one) begins where the next one does.
-        """
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise self._outside(start, count)
-        return self.starts_within(np.array([start]), np.array([count]))[1]
 
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
@@ -372,9 +375,6 @@ class IndexedPart:
             document[other] = _bisect_right(self.bounds, sequence[other] - 1)
         return document
 
-    def _outside(self, start: int, count: int) -> IndexError:
-        return IndexError(f"tokens [{start}, {start + count}) are outside of [0, {self.tokens}) of {self.bin_path}")
-
 
 class PreadPart(IndexedPart):
     """An `IndexedPart` that is not mapped: the index is held in memory while the part is open, tokens are read.
@@ -399,8 +399,7 @@ class PreadPart(IndexedPart):
             UserError: the file ends early; somebody has cut it since it was opened.
             MachineError: reading fails again and again.
         """
-        if start < 0 or start + len(out) > self.tokens:
-            raise self._outside(start, len(out))
+        self.check_range(start, len(out))
         same = out.dtype == self.dtype and out.flags.c_contiguous
         ids = out if same else np.empty(len(out), self.dtype)
         offset = start * self.dtype.itemsize
@@ -423,7 +422,7 @@ _FEW = 64
 
 
 def _bisect_right(ascending: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many elements of an ascending array are at most each value.
+    """Number of elements of an ascending array that are at most each value.
 
     np.searchsorted would copy the array, which is not aligned. A few values are looked up one by one, which takes a
     microsecond each, and many together, which takes tens of them once.
@@ -478,7 +477,7 @@ class MetadataWriter:
 
 
 def read_metadata(prefix: Path, document: int, documents: int) -> dict[str, Any]:
-    """What was kept of a document beside its text, from the part's `.meta` file."""
+    """Metadata that was kept of a document beside its text, from the part's `.meta` file."""
     path = metadata_file(prefix)
     try:
         with storage.open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""What a dataset is: `manifest.json` beside `parts.bin`, one fixed-size record a part; and the check of all of it."""
+"""A dataset's manifest: `manifest.json` beside `parts.bin`, one fixed-size record per part; and the check of both."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, RECEIPT_KEYS, TRAIN, receipt_path
-from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, metadata_file, part_files, part_prefix
+from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, named_files, part_prefix
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
@@ -28,11 +29,11 @@ CODE_VERSION = "3"
 REPAIR = (
     "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes again what is missing or cut"
 )
-"""What to do about a file that is missing or has another size than it should."""
+"""Advice about a file that is missing or has another size than it should."""
 REPAIR_DAMAGED = f"remove what is damaged, if it is there, and {REPAIR}"
-"""What to do about any file of a dataset. The stage looks at sizes, so it passes over damage that keeps them."""
+"""Advice about any file of a dataset. The stage looks at sizes, so it does not see damage that keeps them."""
 REPAIR_ADOPTED = "bring back the file that was adopted, or remove the dataset and adopt again (`pipeline data adopt`)"
-"""What to do about a part whose files were made elsewhere."""
+"""Advice about a part whose files were made elsewhere."""
 PART = np.dtype(
     [
         ("tokens", "<u8"),
@@ -209,7 +210,7 @@ def _datasets(folder: Path) -> list[Path]:
 
 @dataclass
 class Verification:
-    """What `verify` looked at, and what it found.
+    """Scope and findings of `verify`.
 
     Attributes:
         problems: each naming the file; empty if everything is as it was written.
@@ -225,14 +226,13 @@ class Verification:
 
     @property
     def repairs(self) -> list[str]:
-        """What to do about the problems."""
+        """Advice about the problems."""
         foreign = [any(problem.startswith(str(folder)) for folder in self.adopted) for problem in self.problems]
-        advice = {REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign}
-        return list(advice)
+        return list({REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign})
 
     def __str__(self) -> str:
         counts = {"dataset": self.datasets, "part": self.parts, "plan": self.plans, "receipt": self.receipts}
-        return ", ".join(f"{n:,} {name}{'' if n == 1 else 's'}" for name, n in counts.items() if n)
+        return ", ".join(counted(n, name) for name, n in counts.items() if n)
 
 
 def verify(folder: Path) -> Verification:
@@ -279,8 +279,8 @@ def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterato
         yield str(error)
         return
     for unit in range(units):
-        for link in itertools.count():
-            path = receipt_path(plan.parent, unit, link)
+        for chunk in itertools.count():
+            path = receipt_path(plan.parent, unit, chunk)
             try:
                 receipt = storage.get_json(path, *RECEIPT_KEYS)
                 for name in receipt["splits"]:
@@ -308,9 +308,9 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
     if "adopted" in manifest.settings:
         result.adopted.append(folder)
     for total in ("documents", "tokens"):
-        if int(parts[total].sum()) != getattr(manifest, total):
-            said = getattr(manifest, total)
-            yield f"{folder / MANIFEST_FILE}: {said} {total}, but the parts have {parts[total].sum()}"
+        listed, found = getattr(manifest, total), int(parts[total].sum())
+        if found != listed:
+            yield f"{folder / MANIFEST_FILE}: {listed} {total}, but the parts have {found}"
     try:
         if Tokenizer.open(folder).fingerprint != manifest.tokenizer.fingerprint:
             yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"
@@ -327,10 +327,10 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
 
 
 def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
-    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True))
-    if int(record["meta"]):
-        files["meta"] = metadata_file(prefix)
+    files = named_files(prefix)
     for name, path in files.items():
+        if name == "meta" and not record["meta"]:  # the last one; a part need not have it
+            continue
         try:
             if file_hash(path) != int(record[name]):
                 yield f"{path}: its bytes are not those that were written (xxh3 differs)"
@@ -350,24 +350,24 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
             yield f"{part.idx_path}: {getattr(part, name)} {name}, but {PARTS_FILE} says {record[name]}"
     if part.dtype.name != manifest.dtype:
         yield f"{part.idx_path}: dtype {part.dtype.name}, but {MANIFEST_FILE} says {manifest.dtype}"
-    provenance = part_files(prefix)[2]
+    provenance = files["prov"]
     if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
         yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
-    if not _index_is_sound(part):
+    if not index_is_sound(part):
         yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
         return
     yield from _verify_tokens(part, manifest, inner_ends)
 
 
-def _index_is_sound(part: IndexedPart) -> bool:
-    """Lengths are positive, offsets are their running sum, and document bounds do not decrease."""
+def index_is_sound(part: IndexedPart, shortest: int = 1) -> bool:
+    """Tell whether lengths are at least `shortest`, offsets their running sum, and document bounds do not decrease."""
     step = CHUNK_BYTES // 8
     offset = 0
     for first in range(0, part.sequences, step):
         lengths = part.lengths[first : first + step].astype(np.int64)
         ends = offset + np.cumsum(lengths) * part.dtype.itemsize
         starts = ends - lengths * part.dtype.itemsize
-        if (lengths <= 0).any() or not np.array_equal(starts, part.pointers[first : first + step]):
+        if (lengths < shortest).any() or not np.array_equal(starts, part.pointers[first : first + step]):
             return False
         offset = int(ends[-1])
     return all((np.diff(part.bounds[first : first + step + 1]) >= 0).all() for first in range(0, part.documents, step))

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.common import storage
-from pipeline.common.console import Console, progress
+from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.data.datasets.indexed import CODES, HEADER, MAGIC, VERSION, part_files, part_prefix
 from pipeline.data.datasets.manifest import (
     REPAIR,
@@ -31,14 +32,14 @@ from pipeline.data.datasets.manifest import (
 )
 
 BLOCK_BYTES = 2**20
-"""What is read at a time."""
+"""Bytes that are read at a time."""
 _MB = 10**6
 _BOUND = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was written."""
+    """Result of a merge."""
 
     bin: Path
     idx: Path
@@ -51,10 +52,9 @@ class MergeReport:
     seconds: float
 
     def __str__(self) -> str:
-        parts = f"{self.parts:,} part{'' if self.parts == 1 else 's'}"
         return (
-            f"{self.bin} and {self.idx.name}: {self.documents:,} documents with {self.tokens:,} tokens out of {parts}, "
-            f"{self.bytes / _MB:,.1f} MB in {self.seconds:.1f} s"
+            f"{self.bin} and {self.idx.name}: {self.documents:,} documents with {self.tokens:,} tokens out of "
+            f"{counted(self.parts, 'part')}, {self.bytes / _MB:,.1f} MB in {self.seconds:.1f} s"
         )
 
 
@@ -109,38 +109,6 @@ class StreamedIndex:
         self._places[table] += len(data)
 
 
-class _Outputs:
-    """The two files under temporary names. Leaving the context without `commit` removes them."""
-
-    def __init__(self, *finals: Path) -> None:
-        self._pairs = [(storage.temporary(final), final) for final in finals]
-        self.files: list[BinaryIO] = []
-
-    def commit(self) -> None:
-        """Flush to disk and rename in their order. Old files go first, so that old and new never make a pair."""
-        for file in self.files:
-            file.close()
-        for _, final in self._pairs[1:]:
-            final.unlink(missing_ok=True)
-        for tmp, final in self._pairs:
-            storage.commit(tmp, final)
-
-    def __enter__(self) -> _Outputs:
-        self.files = [tmp.open("wb", buffering=2**20) for tmp, _ in self._pairs]
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            for file in self.files:
-                file.close()
-        except OSError:  # a full disk fails again on close; the first error is the one to see
-            if error is None:
-                raise
-        finally:
-            for tmp, _ in self._pairs:
-                tmp.unlink(missing_ok=True)
-
-
 def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console | None = None) -> MergeReport:
     """Write the documents of a dataset, in their order, to PREFIX.bin and PREFIX.idx.
 
@@ -167,28 +135,22 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
     sequences = sum(parts.sequences(index) for index in range(len(table)))
     size = manifest.tokens * dtype.itemsize + StreamedIndex.file_size(sequences, manifest.documents)
     check_space(bin_path.parent, size)
-    done = 0
     with (
-        progress(console or Console(), "merge (MB)", max(1, size // _MB)) as advance,
-        _Outputs(bin_path, idx_path) as outputs,
+        byte_progress(console or Console(), "merge", size) as copied,
+        storage.NewFile(bin_path) as merged_bin,
+        storage.NewFile(idx_path) as merged_idx,
+        storage.naming(bin_path),
     ):
-
-        def copied(count: int) -> None:
-            nonlocal done
-            advance((done + count) // _MB - done // _MB)
-            done += count
-
-        try:
-            index = StreamedIndex(outputs.files[1], dtype, sequences, manifest.documents)
-            for number in range(len(table)):
-                parts.copy(number, outputs.files[0], index, copied)
-            if (index.sequences, index.documents, index.tokens) != (sequences, manifest.documents, manifest.tokens):
-                raise UserError(f"{folder}: its parts and its manifest have different totals; {repair or REPAIR}")
-            outputs.commit()
-        except OSError as error:
-            if error.filename is None:  # writes do not say where
-                error.filename = str(bin_path)
-            raise
+        index = StreamedIndex(merged_idx.file, dtype, sequences, manifest.documents)
+        for number in range(len(table)):
+            parts.copy(number, merged_bin.file, index, copied)
+        if (index.sequences, index.documents, index.tokens) != (sequences, manifest.documents, manifest.tokens):
+            raise UserError(f"{folder}: its parts and its manifest have different totals; {repair or REPAIR}")
+        merged_bin.file.close()
+        merged_idx.file.close()
+        idx_path.unlink(missing_ok=True)  # so that old and new files never make a pair
+        merged_bin.commit()
+        merged_idx.commit()
     return MergeReport(
         bin_path,
         idx_path,

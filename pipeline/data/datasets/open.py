@@ -1,4 +1,4 @@
-"""Where the datasets of a run lie, and opening them. Imports neither torch nor the preprocess stage."""
+"""Folders of the datasets of a run, and opening them. Imports neither torch nor the preprocess stage."""
 
 from __future__ import annotations
 

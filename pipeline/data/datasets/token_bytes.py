@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for, where a tokenizer lets that be told exactly."""
+"""Bytes of text that each token stands for, where a tokenizer lets that be told exactly."""
 
 from __future__ import annotations
 
@@ -27,8 +27,17 @@ def token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64] | None:
         None for other vocabularies, and where the text is changed before it is cut into tokens: then nothing says what
         bytes there were.
     """
+    sizes = byte_level_sizes(tokenizer)
+    if sizes is None or orjson.loads(tokenizer.definition).get("normalizer") is not None:
+        return None
+    sizes[tokenizer.end_of_document] = 0
+    return sizes
+
+
+def byte_level_sizes(tokenizer: Tokenizer) -> npt.NDArray[np.int64] | None:
+    """Bytes that each id of a byte-level tokenizer is decoded to, [vocab_size]; None for other tokenizers."""
     definition = orjson.loads(tokenizer.definition)
-    if not _is_byte_level(definition.get("decoder")) or definition.get("normalizer") is not None:
+    if not _is_byte_level(definition.get("decoder")):
         return None
     vocabulary = definition["model"].get("vocab")
     if not isinstance(vocabulary, dict):  # a Unigram model has a list
@@ -36,11 +45,9 @@ def token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64] | None:
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     sizes = np.zeros(tokenizer.vocab_size, np.int64)
     for entry, number in vocabulary.items():
-        if alphabet.issuperset(entry):
-            sizes[number] = len(entry)
+        sizes[number] = len(entry) if alphabet.issuperset(entry) else len(entry.encode())
     for added in definition["added_tokens"]:
         sizes[added["id"]] = len(added["content"].encode())
-    sizes[tokenizer.end_of_document] = 0
     return sizes
 
 
@@ -67,7 +74,7 @@ def _count(dataset: Dataset, sizes: npt.NDArray[np.int64], first: int, end: int)
 
 
 def _is_byte_level(decoder: Any) -> bool:
-    """Whether text is made of tokens by taking characters for bytes, and in no other way."""
+    """Tell whether text is made of tokens by taking characters for bytes, and in no other way."""
     if not isinstance(decoder, dict):
         return False
     if decoder.get("type") == "Sequence":

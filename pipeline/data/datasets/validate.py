@@ -74,7 +74,7 @@ def check_tokenizers(datasets: Mapping[str, Dataset]) -> None:
 
 
 def repair(dataset: Dataset) -> str:
-    """What to do about files of a dataset that are missing or have another size."""
+    """Advice about files of a dataset that are missing or have another size."""
     return REPAIR_ADOPTED if "adopted" in dataset.manifest.settings else REPAIR
 
 
@@ -89,8 +89,8 @@ def part_prefixes(folder: Path, parts: npt.NDArray[Any]) -> list[str]:
     thousands = {unit // PARTS_A_FOLDER for unit in units}
     folders = {number: str(numbered(folder / "parts", number * PARTS_A_FOLDER).parent) for number in thousands}
     return [
-        f"{folders[unit // PARTS_A_FOLDER]}/{part_name(unit, link)}"
-        for unit, link in zip(units, parts["link"].tolist(), strict=True)
+        f"{folders[unit // PARTS_A_FOLDER]}/{part_name(unit, chunk)}"
+        for unit, chunk in zip(units, parts["link"].tolist(), strict=True)
     ]
 
 

@@ -76,36 +76,28 @@ def shuffle_bucket(job: ShuffleJob, progress: Progress) -> dict[str, Any]:
         UserError: a run is not what its receipt says.
         OSError: the disk is full, say; nothing half-written stays.
     """
-    try:
-        return _shuffle_bucket(job, progress)
-    except OSError as error:
-        if error.filename is None:  # writes do not say where
-            error.filename = str(job.folder)
-        raise
-
-
-def _shuffle_bucket(job: ShuffleJob, progress: Progress) -> dict[str, Any]:
-    path = runs_file(job.folder, job.split)
-    table = _read_runs(path, path.stat().st_mtime_ns)
-    first, end = (-(-RANGE * bucket // job.buckets) for bucket in (job.bucket, job.bucket + 1))
-    gathered = _Gathered(job.folder / job.split / UNSHUFFLED, table, first, end)
-    progress(job.bytes // 2)
-    prefix = part_prefix(job.folder / job.split, job.bucket)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    receipt = {
-        "bucket": job.bucket,
-        "buckets": job.buckets,
-        "config_hash": table["config_hash"],
-        "runs": table["runs_hash"],
-        "documents": gathered.documents,
-        "tokens": gathered.tokens,
-        "files": gathered.write(prefix),
-    }
-    final = bucket_receipt(job.folder, job.split, job.bucket)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    storage.put_json(final, receipt)
-    progress(job.bytes - job.bytes // 2)
-    return receipt
+    with storage.naming(job.folder):
+        path = runs_file(job.folder, job.split)
+        table = _read_runs(path, path.stat().st_mtime_ns)
+        first, end = (-(-RANGE * bucket // job.buckets) for bucket in (job.bucket, job.bucket + 1))
+        gathered = _Gathered(job.folder / job.split / UNSHUFFLED, table, first, end)
+        progress(job.bytes // 2)
+        prefix = part_prefix(job.folder / job.split, job.bucket)
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        receipt = {
+            "bucket": job.bucket,
+            "buckets": job.buckets,
+            "config_hash": table["config_hash"],
+            "runs": table["runs_hash"],
+            "documents": gathered.documents,
+            "tokens": gathered.tokens,
+            "files": gathered.write(prefix),
+        }
+        final = bucket_receipt(job.folder, job.split, job.bucket)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        storage.put_json(final, receipt)
+        progress(job.bytes - job.bytes // 2)
+        return receipt
 
 
 @lru_cache(maxsize=2)
@@ -136,10 +128,10 @@ class _Gathered:
         self._has_metadata: bool = table["metadata"]
         slices: list[_Slice] = []
         numbers, records, counts, lengths = [], [], [], []
-        for unit, link, key, documents, tokens in table["runs"]:
+        for unit, chunk, key, documents, tokens in table["runs"]:
             if not documents:
                 continue
-            prefix = part_prefix(folder, unit, link)
+            prefix = part_prefix(folder, unit, chunk)
             part = IndexedPart(prefix)
             if (part.documents, part.tokens, part.dtype) != (documents, tokens, self._dtype):
                 raise _damaged(part.idx_path)
@@ -160,7 +152,7 @@ class _Gathered:
         self._records = _joined(records, PROVENANCE)
         self._counts = _joined(counts, np.int64)
         self._lengths = _joined(lengths, np.int64)
-        # The runs come in the order of (unit, link) and rows of one unit never tie.
+        # The runs come in the order of (unit, chunk) and rows of one unit never tie.
         self._order = np.argsort(_joined(numbers, np.uint64), kind="stable")
         del numbers, records, counts, lengths
         self._ids = bytearray(sum(piece.size for piece in slices))
@@ -189,7 +181,7 @@ class _Gathered:
             for file in files.values():
                 file.commit()
         files |= {"bin": writer.bin, "idx": writer.idx}
-        return {name: {"size": file.size, "xxh3": f"{file.hash:016x}"} for name, file in files.items()}
+        return {name: file.listing() for name, file in files.items()}
 
     def _write_tokens(self, writer: IndexedWriter) -> None:
         first = np.cumsum(self._counts) - self._counts

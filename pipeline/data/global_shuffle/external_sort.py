@@ -1,12 +1,12 @@
 """`shuffle: global`: the second pass, an external sort of all documents of a split by one keyed number.
 
-The links of the first pass lie in `SPLIT/unshuffled/parts`, each of them a run: its documents are sorted by
+The chunks of the first pass lie in `SPLIT/unshuffled/parts`, each of them a run: its documents are sorted by
 z = mix(row, key of the unit). The range of z is cut into equal buckets. A bucket takes its documents from every run,
 where they are neighbours, and becomes one part of the dataset, so the parts in their order are sorted by
 (z, unit, row). That order depends on the runs alone, never on workers or restarts. This is how distribution sorts work
 (Knuth, The Art of Computer Programming 3, 5.4.9); memory is bounded by the bucket.
 
-Every bucket has a receipt, `receipts/shuffle/SPLIT/00000/NAME.json`, and is passed over when it is complete.
+Every bucket has a receipt, `receipts/shuffle/SPLIT/00000/NAME.json`, and is skipped when it is complete.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ import numpy.typing as npt
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
-from pipeline.data.datasets.indexed import metadata_file, part_files, part_prefix
+from pipeline.data.datasets.indexed import named_files, part_prefix
 from pipeline.data.datasets.manifest import PART
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, bucket_receipt, make_shuffle, runs_file
 
 __all__ = ["Run", "Shuffle", "ShuffleJob", "make_shuffle"]
 
 BUCKET_BYTES = 96 * 2**20
-"""What a bucket holds on average. A worker needs a good two times as much, and 60 MB for the program."""
+"""Average bytes of a bucket. A worker needs a good two times as much, and 60 MB for the program."""
 DOCUMENT_BYTES = 96
-"""What a document takes in memory beside its tokens and metadata: it counts into the bucket."""
+"""Bytes of a document in memory beside its tokens and metadata: it counts into the bucket."""
 RECEIPT_KEYS = ("bucket", "buckets", "config_hash", "runs", "documents", "tokens", "files")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A link of the first pass: documents of a unit, sorted by z.
+    """A chunk of the first pass: documents of a unit, sorted by z.
 
     Attributes:
         unit: number of the unit.
-        link: number of the link.
+        chunk: number of the chunk.
         key: of the unit's documents; z = mix(row, key).
         documents: number of documents.
         tokens: number of tokens.
@@ -53,7 +53,7 @@ class Run:
     """
 
     unit: int
-    link: int
+    chunk: int
     key: int
     documents: int
     tokens: int
@@ -62,10 +62,10 @@ class Run:
 
     @classmethod
     def of(cls, receipt: Mapping[str, Any], split: str, key: int) -> Run:
-        """From the receipt of a link.
+        """From the receipt of a chunk.
 
         Args:
-            receipt: of the link.
+            receipt: of the chunk.
             split: which split of it.
             key: of the unit's documents.
         """
@@ -88,7 +88,7 @@ class Shuffle:
     Args:
         folder: of the source.
         split: name of the split; its runs are in `folder/split/unshuffled`.
-        runs: all links of all units, in any order.
+        runs: all chunks of all units, in any order.
         dtype: of the token ids.
         config_hash: of the plan.
         bucket_bytes: size of a bucket; the order does not depend on it, the cut into parts does.
@@ -106,7 +106,7 @@ class Shuffle:
         self.folder = folder
         self.split = split
         # Equal z of different units (never of one) are in the order of the units: a stable sort keeps this order.
-        self.runs = sorted(runs, key=lambda run: (run.unit, run.link))
+        self.runs = sorted(runs, key=lambda run: (run.unit, run.chunk))
         self.dtype = np.dtype(dtype)
         self.config_hash = config_hash
         self.documents = sum(run.documents for run in self.runs)
@@ -143,7 +143,7 @@ class Shuffle:
         return [ShuffleJob(self.folder, self.split, bucket, self.buckets, size) for bucket in missing]
 
     def finished(self) -> bool:
-        """Whether all buckets are complete: then nobody needs the runs any more."""
+        """Tell whether all buckets are complete: then nobody needs the runs any more."""
         return all(self._receipt(bucket) is not None for bucket in range(self.buckets))
 
     def table(self) -> npt.NDArray[Any]:
@@ -191,7 +191,7 @@ class Shuffle:
             wanted = (bucket, self.buckets, self.config_hash, self.runs_hash)
             if tuple(receipt[name] for name in ("bucket", "buckets", "config_hash", "runs")) != wanted:
                 return None
-            files = files_of(part_prefix(self.dataset, bucket))
+            files = named_files(part_prefix(self.dataset, bucket))
             same = all(os.stat(files[name]).st_size == file["size"] for name, file in receipt["files"].items())
             return receipt if same else None
         except (FileNotFoundError, UserError):
@@ -199,7 +199,7 @@ class Shuffle:
 
     def _check_runs(self) -> None:
         for run in self.runs:
-            files = files_of(part_prefix(self.dataset / UNSHUFFLED, run.unit, run.link))
+            files = named_files(part_prefix(self.dataset / UNSHUFFLED, run.unit, run.chunk))
             for name, size in run.sizes.items():
                 if not files[name].exists() or files[name].stat().st_size != size:
                     raise UserError(
@@ -209,9 +209,4 @@ class Shuffle:
 
 
 def _run_values(run: Run) -> list[Any]:
-    return [run.unit, run.link, run.key, run.documents, run.tokens, dict(run.hashes)]
-
-
-def files_of(prefix: Path) -> dict[str, Path]:
-    """The files of a part by their names in receipts, `.meta` among them."""
-    return dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}
+    return [run.unit, run.chunk, run.key, run.documents, run.tokens, dict(run.hashes)]

@@ -27,7 +27,7 @@ def nearest(path: Path) -> Path:
 
 
 def dataset_warning(config: Config, sources: Sequence[SourceFiles], token_bytes: int) -> str | None:
-    """What to say where the datasets will probably not fit on the disk of `data.dir`; None where they will.
+    """Warning where the datasets will probably not fit on the disk of `data.dir`; None where they will.
 
     Nothing is read for it, so it is a guess, and refuses nothing.
 

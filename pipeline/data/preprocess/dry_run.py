@@ -33,7 +33,7 @@ from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_fil
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import EMPTY, Unit
-from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
+from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.progress import NOTHING_TO_DO
@@ -92,7 +92,7 @@ class SourceSample:
 
     @property
     def in_words(self) -> str:
-        """How many records are bad, and why."""
+        """Number of bad records, with reasons."""
         reasons = [
             f"{count:,} {reason}" + (f" ({self.details[reason]})" if self.details[reason] else "")
             for reason, count in self.rejected.most_common()
@@ -126,7 +126,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         say(console, f"would be refused: {error}")
     engine: Engine | None = None
     if tokenizer is not None:
-        choice = _engine(config, tokenizer)
+        choice = choose_engine(settings.engine, tokenizer, cache_folder() / "engines", set())
         engine = open_engine(tokenizer, choice.which)
         say(console, f"engine: {choice.name} ({choice.why})")
     table = Table(
@@ -147,9 +147,9 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         samples[found.source.name] = sample = take_sample(units, counting_job(found, config, _unknown(config)), engine)
         if sample.bad and not sample.documents:
             problems.append(_problem(config, found, sample))
-        share = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
+        scale = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
         workers = worker_count(config, max(len(units), 1))
-        took = sample.seconds * share / workers
+        took = sample.seconds * scale / workers
         seconds += took
         table.add_row(
             found.source.name,
@@ -157,7 +157,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             f"{len(found.files):,}",
             f"{found.bytes:,}",
             f"{len(units):,}",
-            rounded(sample.tokens * share),
+            rounded(sample.tokens * scale),
             duration(took) if engine is not None else "-",
         )
     if problems:
@@ -200,12 +200,8 @@ def _tokenizer(config: Config) -> Tokenizer | None:
     return None if config.tokenizer.path is None else Tokenizer.load(config.tokenizer.path, config.tokenizer)
 
 
-def _engine(config: Config, tokenizer: Tokenizer) -> EngineChoice:
-    return choose_engine(config.data.preprocess.engine, tokenizer, cache_folder() / "engines", set())
-
-
 def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
-    """What to do about a source of which no sampled record is a document."""
+    """Problem of a source of which no sampled record is a document."""
     key = f"data.sources.{config.data.sources.index(found.source)}"
     keys = f"{key}.type (now {found.reader.type})"
     if found.reader.has_keys:
@@ -215,7 +211,7 @@ def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
 
 
 def _hint(found: SourceFiles, sample: SourceSample) -> str:
-    """What the file of the first bad record is by its first bytes, if that is not what it is read as; else empty."""
+    """Format of the file of the first bad record by its first bytes, if it is read as another; else empty."""
     path = sample.first_bad
     if not path or found.reader.numbering == "row":  # of a table, a record was read
         return ""
@@ -231,7 +227,7 @@ def _hint(found: SourceFiles, sample: SourceSample) -> str:
 
 
 def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state: SourceProgress) -> str:
-    """What is there of a source's datasets, or why the stage would not go on with them; empty if nothing is there."""
+    """State of a source's datasets, or why the stage would refuse them; empty if nothing is there."""
     if not state.units:
         return f"would be refused: {state.problem}" if state.problem else ""
     if tokenizer is not None:
@@ -290,10 +286,10 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
         sample.seconds = time.perf_counter() - started
     else:
         batches.flush()
-        share = sample.text_bytes / max(batches.bytes, 1)
-        sample.tokens = round(batches.tokens * share) + sample.documents
-        # What was passed over would have taken its time.
-        sample.seconds = time.perf_counter() - started + batches.seconds * (share - 1 if batches.bytes else 0)
+        scale = sample.text_bytes / max(batches.bytes, 1)
+        sample.tokens = round(batches.tokens * scale) + sample.documents
+        # What was skipped would have taken its time.
+        sample.seconds = time.perf_counter() - started + batches.seconds * (scale - 1 if batches.bytes else 0)
     return sample
 
 
@@ -302,7 +298,7 @@ class _Batches:
 
     def __init__(self, engine: Engine, piece_bytes: int) -> None:
         self.bytes = self.tokens = 0
-        """What was encoded."""
+        """Bytes and tokens that were encoded."""
         self.seconds = 0.0
         self._engine = engine
         self._piece_bytes = piece_bytes

@@ -1,4 +1,4 @@
-"""The end of the stage for a source whose links all have receipts: manifests, rejected records, report."""
+"""The end of the stage for a source whose chunks all have receipts: manifests, rejected records, report."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.files import TRAIN, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import CODE_VERSION, PART, write_dataset
-from pipeline.data.preprocess.report import SourceReport, SplitReport
-from pipeline.data.preprocess.source_plan import SourcePlan, link_order
+from pipeline.data.preprocess.report import SourceReport
+from pipeline.data.preprocess.source_plan import SourcePlan, chunk_order
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.damage import DAMAGED_FILE, damage_in, damaged_error
 from pipeline.data.sources.records import EMPTY, Piece, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.receipt_totals import Counts
 from pipeline.data.work.receipts import Receipts
 
 REJECTED_FILE = "rejected.jsonl"
 REPORT_FILE = "report.json"
 
 
-class Finish:
-    """Finishes one source. Memory: some hundred bytes a link.
+class Finalizer:
+    """Finishes one source. Memory: some hundred bytes a chunk.
 
     Args:
         plan: of the source.
         config: the run.
         tokenizer: of the run.
-        start_over: how to begin again with mended files, for messages.
+        start_over: how to begin again with repaired files, for messages.
         condemned: engines that were seen to give other ids than `tokenizers`, with the evidence.
         receipts: of the source, complete.
     """
@@ -75,20 +76,20 @@ class Finish:
         report, seed = self.report, self._config.data.preprocess.seed
         rejected: Counter[str] = Counter()
         engines: Counter[str] = Counter()
-        report.splits = {name: SplitReport() for name in self._plan.splits.names}
+        report.splits = {name: Counts() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
-        for receipt in self._links(self._plan.units):
+        for receipt in self._receipts_of(self._plan.units):
             rejected.update(receipt["rejected"])
             engines[receipt["engine"]] += 1
             report.damaged += damage_in(self._plan.units[receipt["unit"]], receipt)
             report.records += receipt["records"]
             report.checked += receipt["checked"]
-            unit, link = receipt["unit"], receipt["link"]
-            order.append(link_order(seed, self._plan.units[unit], link))
+            unit, chunk = receipt["unit"], receipt["link"]
+            order.append(chunk_order(seed, self._plan.units[unit], chunk))
             for name, split in receipt["splits"].items():
                 hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in ("bin", "idx", "prov", "meta"))
-                rows[name].append((split["tokens"], split["documents"], unit, link, *hashes))
+                rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 for count in ("documents", "tokens", "text_bytes"):
                     setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
         report.rejected = dict(sorted(rejected.items()))
@@ -141,7 +142,7 @@ class Finish:
     def _check_rejected(self, rejected: Counter[str]) -> None:
         bad = rejected.total() - rejected[EMPTY]
         settings = self._config.data.preprocess
-        # With `fail`, links may be left of a run that skipped.
+        # With `fail`, chunks may be left of a run that skipped.
         limit = settings.max_error_rate if settings.on_error == "skip" else 0
         if bad > limit * self.report.records:
             path = self._folder / REJECTED_FILE
@@ -156,7 +157,6 @@ class Finish:
             )
 
     def _write_damaged(self) -> None:
-        path = self._folder / DAMAGED_FILE
         lines = b"".join(
             orjson.dumps(
                 {
@@ -170,11 +170,7 @@ class Finish:
             )
             for each in self.report.damaged
         )
-        if not lines:
-            if path.exists():
-                path.unlink(missing_ok=True)
-        else:
-            _put_changed(path, lines)
+        _put_changed(self._folder / DAMAGED_FILE, lines)
 
     def _write_rejected(self) -> dict[str, str]:
         """Collect the rejected records in the order of the files, with lines counted from each file's start.
@@ -184,8 +180,7 @@ class Finish:
         """
         path = self._folder / REJECTED_FILE
         if not self.report.rejected:
-            if path.exists():
-                path.unlink(missing_ok=True)
+            _put_changed(path, b"")
             return {}
         first: dict[str, str] = {}
         digest, size = xxhash.xxh3_64(), 0
@@ -206,7 +201,7 @@ class Finish:
         lines_before = self._lines_before()
         # Units were cut from the files in their order.
         units = sorted(self._plan.units, key=lambda unit: (unit.pieces[0].file.name, unit.pieces[0].start))
-        for receipt in self._links(units):
+        for receipt in self._receipts_of(units):
             if not receipt["rejected"]:
                 continue
             unit = self._plan.units[receipt["unit"]]
@@ -229,34 +224,36 @@ class Finish:
                     place = piece.file.name + str(entry["where"]).removeprefix(piece.file.path)
                     yield orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE), record["reason"], place
 
-    def _links(self, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
-        """The receipts of all links of the units, unit after unit."""
+    def _receipts_of(self, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
+        """The receipts of all chunks of the units, unit after unit."""
         return itertools.chain.from_iterable(self._receipts.of(unit.index) for unit in units)
 
     def _lines_before(self) -> dict[tuple[str, int], int]:
         """Lines of each file before each of its pieces, by (name, start): from the counts in the receipts."""
         lines: Counter[tuple[str, int]] = Counter()
-        for receipt in self._links(self._plan.units):
+        for receipt in self._receipts_of(self._plan.units):
             pieces = self._plan.units[receipt["unit"]].pieces
             for number, (count, _) in receipt["pieces"].items():
                 piece = pieces[int(number)]
                 lines[piece.file.name, piece.start] += count
         result = {}
-        before, current = 0, ""
+        before: Counter[str] = Counter()
         for name, start in sorted({(p.file.name, p.start) for unit in self._plan.units for p in unit.pieces}):
-            before = before if name == current else 0
-            current = name
-            result[name, start] = before
-            before += lines[name, start]
+            result[name, start] = before[name]
+            before[name] += lines[name, start]
         return result
 
 
 def _put_changed(path: Path, content: bytes) -> bool:
-    """Write a file unless it has this content: a finished source may lie on a disk that cannot be written.
+    """Write a file, or without content remove it, unless that was done: the source may lie on a read-only disk.
 
     Returns:
         Whether it was written.
     """
+    if not content:
+        if path.exists():
+            path.unlink(missing_ok=True)
+        return False
     if path.exists() and storage.read_bytes(path) == content:
         return False
     storage.put(path, content)

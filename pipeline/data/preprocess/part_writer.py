@@ -1,13 +1,13 @@
-"""The documents of one link and split: kept in reading order in a file, then written as a part in keyed order."""
+"""The documents of one chunk and split: kept in reading order in a file, then written as a part in keyed order."""
 
 from __future__ import annotations
 
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 2**22
 """Bytes of documents that are brought into order at a time."""
 
 
-class Spool:
+class PartWriter:
     """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where metadata is kept, `.meta`.
 
     As a context manager it removes what is not committed. Memory: 28 bytes a document, and 130 while it is committed.
@@ -56,8 +56,11 @@ class Spool:
         # By document that was encoded in pieces: their lengths.
         self._text_bytes = 0
         self._waiting: list[bytes | memoryview] = []
-        self._tokens = _Scratch(prefix)
-        self._metadata = _Scratch(metadata_file(prefix)) if keeps_metadata else None
+        self._scratch_files = ExitStack()
+        self._tokens = self._scratch_files.enter_context(_Scratch(prefix))
+        self._metadata: _Scratch | None = None
+        if keeps_metadata:
+            self._metadata = self._scratch_files.enter_context(_Scratch(metadata_file(prefix)))
         self._metadata_lengths = array("q")
 
     def add(self, document: Document, text_bytes: int, ids: memoryview) -> None:
@@ -124,7 +127,7 @@ class Spool:
             "documents": count,
             "tokens": int(lengths.sum()),
             "text_bytes": self._text_bytes,
-            "files": {name: {"size": file.size, "xxh3": f"{file.hash:016x}"} for name, file in files.items()},
+            "files": {name: file.listing() for name, file in files.items()},
         }
 
     def _write_tokens(
@@ -152,33 +155,27 @@ class Spool:
             writer.write(data)
         return writer.file
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> PartWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tokens.close()
-        if self._metadata is not None:
-            self._metadata.close()
+        self._scratch_files.close()
 
 
-class _Scratch:
+class _Scratch(storage.NewFile):
     """A file of records that are read back in another order."""
 
     def __init__(self, final: Path) -> None:
-        self._path = storage.temporary(final)
-        self._file: BinaryIO = self._path.open("w+b", buffering=2**20)
+        super().__init__(final, "w+b")
 
     def write(self, data: bytes | memoryview) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            error.filename = str(self._path)  # a failed write does not say where
-            raise
+        with storage.naming(self.final):
+            self.file.write(data)
 
     def gather(self, lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, bytes]]:
         """The records in `order`: (first, end, their bytes) for a few megabytes at a time."""
-        self._file.flush()
-        descriptor = self._file.fileno()
+        self.file.flush()
+        descriptor = self.file.fileno()
         starts = np.cumsum(lengths) - lengths
         ends = np.cumsum(lengths[order])
         first = 0
@@ -190,10 +187,6 @@ class _Scratch:
             yield first, last, b"".join([os.pread(descriptor, length, start) for length, start in wanted])
             first = last
 
-    def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError:
-            pass  # a full disk; the write before has said so
-        finally:
-            self._path.unlink(missing_ok=True)
+    def __exit__(self, *error: Any) -> None:
+        with suppress(OSError):  # a full disk; the write before has raised it
+            super().__exit__(*error)

@@ -15,26 +15,18 @@ from pipeline.common.format import counted, size
 from pipeline.config.base import Share
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, in_words
-
-
-@dataclass
-class SplitReport:
-    """Counts of one dataset."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
+from pipeline.data.work.receipt_totals import Counts
 
 
 @dataclass
 class SourceReport:
-    """What became of one source."""
+    """Result of one source."""
 
     name: str
     folder: Path
     units: int
     records: int = 0
-    splits: dict[str, SplitReport] = field(default_factory=dict)
+    splits: dict[str, Counts] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     """Rejected records by reason."""
     engines: dict[str, int] = field(default_factory=dict)
@@ -46,11 +38,11 @@ class SourceReport:
     first_rejected: dict[str, str] = field(default_factory=dict)
     """By reason, file and line of the first."""
     damaged: list[DamagedFile] = field(default_factory=list)
-    """What cannot be read of its files."""
+    """Parts of its files that cannot be read."""
     bytes: int = 0
     """Of its files on disk."""
     written: list[Path] = field(default_factory=list)
-    """Datasets and files that this run finished or mended."""
+    """Datasets and files that this run finished or repaired."""
 
     @property
     def lost(self) -> int:
@@ -58,7 +50,7 @@ class SourceReport:
         return sum(each.lost for each in self.damaged)
 
     def as_json(self) -> dict[str, Any]:
-        """What goes into `report.json`."""
+        """Content of `report.json`."""
         return {
             "checked": self.checked,
             "condemned": self.condemned,
@@ -73,7 +65,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What became of all sources that have files."""
+    """Results of all sources that have files."""
 
     sources: list[SourceReport] = field(default_factory=list)
     units_done: int = 0

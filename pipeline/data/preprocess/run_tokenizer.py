@@ -22,13 +22,13 @@ ORIGIN_FILE = "origin.json"
 SAMPLE_BYTES = 2**18
 """Text that a piece of a file gives to the sample each time that it is drawn."""
 _CANDIDATE_BYTES = 2**34
-"""Of a larger corpus, only a keyed share of the pieces is looked at, so that the list of them stays small."""
+"""Of a larger corpus, only a keyed fraction of the pieces is looked at, so that the list of them stays small."""
 _Candidate = tuple[int, Piece]
 """Number of a source, and a piece of one of its files."""
 
 
 def tokenizer_folder(config: Config) -> Path:
-    """Where the tokenizer of a run is kept."""
+    """Folder of the tokenizer of a run."""
     return config.data_dir / "tokenizer"
 
 
@@ -50,8 +50,7 @@ def check_tokenizer_settings(config: Config) -> None:
     Raises:
         UserError: another file, or other settings of the training.
     """
-    folder = tokenizer_folder(config)
-    saved = _origin(folder)
+    saved = _origin(tokenizer_folder(config))
     if saved is None:
         return
     path = config.tokenizer.path
@@ -112,7 +111,7 @@ def prepare_tokenizer(
 
 
 def _origin(folder: Path) -> Any:
-    """What the saved tokenizer was made from; None if there is none."""
+    """Origin of the saved tokenizer; None if there is none."""
     if not (folder / ORIGIN_FILE).is_file():
         return None
     try:
@@ -171,7 +170,7 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
 
 
 def _run_file_settings(config: Config) -> dict[str, Any]:
-    """What the run file alone says about the training of the tokenizer."""
+    """Settings of the run file for the training of the tokenizer."""
     assert config.tokenizer.train is not None
     return {
         "tokenizer.train": config.tokenizer.train.model_dump(),
@@ -213,7 +212,7 @@ class OtherTokenizer(UserError):
 
 
 def is_unused(config: Config, sources: list[SourceFiles]) -> bool:
-    """Whether nothing was made with the kept tokenizer but plans of sources."""
+    """Tell whether nothing was made with the kept tokenizer but plans of sources."""
     return bool(sources) and not any(map(is_begun, _source_folders(config)))
 
 
@@ -257,7 +256,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
             turn = Counter(dict.fromkeys(unread, -(-count // max(len(unread), 1))))
         if not turn:
             break
-        for candidate, shares in turn.items():
+        for candidate, times in turn.items():
             start = reached.get(candidate, START)
             if start is None:
                 continue
@@ -272,7 +271,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
                     yield document.text
                     if taken >= wanted:
                         return
-                if piece.linked and reader.input_bytes >= shares * SAMPLE_BYTES:
+                if piece.chunked and reader.input_bytes >= times * SAMPLE_BYTES:
                     reached[candidate] = reader.position
                     break
     if not taken:
@@ -285,7 +284,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
 def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:
     """Pieces of files in a keyed order; one that is expected to have n times SAMPLE_BYTES of text is there n times.
 
-    Of a large corpus it is a keyed share of that.
+    Of a large corpus it is a keyed fraction of that.
     """
     assert config.tokenizer.train is not None
     total = sum(found.reader.expected_text_bytes(file) for found in sources for file in found.files)
@@ -299,7 +298,7 @@ def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:
                 name = (config.data.preprocess.seed, "tokenizer", found.source.name, file.name, piece.start)
                 first = key(*name)
                 bytes = expected * (piece.end - piece.start) // max(file.size, 1)
-                times = max(bytes // SAMPLE_BYTES, 1) if piece.linked else 1
+                times = max(bytes // SAMPLE_BYTES, 1) if piece.chunked else 1
                 if times == 1:
                     draws += [(first, number, piece)] if first < limit else []
                 else:

@@ -46,7 +46,7 @@ _WARN_AFTER_RECORDS = 1000
 
 @dataclass
 class Outcome:
-    """What became of the units.
+    """Outcome of tokenizing units.
 
     Attributes:
         units: units that this run made, wholly or in part.
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def worker_count(config: Config, jobs: int) -> int:
-    """Worker processes for so many jobs."""
+    """Number of worker processes for a number of jobs."""
     return min(config.data.preprocess.workers or len(os.sched_getaffinity(0)), jobs)
 
 
@@ -90,7 +90,7 @@ def tokenize_units(
         waits: for units that other commands have; else they are left to them when no other is free.
 
     Raises:
-        UserError: something in the config or the data has to be mended first.
+        UserError: something in the config or the data has to be fixed first.
         OSError: the disk is full or read-only, say.
     """
     args = (tokenizer, config.data.preprocess.verify_rate)
@@ -190,7 +190,7 @@ class _Run:
         elif isinstance(event, Done):
             assert isinstance(event.result, UnitDone)
             self._outcome.units += event.result.made > 0
-            # Bytes that were only estimated, or passed over, count now.
+            # Bytes that were only estimated, or skipped, count now.
             self._line.advance(event.job.unit.bytes - event.advanced)
             self._line.unit_done(event.result.tokens)
             self._outcome.damaged |= bool(event.result.damaged)
@@ -240,7 +240,7 @@ class _Run:
 
 
 def _concerns_all(error: Exception) -> bool:
-    """Whether other units would fail in the same way: the disk is full, say."""
+    """Tell whether other units would fail in the same way: the disk is full, say."""
     everywhere = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
     if isinstance(error, OSError):
         return error.errno in everywhere

@@ -10,21 +10,20 @@ import numpy as np
 from rich.console import Console
 
 from pipeline.common.console import say
-from pipeline.common.errors import MachineError
 from pipeline.config.root import Config
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, make_shuffle
 from pipeline.data.global_shuffle.external_sort import Run, Shuffle
-from pipeline.data.preprocess.finalize import Finish
+from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.tokenize_unit import order_key
 from pipeline.data.work.leases import Holder, LeaseWatch, take_when_free
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.receipts import Receipts
-from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
+from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 
-class Shuffling:
+class ShufflePass:
     """The second pass over the sources of a run; without `shuffle: global` all of it does nothing."""
 
     def __init__(self, config: Config, console: Console, dtype: np.dtype[Any]) -> None:
@@ -34,12 +33,12 @@ class Shuffling:
         self._wanted = config.data.preprocess.shuffle == "global"
 
     def has_left(self, plan: SourcePlan) -> bool:
-        """Whether there is something to remove of the first pass."""
+        """Tell whether there is something to remove of the first pass."""
         folder = self._config.data_dir / plan.found.source.name
         return self._wanted and any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
 
     def is_done(self, plan: SourcePlan, receipts: Receipts, condemned: Mapping[str, str]) -> bool:
-        """Whether all of a source was shuffled before, so that what the first pass wrote is not needed.
+        """Tell whether all of a source was shuffled before, so that what the first pass wrote is not needed.
 
         Args:
             plan: of the source.
@@ -61,7 +60,7 @@ class Shuffling:
         with take_when_free(folder, "shuffle", LeaseWatch(), self._say_waiting) as lease, lease.beating():
             yield
 
-    def run(self, plan: SourcePlan, receipts: Receipts, finish: Finish) -> None:
+    def run(self, plan: SourcePlan, receipts: Receipts, finish: Finalizer) -> None:
         """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
         if not self._wanted:
             return
@@ -103,12 +102,5 @@ class Shuffling:
             ProgressLine(self._console, sum(job.bytes for job in jobs), len(jobs), 0, "shuffling") as line,
             Workers[ShuffleJob, Any](make_shuffle, (), worker_count(self._config, len(jobs))) as workers,
         ):
-            for event in workers.insist(jobs):
-                if isinstance(event, Advanced):
-                    line.advance(event.amount)
-                elif isinstance(event, Done):
-                    line.unit_done(0)
-                else:
-                    say(self._console, str(event))
-                    if isinstance(event, Lost) and event.is_last:
-                        raise MachineError(f"{event.job} failed {ATTEMPTS} times: {event.how}")
+            for _ in line.results(workers, jobs, f"failed {ATTEMPTS} times"):
+                pass

@@ -53,7 +53,7 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What will be done for a source."""
+    """Plan of a source: its units, splits and settings."""
 
     found: SourceFiles
     units: list[Unit]
@@ -93,7 +93,7 @@ class SourcePlan:
         )
 
     def differences(self, folder: Path) -> list[str]:
-        """What this plan has else than the one that the folder was begun with; empty if that is the same.
+        """Differences of this plan from the one that the folder was begun with; empty if that is the same.
 
         Raises:
             UserError: the plan that is there is damaged.
@@ -123,9 +123,8 @@ class SourcePlan:
 
 def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | None:
     """Settings of the plan that is there; None if there is none that can be read, or it is of other files."""
-    try:
-        plan = storage.get_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
-    except (FileNotFoundError, UserError):
+    plan = storage.find_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
+    if plan is None:
         return None
     same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
     settings: dict[str, Any] = plan["settings"]
@@ -133,13 +132,13 @@ def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | Non
 
 
 def is_planned(config: Config, found: SourceFiles) -> bool:
-    """Whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
+    """Tell whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
     planned = planned_settings(config, found)
     return planned is not None and planned.items() >= _settings(found.source, config).items()
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a unit in a source's folder was begun: it has a receipt, a file of a part, or a lease of a process."""
+    """Tell whether a unit in a source's folder was begun: it has a receipt, a file of a part, or a lease."""
     try:
         below = [path for path in folder.iterdir() if path.is_dir() and path.name != LEASES]
     except FileNotFoundError:
@@ -173,11 +172,11 @@ def find_source_files(config: Config) -> list[SourceFiles]:
     found = []
     for number, source in enumerate(config.data.sources):
         if source.dataset is None:
-            where = f"data.sources.{number}"
+            key = f"data.sources.{number}"
             try:
-                found.append(_find(config, source, where))
+                found.append(_find(config, source, key))
             except PermissionError as error:
-                raise may_not_be_read(f"{where}.{SOURCE_FORMATS[source.type].key}", error) from error
+                raise may_not_be_read(f"{key}.{SOURCE_FORMATS[source.type].key}", error) from error
     return found
 
 
@@ -207,7 +206,7 @@ def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
 
 
 def may_not_be_read(key: str, error: PermissionError) -> MachineError:
-    """What is said of input that the system refuses to read."""
+    """Error about input that the system refuses to read."""
     others = "; or leave it out with exclude" if key.endswith(".paths") else ""
     return MachineError(
         f"{key}: {error.filename} may not be read ({error.strerror}): make it readable for the user who runs this "
@@ -215,20 +214,18 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
     )
 
 
-def _find(config: Config, source: SourceConfig, where: str) -> SourceFiles:
+def _find(config: Config, source: SourceConfig, key: str) -> SourceFiles:
     def planned() -> Any:
         """Settings of the plan that is there; none if it cannot be read."""
-        try:
-            return storage.get_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)["settings"]
-        except (FileNotFoundError, UserError):
-            return {}
+        plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
+        return plan["settings"] if plan else {}
 
-    reader, files = _reader(source, config).find(source.paths, source.exclude, where, planned)
+    reader, files = _reader(source, config).find(source.paths, source.exclude, key, planned)
     return SourceFiles(source, reader, files)
 
 
 def _reader(source: SourceConfig, config: Config) -> Reader:
-    """What the run file says of how a source is read."""
+    """Reader of a source, by the run file."""
     preprocess = config.data.preprocess
     limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
     return SOURCE_FORMATS[source.type].from_config(source, **limits)
@@ -242,9 +239,9 @@ def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
     return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
 
 
-def link_order(seed: int, unit: Unit, link: int) -> int:
-    """What parts are ordered by: the first links as their units, the others among them."""
-    return key(seed, "parts", identity(unit), link) if link else key(seed, "parts", identity(unit))
+def chunk_order(seed: int, unit: Unit, chunk: int) -> int:
+    """Key that parts are ordered by: the first chunks as their units, the others among them."""
+    return key(seed, "parts", identity(unit), chunk) if chunk else key(seed, "parts", identity(unit))
 
 
 def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> SourcePlan:
@@ -260,14 +257,14 @@ def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: 
 
 
 def source_job(plan: SourcePlan, config: Config, start_over: str) -> SourceJob:
-    """What workers need to know of a planned source."""
+    """Job of a planned source, for workers."""
     return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over)
 
 
 def counting_job(
     found: SourceFiles, config: Config, splits: Splits, config_hash: str = "", start_over: str = ""
 ) -> SourceJob:
-    """What workers need to know of a source that is only counted."""
+    """Job of a source, for workers; without a hash of the config its documents are only counted."""
     settings = config.data.preprocess
     return SourceJob(
         folder=config.data_dir / found.source.name,
@@ -287,7 +284,7 @@ def counting_job(
 
 
 def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
-    """What the run file alone says about the content of a source's dataset."""
+    """Settings of the run file that decide the content of a source's dataset."""
     preprocess = config.data.preprocess
     settings: dict[str, Any] = {
         "data.splits": {name: str(split) for name, split in config.data.splits.items()},
@@ -352,10 +349,8 @@ def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:
     new = {file.name: file.size for file in files}
     added, removed = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
     changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    result = []
-    for what, names in (("added", added), ("gone", removed)):
-        if names:
-            result.append(f"files {what}: {len(names)}, the first is {names[0]}")
+    kinds = {"added": added, "gone": removed}
+    result = [f"files {kind}: {len(names)}, the first is {names[0]}" for kind, names in kinds.items() if names]
     if changed:
         name = changed[0]
         result.append(f"files changed: {len(changed)}, the first is {name} ({old[name]} bytes then, {new[name]} now)")

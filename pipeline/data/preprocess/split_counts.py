@@ -12,17 +12,17 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.common.console import say
-from pipeline.common.errors import MachineError, UserError
+from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, planned_settings
 from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
-from pipeline.data.preprocess.tokenize_unit import Smallest, UnitJob, make_sample_hashes
+from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
 from pipeline.data.sources.records import EMPTY
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
-from pipeline.data.work.worker_pool import ATTEMPTS, Advanced, Done, Lost, Workers
+from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 _NONE: Mapping[str, tuple[str, str]] = {}
 
@@ -49,9 +49,9 @@ def known_splits(config: Config, found: SourceFiles) -> Splits | None:
 def _planned(config: Config, found: SourceFiles) -> Splits | None:
     """The splits of the plan that was made before, if it is of the same files and the same `data.splits`."""
     settings = planned_settings(config, found) or {}
-    shares = {name: str(split) for name, split in config.data.splits.items()}
+    splits = {name: str(split) for name, split in config.data.splits.items()}
     ends = settings.get("ends of splits") or {}
-    if settings.get("data.splits") != shares or set(ends) != set(shares):
+    if settings.get("data.splits") != splits or set(ends) != set(splits):
         return None
     return splits_from_settings(config.data, ends)
 
@@ -72,21 +72,13 @@ def _counted(
     with (
         _counting_lease(source.folder),
         ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
-        Workers[UnitJob, Smallest](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
+        Workers[UnitJob, SmallestHashes](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
     ):
-        for event in workers.insist(jobs):
-            if isinstance(event, Advanced):
-                line.advance(event.amount)
-            elif isinstance(event, Done):
-                smallest = list(heapq.merge(smallest, event.result.hashes))[: wanted + 1]
-                records += event.result.records
-                damaged |= {each.file.name: (each.reason, each.detail) for each in event.result.damaged}
-                rejected += event.result.rejected
-                line.unit_done(0)
-            else:
-                say(console, str(event))
-                if isinstance(event, Lost) and event.is_last:
-                    raise MachineError(f"{event.job} could not be counted in {ATTEMPTS} attempts: {event.how}")
+        for result in line.results(workers, jobs, f"could not be counted in {ATTEMPTS} attempts"):
+            smallest = list(heapq.merge(smallest, result.hashes))[: wanted + 1]
+            records += result.records
+            damaged |= {each.file.name: (each.reason, each.detail) for each in result.damaged}
+            rejected += result.rejected
     if settings.on_damaged_file == "drop" and damaged.keys() - dropped.keys():
         say(console, f"{found.source.name}: again, without {counted(len(damaged), 'damaged file')}")
         return _counted(config, console, found, wanted, damaged)

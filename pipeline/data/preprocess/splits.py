@@ -1,4 +1,4 @@
-"""Which split a document goes to: a keyed hash of its text or id, so that more documents move none of the others.
+"""Split of a document: a keyed hash of its text or id, so that more documents move none of the others.
 
 The hash is a point in [0, 2^64). Splits take intervals of it from 0 on, in the order of the run file, those of a fixed
 number of documents first; the rest is the training split. So a split that is appended moves no document of the others.

@@ -1,9 +1,9 @@
 """The preprocess stage: documents to tokens. Plan units, tokenize them in worker processes, commit, write manifests.
 
 Layout of a source below the data folder: `plan.json`, `receipts/`, `leases/`, a dataset for each split (`train/`,
-`heldout/`), `rejected.jsonl` and `report.json`. A link of a unit is done when its receipt is there and the sizes of its
-files are those in it; a run does what is missing. The datasets are the same bytes for any number of workers, commands
-at a time, and interruptions. Commands at a time share the units; some may be told to make units and no more.
+`heldout/`), `rejected.jsonl` and `report.json`. A chunk of a unit is done when its receipt is there and the
+sizes of its files are those in it; a run does what is missing. The datasets are the same bytes for any number of
+workers, commands at a time, and interruptions. Commands at a time share the units; some only make units.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from pipeline.common.cache_dir import cache_folder
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
-from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.preprocess.disk_space import dataset_warning
-from pipeline.data.preprocess.finalize import Finish
+from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.report import PreprocessReport, SourceReport, print_report
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
@@ -36,7 +35,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     withdraw_tokenizer,
 )
 from pipeline.data.preprocess.run_units import FAILURES_FILE, Outcome, tokenize_units
-from pipeline.data.preprocess.shuffle_pass import Shuffling
+from pipeline.data.preprocess.shuffle_pass import ShufflePass
 from pipeline.data.preprocess.source_plan import (
     SourceFiles,
     SourcePlan,
@@ -68,7 +67,7 @@ from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10
-"""How often units may turn out to be missing again, because an engine was condemned or another command was at work."""
+"""Rounds in which units may be missing again, because an engine was condemned or another command was at work."""
 
 __all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
 
@@ -82,7 +81,7 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
         units: make units as long as there are free ones, and finish no source. A later run without this finishes.
 
     Raises:
-        UserError: something in the config or the data has to be mended first.
+        UserError: something in the config or the data has to be fixed first.
         MachineError: units failed again and again; the message lists them.
         OSError: the disk is full or read-only, say; what was committed stays.
     """
@@ -132,13 +131,12 @@ def _freeze(plan: SourcePlan, folder: Path, console: Console) -> None:
     with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
         if differences := plan.freeze(folder):
             (folder / FAILURES_FILE).unlink(missing_ok=True)
-            what = "; ".join(differences)
-            say(console, f"{plan.found.source.name}: planned anew, since no unit was begun ({what})")
+            say(console, f"{plan.found.source.name}: planned anew, since no unit was begun ({'; '.join(differences)})")
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a round found of a source."""
+    """State of a source in a round."""
 
     receipts: Receipts
     job: SourceJob
@@ -155,7 +153,7 @@ class _Stage:
         self._tokenizer = tokenizer
         self._plans = plans
         self._jobs = {plan.found.source.name: source_job(plan, config, _start_over(config, plan)) for plan in plans}
-        self._shuffling = Shuffling(config, console, tokenizer.dtype)
+        self._shuffle_pass = ShufflePass(config, console, tokenizer.dtype)
         self._found: dict[str, _Found] = {}
         """By source, of the last round."""
 
@@ -221,7 +219,7 @@ class _Stage:
         return tokenize_units(self._config, self._console, missing, units, folder, self._choose_engine, waits=waits)
 
     def _problem(self, failed: list[tuple[UnitJob, str]], unfinished: set[str]) -> str:
-        """Why some sources cannot be finished; empty if all can."""
+        """Message about sources that cannot be finished; empty if all can."""
         if not unfinished:
             return ""
         lines = "".join(f"  {job}: {how}\n" for job, how in failed)
@@ -237,7 +235,7 @@ class _Stage:
         return read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
 
     def _look(self, plan: SourcePlan) -> list[UnitJob]:
-        """The units that have a link without a complete receipt, or whose input has another time.
+        """The units that have a chunk without a complete receipt, or whose input has another time.
 
         Manifests are taken back if parts will be made again with other bytes, or by a whole first pass.
         """
@@ -246,7 +244,7 @@ class _Stage:
         source = found.job
         manifests = [path for name in plan.splits.names if (path := source.folder / name / MANIFEST_FILE).exists()]
         if manifests and self._is_retracted(plan, found, condemned):
-            with self._shuffling.alone(plan):
+            with self._shuffle_pass.alone(plan):
                 found = self._find(plan, condemned)  # another command may just have made them again
                 source = found.job
                 if self._is_retracted(plan, found, condemned):
@@ -260,7 +258,7 @@ class _Stage:
         """Read the receipts of a source."""
         receipts = Receipts(self._jobs[plan.found.source.name].folder)
         job = self._dropping(plan, receipts)
-        is_shuffled = self._shuffling.is_done(plan, receipts, condemned) and _damage_stands(job, plan, receipts)
+        is_shuffled = self._shuffle_pass.is_done(plan, receipts, condemned) and _damage_stands(job, plan, receipts)
         found = _Found(receipts, job, is_shuffled)
         self._found[plan.found.source.name] = found
         return found
@@ -298,21 +296,21 @@ class _Stage:
     def _finish(self, plan: SourcePlan) -> SourceReport:
         found = self._found[plan.found.source.name]
         start_over = _start_over(self._config, plan)
-        finish = Finish(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
+        finish = Finalizer(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
         finish.check()
-        if found.is_shuffled and not self._shuffling.has_left(plan):
-            self._shuffling.run(plan, found.receipts, finish)
+        if found.is_shuffled and not self._shuffle_pass.has_left(plan):
+            self._shuffle_pass.run(plan, found.receipts, finish)
             return finish.write()
-        with self._shuffling.alone(plan):
+        with self._shuffle_pass.alone(plan):
             receipts = Receipts(finish.report.folder)  # while this waited, another command may have made them again
-            self._shuffling.run(plan, receipts, finish)
+            self._shuffle_pass.run(plan, receipts, finish)
             report = finish.write()
-            self._shuffling.clean(plan, receipts)
+            self._shuffle_pass.clean(plan, receipts)
         return report
 
 
 def _damage_stands(source: SourceJob, plan: SourcePlan, receipts: Receipts) -> bool:
-    """Whether no link was made with other files dropped than are now, or of damaged files that are others by now."""
+    """Tell whether all chunks were made with the same files dropped as now, and of damaged files that are the same."""
     return all(damage_stands(source, unit, receipt) for unit in plan.units for receipt in receipts.of(unit.index))
 
 
@@ -371,26 +369,23 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
 def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
     """Datasets made elsewhere have to be there and to have the run's tokenizer."""
     for number, source in enumerate(config.data.sources):
-        if source.dataset is not None:
-            _check_dataset(config, number, source, tokenizer)
-
-
-def _check_dataset(config: Config, number: int, source: SourceConfig, tokenizer: Tokenizer) -> None:
-    folder = dataset_folder(config, source, TRAIN)
-    key = f"data.sources.{number}.dataset"
-    if not folder.is_dir():
-        raise UserError(f"{key}: {source.dataset} has no folder train/; name the folder that has train/ in it")
-    info = Dataset.open(folder).manifest.tokenizer
-    if info.fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"{key}: {folder} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
-            f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); set "
-            f"tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's tokenizer"
-        )
+        if source.dataset is None:
+            continue
+        folder = dataset_folder(config, source, TRAIN)
+        key = f"data.sources.{number}.dataset"
+        if not folder.is_dir():
+            raise UserError(f"{key}: {source.dataset} has no folder train/; name the folder that has train/ in it")
+        info = Dataset.open(folder).manifest.tokenizer
+        if info.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"{key}: {folder} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
+                f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); set "
+                f"tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's tokenizer"
+            )
 
 
 def _start_over(config: Config, plan: SourcePlan) -> str:
-    """How to begin a source again whose files have changed: its plan and a trained tokenizer are of the old ones."""
+    """Advice on starting a source over whose files have changed: plan and trained tokenizer are of the old ones."""
     folder = config.data_dir / plan.found.source.name
     if config.tokenizer.path is not None:
         return f"remove {folder}, which was begun with the files as they are now"

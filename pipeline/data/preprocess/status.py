@@ -1,4 +1,4 @@
-"""How far the preprocess stage is, from any shell while it runs: read from plans, receipts and leases alone.
+"""Progress of the preprocess stage, from any shell while it runs: read from plans, receipts and leases alone.
 
 Nothing is written, and no process is asked. Times are those of the file system; where its clock differs from this
 machine's, rates and ages are off by that much.
@@ -20,7 +20,7 @@ from rich.table import Table
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted, size
+from pipeline.common.format import counted, duration, size
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
@@ -33,7 +33,7 @@ from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage
 from pipeline.data.work.leases import PATIENCE_S, read_leases
 from pipeline.data.work.progress import NOTHING_TO_DO, WIDE
-from pipeline.data.work.receipt_totals import Counts, Tally, whole
+from pipeline.data.work.receipt_totals import Counts, ReceiptTotals, whole
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 WINDOW_S = 600.0
@@ -90,7 +90,7 @@ class UnitFailure:
 
 @dataclass
 class SourceProgress:
-    """How far a source is.
+    """Progress of a source.
 
     Attributes:
         name: of the source.
@@ -164,7 +164,7 @@ class SourceProgress:
 
 
 def read_state(config: Config) -> list[SourceProgress]:
-    """How far each source is that has files or a hub dataset."""
+    """Progress of each source that has files or a hub dataset."""
     now = time.time()
     condemned = frozenset(_condemned(config))
     states = [_read_source(config, source, condemned, now) for source in config.data.sources if source.dataset is None]
@@ -176,7 +176,7 @@ def read_state(config: Config) -> list[SourceProgress]:
 
 
 def read_workers(folder: Path, now: float) -> list[WorkerProgress]:
-    """Who has a lease in the folder of a source or of the tokenizer."""
+    """Processes that have a lease in the folder of a source or of the tokenizer."""
     workers = []
     for what, record, beat in read_leases(folder):
         running, age = record.is_running(), max(now - beat, 0.0)
@@ -215,26 +215,26 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
     except (TypeError, ValueError):
         state.state, state.problem = "damaged", f"{folder / PLAN_FILE} is damaged: its units are no byte ranges"
         return state
-    tally = Tally(sizes, str(plan["config_hash"]), condemned)
-    tally.read(folder / "receipts")
-    state.units, state.done, state.redo = len(sizes), len(tally.done), len(tally.redo)
-    state.splits = {name: tally.splits.get(name, Counts()) for name in names}
-    state.records, state.rejected, state.engines = tally.records, tally.rejected, tally.engines
-    state.unreadable = tally.unreadable
+    totals = ReceiptTotals(sizes, str(plan["config_hash"]), condemned)
+    totals.read(folder / "receipts")
+    state.units, state.done, state.redo = len(sizes), len(totals.done), len(totals.redo)
+    state.splits = {name: totals.splits.get(name, Counts()) for name in names}
+    state.records, state.rejected, state.engines = totals.records, totals.rejected, totals.engines
+    state.unreadable = totals.unreadable
     with suppress(TypeError, ValueError, IndexError):  # a plan that is damaged, too
-        found = [_damaged(plan, unit, damage) for unit, damage in tally.damaged]
+        found = [_damaged(plan, unit, damage) for unit, damage in totals.damaged]
         state.damaged = sorted(found, key=lambda each: (each.file.name, each.detail))
     state.failures = [
-        failure for failure in _read_failures(folder) if failure.unit < len(sizes) and failure.unit not in tally.done
+        failure for failure in _read_failures(folder) if failure.unit < len(sizes) and failure.unit not in totals.done
     ]
-    held = {w.what: w for w in working if isinstance(w.what, int) and w.what < len(sizes) and w.what not in tally.done}
-    reached = dict(tally.open)
+    held = {w.what: w for w in working if isinstance(w.what, int) and w.what < len(sizes) and w.what not in totals.done}
+    reached = dict(totals.open)
     for unit, worker in held.items():
-        reached[unit] = min(max(worker.done, tally.open.get(unit, 0)), sizes[unit])
+        reached[unit] = min(max(worker.done, totals.open.get(unit, 0)), sizes[unit])
     state.in_work = len(held)
     state.bytes = sum(sizes)
-    state.bytes_done = sum(sizes[unit] for unit in tally.done) + sum(reached.values())
-    state.rate = _rate(tally, held, reached, planned, now)
+    state.bytes_done = sum(sizes[unit] for unit in totals.done) + sum(reached.values())
+    state.rate = _rate(totals, held, reached, planned, now)
     if working:
         state.state = "working"
     elif state.done < state.units:
@@ -252,36 +252,36 @@ def _damaged(plan: Any, unit: int, damage: Damage) -> DamagedFile:
 
 
 def _rate(
-    tally: Tally, held: dict[int, WorkerProgress], reached: dict[int, int], planned: float, now: float
+    totals: ReceiptTotals, held: dict[int, WorkerProgress], reached: dict[int, int], planned: float, now: float
 ) -> float | None:
     """Bytes a second: of the last stretch while units are in work, else from the plan to the last receipt.
 
     Args:
-        tally: of all receipts.
+        totals: of all receipts.
         held: who works on which unit.
         reached: bytes of units that are not done.
         planned: when the plan was made.
         now: the time.
     """
     if not held:
-        last = max((when for when, *_ in tally.links), default=planned)
-        return sum(amount for _, amount, _ in tally.links) / (last - planned) if last > planned else None
+        last = max((when for when, *_ in totals.chunks), default=planned)
+        return sum(amount for _, amount, _ in totals.chunks) / (last - planned) if last > planned else None
     began = min(worker.began for worker in held.values())
     start = max(now - WINDOW_S, min(began, now))
-    recent = [(when, amount) for when, amount, _ in tally.links if when >= start]
+    recent = [(when, amount) for when, amount, _ in totals.chunks if when >= start]
     amount = float(sum(amount for _, amount in recent))
-    last_link: dict[int, float] = {}
-    for when, _, unit in tally.links:
+    last_chunk: dict[int, float] = {}
+    for when, _, unit in totals.chunks:
         if unit in held:
-            last_link[unit] = max(when, last_link.get(unit, 0.0))
+            last_chunk[unit] = max(when, last_chunk.get(unit, 0.0))
     older = 0
     for unit, worker in held.items():
-        since = min(max(worker.since, last_link.get(unit, 0.0)), now)
-        flying = reached[unit] - tally.open.get(unit, 0)
+        since = min(max(worker.since, last_chunk.get(unit, 0.0)), now)
+        flying = reached[unit] - totals.open.get(unit, 0)
         older += since < start
         amount += flying * min(1.0, (now - start) / max(now - since, 1e-9))
     if began < start and recent:
-        # Links that were begun before the stretch and ended in it count half of what they are on average.
+        # Chunks that were begun before the stretch and ended in it count half of what they are on average.
         amount -= max(len(held) - older, 0) * sum(size for _, size in recent) / len(recent) / 2
     return amount / (now - start) if amount > 0 and now > start else None
 
@@ -306,7 +306,7 @@ def _read_failures(folder: Path) -> list[UnitFailure]:
 
 
 def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> None:
-    """Print how far the stage is, and the command that goes on where nobody works.
+    """Print the progress of the stage, and the command that resumes it where nobody works.
 
     Args:
         console: where to.
@@ -436,17 +436,3 @@ def _print_next(console: Console, states: list[SourceProgress], making: bool, ru
     else:
         again = "; units that failed are tried again" if any(state.failed for state in states) else ""
         say(console, f"nobody works on it; run {command} to go on{again}")
-
-
-def duration(seconds: float) -> str:
-    """A time for people: `12 s`, `3 min`, `2 h 05 min`, `4 d 6 h`."""
-    whole_s = max(int(seconds), 0)
-    if whole_s < 60:
-        return f"{whole_s} s"
-    minutes = whole_s // 60
-    if minutes < 60:
-        return f"{minutes} min"
-    hours = minutes // 60
-    if hours < 24:
-        return f"{hours} h {minutes % 60:02d} min"
-    return f"{hours // 24:,} d {hours % 24} h"

@@ -18,21 +18,21 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, receipt_path, rejected_path
-from pipeline.data.datasets.indexed import HashedFile, metadata_file, part_files, part_prefix
-from pipeline.data.preprocess.part_writer import Spool
+from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
+from pipeline.data.preprocess.part_writer import PartWriter
 from pipeline.data.preprocess.splits import Splits, split_hash
 from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.sources.damage import DamagedFile, damage_in, damaged_files
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import EMPTY, START, Document, Position, Unit, line_of
-from pipeline.data.tokenization.engines import Check, Engine, Which, open_engine
+from pipeline.data.tokenization.engines import Check, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.worker_pool import Progress
 
-LINK_RECORDS = 2**20
-"""A link ends after so many records, however short: memory grows with their number."""
+CHUNK_RECORDS = 2**20
+"""Most records of a chunk, however short they are: memory grows with their number."""
 _PLAN_HEAD = 1024
 """Bytes."""
 CONDEMNED_FILE = "condemned.json"
@@ -41,7 +41,7 @@ CONDEMNED_FILE = "condemned.json"
 
 @dataclass(frozen=True)
 class SourceJob:
-    """What all units of a source have in common."""
+    """Settings that all units of a source have in common."""
 
     folder: Path
     reader: Reader
@@ -60,10 +60,10 @@ class SourceJob:
     drops_damaged: bool
     """Whether nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
     start_over: str
-    """How to begin again with mended files, for messages."""
+    """How to begin again with repaired files, for messages."""
 
     def reason_against(self, document: Document, raw: bytes) -> str | None:
-        """Why a sound record is no document of this source."""
+        """Reason to reject a sound record; None for a document."""
         if len(raw) > self.max_document_bytes and not self.splits_long:
             return f"longer than data.preprocess.max_document_bytes ({self.max_document_bytes})"
         return document.reason
@@ -75,8 +75,8 @@ class UnitJob:
 
     source: SourceJob
     unit: Unit
-    engine: Which = "tokenizers"
-    """What computes the ids."""
+    engine: EngineName = "tokenizers"
+    """Engine that computes the ids."""
 
     def __str__(self) -> str:
         return str(self.unit)
@@ -84,7 +84,7 @@ class UnitJob:
 
 @dataclass(frozen=True)
 class UnitDone:
-    """All links of a unit have receipts."""
+    """All chunks of a unit have receipts."""
 
     made: int
     """Links that were made, and not found."""
@@ -101,8 +101,8 @@ class Busy:
     holder: str
 
 
-class Smallest(NamedTuple):
-    """What the documents of a unit say about where splits end."""
+class SmallestHashes(NamedTuple):
+    """Smallest hashes of a unit's documents, which say where splits end."""
 
     hashes: list[int]
     """The smallest `split_hash` of its documents, ascending."""
@@ -117,11 +117,11 @@ class EngineRejected(Exception):
 
 
 class WorkerContext:
-    """What a worker process has at hand for every unit.
+    """State of a worker process for all its units.
 
     Args:
         tokenizer: folder of the tokenizer.
-        verify_rate: share of documents whose ids are compared with those of `tokenizers`.
+        verify_rate: fraction of documents whose ids are compared with those of `tokenizers`.
     """
 
     def __init__(self, tokenizer: Path, verify_rate: float) -> None:
@@ -130,9 +130,9 @@ class WorkerContext:
         self.verify_rate = verify_rate
         self.condemned = tokenizer / CONDEMNED_FILE
         self.watch = LeaseWatch()
-        self._engines: dict[Which, Engine] = {}
+        self._engines: dict[EngineName, Engine] = {}
 
-    def engine(self, which: Which) -> Engine:
+    def engine(self, which: EngineName) -> Engine:
         """An engine, opened once."""
         if which not in self._engines:
             self._engines[which] = open_engine(self.tokenizer, which)
@@ -141,8 +141,8 @@ class WorkerContext:
 
 def make_tokenize(tokenizer: Path, verify_rate: float) -> Any:
     """In a worker process: open the tokenizer once; returns the function that runs a `UnitJob`."""
-    bench = WorkerContext(tokenizer, verify_rate)
-    return lambda job, progress: tokenize_unit(job, bench, progress)
+    context = WorkerContext(tokenizer, verify_rate)
+    return lambda job, progress: tokenize_unit(job, context, progress)
 
 
 def make_sample_hashes(wanted: int) -> Any:
@@ -150,8 +150,8 @@ def make_sample_hashes(wanted: int) -> Any:
     return lambda job, progress: smallest_hashes(job, wanted, progress)
 
 
-def tokenize_unit(job: UnitJob, bench: WorkerContext, progress: Progress) -> UnitDone | Busy:
-    """Make the links of a unit that have no receipt: commit their parts, then the receipt.
+def tokenize_unit(job: UnitJob, context: WorkerContext, progress: Progress) -> UnitDone | Busy:
+    """Make the chunks of a unit that have no receipt: commit their parts, then the receipt.
 
     The parts are a function of the unit's bytes, the tokenizer and the config alone.
 
@@ -162,23 +162,18 @@ def tokenize_unit(job: UnitJob, bench: WorkerContext, progress: Progress) -> Uni
         OSError: the disk is full, say; nothing half-written stays.
     """
     try:
-        lease = take(job.source.folder, job.unit.index, bench.watch)
+        lease = take(job.source.folder, job.unit.index, context.watch)
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES):
             raise
         # All that can be done on such a disk is to compare input that has other times than in the receipts.
-        return _Worker(job, bench, progress, lambda _: None).run()
+        return _Worker(job, context, progress, lambda _: None).run()
     if not isinstance(lease, Lease):
         return Busy(str(lease))
-    try:
-        # A thread of its own, because passing over what was read before can take long.
-        with lease, lease.beating():
-            _check_plan(job.source)
-            return _Worker(job, bench, progress, lease.beat).run()
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(job.source.folder)  # a failed write does not say where
-        raise
+    # Beats come from a thread, because skipping what was read before can take long.
+    with storage.naming(job.source.folder), lease, lease.beating():
+        _check_plan(job.source)
+        return _Worker(job, context, progress, lease.beat).run()
 
 
 def _check_plan(source: SourceJob) -> None:
@@ -196,7 +191,7 @@ def _check_plan(source: SourceJob) -> None:
     )
 
 
-def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> Smallest:
+def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> SmallestHashes:
     """The smallest `split_hash` of the unit's documents, as many as wanted."""
     found: list[int] = []
     rejected: Counter[str] = Counter()
@@ -215,11 +210,11 @@ def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> Smallest:
                 progress(reader.bytes_read - reported)
                 reported = reader.bytes_read
     progress(reader.bytes_read - reported)
-    return Smallest(sorted(found)[:wanted], reader.records, rejected, damaged_files(job.unit, reader.damage))
+    return SmallestHashes(sorted(found)[:wanted], reader.records, rejected, damaged_files(job.unit, reader.damage))
 
 
 def identity(unit: Unit) -> str:
-    """What a unit is, on any machine: source, names and byte ranges."""
+    """Identity of a unit on any machine: source, names and byte ranges."""
     return value_hash([unit.source, [[piece.file.name, piece.start, piece.end] for piece in unit.pieces]])
 
 
@@ -250,27 +245,27 @@ def cut_text(raw: bytes, limit: int) -> Iterator[str]:
 
 
 class _Worker:
-    """Goes through the links of one unit."""
+    """Goes through the chunks of one unit."""
 
-    def __init__(self, job: UnitJob, bench: WorkerContext, progress: Progress, beat: Progress) -> None:
+    def __init__(self, job: UnitJob, context: WorkerContext, progress: Progress, beat: Progress) -> None:
         self._job = job
         self._source = job.source
         self._unit = job.unit
-        self._bench = bench
-        self._engine = bench.engine(job.engine)
+        self._context = context
+        self._engine = context.engine(job.engine)
         self._progress = progress
         self._beat = beat
         self._done = 0
         self._stat = input_stat(job.unit)
 
     def run(self) -> UnitDone:
-        position, link, made, tokens, records = START, 0, 0, 0, 0
+        position, chunk, made, tokens, records = START, 0, 0, 0, 0
         rejected: Counter[str] = Counter()
         damaged: list[DamagedFile] = []
         reader: UnitReader | None = None
-        condemned = read_condemned(self._bench.condemned)
+        condemned = read_condemned(self._context.condemned)
         while True:
-            receipt = read_receipt(self._source.folder, self._unit.index, link)
+            receipt = read_receipt(self._source.folder, self._unit.index, chunk)
             if receipt_stands(self._source, self._unit, receipt, position, condemned):
                 reader = None
                 if receipt["input"]["stat"] != self._stat:
@@ -284,7 +279,7 @@ class _Worker:
                     documents = self._documents(reader)
                 else:
                     reader.count_anew()
-                receipt = self._make(link, position, reader, documents)
+                receipt = self._make(chunk, position, reader, documents)
                 made += 1
                 tokens += sum(split["tokens"] for split in receipt["splits"].values())
                 records += receipt["records"]
@@ -292,7 +287,7 @@ class _Worker:
                 damaged += damage_in(self._unit, receipt)
             if receipt["last"]:
                 return UnitDone(made, tokens, records, dict(rejected), damaged)
-            position, link = tuple(receipt["next"]), link + 1
+            position, chunk = tuple(receipt["next"]), chunk + 1
 
     def _refuse_finished(self, receipt: Any) -> None:
         """Leave what another command has made of damaged files in another way, and finished since this one looked."""
@@ -320,33 +315,33 @@ class _Worker:
         self._done += amount
         self._beat(self._done)
 
-    def _make(self, link: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
-        """Read on until the link is full or the unit ends, and commit."""
-        source, unit, bench = self._source, self._unit, self._bench
-        receipt_path(source.folder, unit.index, link).parent.mkdir(parents=True, exist_ok=True)
+    def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
+        """Read on until the chunk is full or the unit ends, and commit."""
+        source, unit, context = self._source, self._unit, self._context
+        receipt_path(source.folder, unit.index, chunk).parent.mkdir(parents=True, exist_ok=True)
         if self._job.engine == "tokenizers":
-            bench.words.look_at(unit, replace(source.reader, verify=False))
+            context.words.look_at(unit, replace(source.reader, verify=False))
         rejected: Counter[str] = Counter()
         last = True
         with ExitStack() as stack:
-            spools = [
+            writers = [
                 stack.enter_context(
-                    Spool(
-                        part_prefix(source.folder / name / source.below, unit.index, link),
+                    PartWriter(
+                        part_prefix(source.folder / name / source.below, unit.index, chunk),
                         unit.index,
-                        bench.tokenizer.dtype,
-                        bench.tokenizer.end_of_document,
+                        context.tokenizer.dtype,
+                        context.tokenizer.end_of_document,
                         bool(source.reader.metadata),
                     )
                 )
                 for name in source.splits.names
             ]
-            rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, link)))
-            sample = key(source.seed, "check", identity(unit), link)
-            check = Check(bench.tokenizer, sample, bench.verify_rate, self._engine.name)
-            writer = _Batches(source, spools, bench.tokenizer, self._engine, check, self._job.engine)
+            rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, chunk)))
+            sample = key(source.seed, "check", identity(unit), chunk)
+            check = Check(context.tokenizer, sample, context.verify_rate, self._engine.name)
+            batches = _Batches(source, writers, context.tokenizer, self._engine, check, self._job.engine)
             begun = reported = reader.bytes_read
-            limit = source.unit_bytes if unit.linked else 2**63
+            limit = source.unit_bytes if unit.chunked else 2**63
             for document in documents:
                 raw = document.text.encode()
                 document.reason = source.reason_against(document, raw)
@@ -354,20 +349,20 @@ class _Worker:
                     rejected[document.reason] += 1
                     self._check_on_error(document)
                     rejects.write(orjson.dumps(_rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
-                elif writer.add(document, raw):
+                elif batches.add(document, raw):
                     self._advance(reader.bytes_read - reported)
                     reported = reader.bytes_read
-                if reader.input_bytes >= limit or reader.records >= LINK_RECORDS:
+                if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
                     last = False
                     break
-            writer.flush()
+            batches.flush()
             checked = check.finish()
             self._advance(reader.bytes_read - reported)
             self._refuse_condemned()
-            earlier = self._earlier_receipt(link, reader.input_hash)
+            earlier = self._earlier_receipt(chunk, reader.input_hash)
             receipt = {
                 "unit": unit.index,
-                "link": link,
+                "link": chunk,
                 "last": last,
                 "start": start,
                 "next": None if last else reader.position,
@@ -381,30 +376,30 @@ class _Worker:
                 "dropped": _dropped(source, unit),
                 "checked": checked,
                 "splits": {
-                    name: spool.commit(
-                        order_key(source.seed, unit), partial(self._refuse_other_result, link, earlier, name)
+                    name: writer.commit(
+                        order_key(source.seed, unit), partial(self._refuse_other_result, chunk, earlier, name)
                     )
-                    for name, spool in zip(source.splits.names, spools, strict=True)
+                    for name, writer in zip(source.splits.names, writers, strict=True)
                 },
             }
             if rejects.size:
                 rejects.commit()
-            storage.put_json(receipt_path(source.folder, unit.index, link), receipt)
+            storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)
         if last:
-            self._remove_behind(link)
+            self._remove_behind(chunk)
         return receipt
 
     def _remove_behind(self, last: int) -> None:
-        """Remove links of a time when the unit had more: before a damaged file of it was dropped."""
-        link = last + 1
-        while (path := receipt_path(self._source.folder, self._unit.index, link)).exists():
+        """Remove chunks of a time when the unit had more: before a damaged file of it was dropped."""
+        chunk = last + 1
+        while (path := receipt_path(self._source.folder, self._unit.index, chunk)).exists():
             for name in self._source.splits.names:
-                prefix = part_prefix(self._source.folder / name / self._source.below, self._unit.index, link)
-                for file in (*part_files(prefix), metadata_file(prefix)):
+                prefix = part_prefix(self._source.folder / name / self._source.below, self._unit.index, chunk)
+                for file in named_files(prefix).values():
                     file.unlink(missing_ok=True)
-            rejected_path(self._source.folder, self._unit.index, link).unlink(missing_ok=True)
+            rejected_path(self._source.folder, self._unit.index, chunk).unlink(missing_ok=True)
             path.unlink()
-            link += 1
+            chunk += 1
 
     def _check_on_error(self, document: Document) -> None:
         if self._source.fail_on_error and document.reason != EMPTY:
@@ -417,7 +412,7 @@ class _Worker:
             )
 
     def _check_same_input(self, receipt: dict[str, Any]) -> None:
-        """A file has another time than when the link was made; its bytes decide whether it changed."""
+        """A file has another time than when the chunk was made; its bytes decide whether it changed."""
         reader = UnitReader(self._unit, self._source.reader, tuple(receipt["start"]))
         end = receipt["next"] and tuple(receipt["next"])
         for _ in reader:
@@ -433,19 +428,19 @@ class _Worker:
             storage.put_json(receipt_path(self._source.folder, self._unit.index, receipt["link"]), receipt)
 
     def _refuse_condemned(self) -> None:
-        if self._engine.name in read_condemned(self._bench.condemned):
+        if self._engine.name in read_condemned(self._context.condemned):
             raise EngineRejected(self._engine.name)
 
-    def _earlier_receipt(self, link: int, input_hash: str) -> Any:
-        """The receipt of the same link and input: some of its files are gone, or another process was faster."""
-        other = read_receipt(self._source.folder, self._unit.index, link)
-        if other is None or other["engine"] in read_condemned(self._bench.condemned):
+    def _earlier_receipt(self, chunk: int, input_hash: str) -> Any:
+        """The receipt of the same chunk and input: some of its files are gone, or another process was faster."""
+        other = read_receipt(self._source.folder, self._unit.index, chunk)
+        if other is None or other["engine"] in read_condemned(self._context.condemned):
             return None
         same = (other["config_hash"], other["input"]["hash"]) == (self._source.config_hash, input_hash)
         return other if same else None
 
-    def _refuse_other_result(self, link: int, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
-        """Two results of one link are equal, or something is broken: then the one with a receipt stays."""
+    def _refuse_other_result(self, chunk: int, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
+        """Two results of one chunk are equal, or something is broken: then the one with a receipt stays."""
         if earlier is None:
             return
         hashes = earlier["splits"][split]["files"]
@@ -453,26 +448,26 @@ class _Worker:
             self._refuse_condemned()  # that says why, if it was just now
             raise UserError(
                 f"{self._unit} gave other tokens than when "
-                f"{receipt_path(self._source.folder, self._unit.index, link)} was written "
+                f"{receipt_path(self._source.folder, self._unit.index, chunk)} was written "
                 f"({earlier['engine']} then, {self._engine.name} now); remove {self._source.folder} to make it "
                 "again with one"
             )
 
 
 class _Batches:
-    """Documents of a link on their way to the spools, encoded many at a time."""
+    """Documents of a chunk on their way to the writers, encoded many at a time."""
 
     def __init__(
         self,
         source: SourceJob,
-        spools: list[Spool],
+        writers: list[PartWriter],
         tokenizer: Tokenizer,
         engine: Engine,
         check: Check,
-        which: Which,
+        which: EngineName,
     ) -> None:
         self._source = source
-        self._spools = spools
+        self._writers = writers
         self._tokenizer = tokenizer
         self._engine = engine
         self._check = check
@@ -485,8 +480,8 @@ class _Batches:
         """Take a document; returns whether this encoded what had gathered."""
         if len(raw) > self._source.max_document_bytes:
             self.flush()
-            spool = self._spools[self._source.splits.of(raw, document.id)]
-            spool.add_long(document, len(raw), self._encode_long(document, raw))
+            writer = self._writers[self._source.splits.of(raw, document.id)]
+            writer.add_long(document, len(raw), self._encode_long(document, raw))
             return True
         self._batch.append((document, raw))
         self._bytes += len(raw)
@@ -505,10 +500,10 @@ class _Batches:
         ends = (np.cumsum(encoded.lengths) * self._itemsize).tolist()
         start = 0
         for (document, raw), end in zip(self._batch, ends, strict=True):
-            self._spools[self._source.splits.of(raw, document.id)].add(document, len(raw), view[start:end])
+            self._writers[self._source.splits.of(raw, document.id)].add(document, len(raw), view[start:end])
             start = end
-        for spool in self._spools:
-            spool.flush()
+        for writer in self._writers:
+            writer.flush()
         self._batch.clear()
         self._bytes = 0
 
@@ -542,7 +537,7 @@ def read_condemned(path: Path) -> dict[str, str]:
 
 
 def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
-    """Whether a receipt is of this config, begins where the link begins, and its files are there."""
+    """Tell whether a receipt is of this config, begins where the chunk begins, and its files are there."""
     return (
         receipt is not None
         and receipt["config_hash"] == source.config_hash
@@ -554,7 +549,7 @@ def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position,
 
 
 def damage_stands(source: SourceJob, unit: Unit, receipt: Any) -> bool:
-    """Whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
+    """Tell whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
     dropped, wanted = receipt.get("dropped", []), _dropped(source, unit)
     # Another command that drops may have seen more damage by now.
     if dropped != wanted and not (source.drops_damaged and set(dropped) > set(wanted)):
@@ -570,7 +565,7 @@ def _dropped(source: SourceJob, unit: Unit) -> list[str]:
 
 
 def _is_shuffled(source: SourceJob) -> bool:
-    """Whether a global shuffle was finished, by another command just now: it removes the parts of its first pass."""
+    """Tell whether another command has just finished a global shuffle, which removes the parts of its first pass."""
     if not source.below:
         return False
     try:
@@ -583,5 +578,4 @@ def _is_shuffled(source: SourceJob) -> bool:
 
 
 def _rejected_record(document: Document) -> dict[str, Any]:
-    fields = ("row", "piece", "line", "byte", "reason", "detail")
-    return {field: getattr(document, field) for field in fields}
+    return {field: getattr(document, field) for field in ("row", "piece", "line", "byte", "reason", "detail")}

@@ -1,4 +1,4 @@
-"""Which words the `tokenizers` library keeps the ids of: those that a corpus has most of.
+"""Words that the `tokenizers` library keeps the ids of: those that a corpus has most of.
 
 Its cache takes the first 10,000 words that it meets, and never another. Words counted in a sample make it a tenth
 faster than whatever the first few documents have. They should be cached before much is encoded: then they lie close
@@ -12,7 +12,7 @@ from pipeline.data.sources.records import Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 UNIT_BYTES = 2**23
-"""Of a smaller unit, to look at its words takes longer than they save: 0.3 s."""
+"""Smallest unit whose words are looked at; of a smaller one that takes longer than they save: 0.3 s."""
 _SAMPLE_CHARACTERS = 2**19
 _HEAD_CHARACTERS = 2**12
 """Of each document: many beginnings have more of what is frequent everywhere than a few whole documents."""

@@ -96,9 +96,9 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             if first <= cursor.offset:  # read before the start
                 base = cursor.bytes_read - ends
                 continue
-            share = (base + message.start - piece.start, base + ends)
+            bytes_read = (base + message.start - piece.start, base + ends)
             try:
-                for document in rows(cursor, piece, batches.read(message), begin, share, trusted=False):
+                for document in rows(cursor, piece, batches.read(message), begin, bytes_read, trusted=False):
                     yield document
                     if cursor.input_bytes - dropped > _DROP_BYTES:
                         dropped = cursor.input_bytes

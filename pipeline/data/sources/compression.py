@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 _INPUT_BYTES = 2**16
 _OUTPUT_BYTES = 2**18
-"""What is decompressed at a time."""
+"""Bytes that are decompressed at a time."""
 _HELD_BYTES = 2**23
 """A member that holds no more than this is decompressed once; a larger one twice, the first time for its checksum."""
 _BEAT_BYTES = 2**25
-"""What is decompressed between two signs of life."""
+"""Bytes that are decompressed between two signs of life."""
 _XZ_MEMORY = 2**28
-"""What an .xz file may ask for; `xz -9` needs 65 MiB."""
+"""Memory that an .xz file may ask for; `xz -9` needs 65 MiB."""
 
 FORMATS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00"}
-"""What files of each begin with."""
+"""First bytes of files of each."""
 
 
 class StreamError(Exception):
@@ -142,7 +142,7 @@ class Decompressed(io.RawIOBase):
         return StreamError(f"damaged {self._name} file", detail, self._sound)
 
     def _members(self, verify: bool) -> Iterator[bytes]:
-        """What the members of the file hold."""
+        """Content of the members of the file."""
         while self._find_member():
             start = self._input.at
             if not verify:
@@ -183,7 +183,7 @@ class Decompressed(io.RawIOBase):
         return True
 
     def _decoded(self) -> Iterator[bytes]:
-        """What a member holds, with signs of life."""
+        """Content of a member, with signs of life."""
         for out in self._decode_zstd() if self._name == "zstd" else self._decode():
             self._seen += len(out)
             if self._seen % _BEAT_BYTES < len(out):
@@ -191,7 +191,7 @@ class Decompressed(io.RawIOBase):
             yield out
 
     def _decode(self) -> Iterator[bytes]:
-        """What a member of a gzip, bzip2 or xz file holds."""
+        """Content of a member of a gzip, bzip2 or xz file."""
         decoder, data = _DECODERS[self._name](), self._input.read()
         try:
             while not decoder.eof:
@@ -208,7 +208,7 @@ class Decompressed(io.RawIOBase):
         self._input.unread(decoder.unused_data)
 
     def _decode_zstd(self) -> Iterator[bytes]:
-        """What a frame of a zstd file holds."""
+        """Content of a frame of a zstd file."""
         import zstandard
 
         frame = _Frame(self._input)
@@ -262,7 +262,7 @@ class _Input:
 
 
 class _Decoder(Protocol):
-    """What `bz2` and `lzma` have in common."""
+    """Interface that `bz2` and `lzma` have in common."""
 
     @property
     def eof(self) -> bool: ...
@@ -314,7 +314,7 @@ class _Frame:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it was read."""
+        """Tell whether all of it was read."""
         return self._state == "end" and not self._skip
 
     def read(self, size: int) -> bytes:
@@ -365,7 +365,7 @@ _WANTED = {"magic": 4, "size": 4, "descriptor": 1, "block": 3}
 
 
 def _begins(data: bytes, magic: bytes) -> bool:
-    """Whether a member may begin with these bytes, if there are enough of them; in zstd also a frame to skip."""
+    """Tell whether a member may begin with these bytes, if there are enough of them; in zstd also a frame to skip."""
     head = data[: len(magic)]
     if magic.startswith(head):
         return True

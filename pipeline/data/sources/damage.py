@@ -46,12 +46,12 @@ def damaged_files(unit: Unit, damage: Sequence[Damage]) -> list[DamagedFile]:
 
 
 def damage_in(unit: Unit, receipt: Any) -> list[DamagedFile]:
-    """What could not be read of the files of a link, by its receipt."""
+    """Damage in the files of a chunk, by its receipt."""
     return damaged_files(unit, [Damage(**damage) for damage in receipt.get("damaged", [])])
 
 
 def in_words(damaged: Sequence[DamagedFile], total: int) -> str:
-    """How many files are damaged, and what that costs.
+    """Number of damaged files, and their loss.
 
     Args:
         damaged: what was found.

@@ -99,7 +99,7 @@ def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -
     """The files below `folder` that the parts of a glob match, and whatever else is no folder.
 
     Like `glob.iglob`: links are followed and hidden names need a dot in the glob. But a link to a folder that it lies
-    in is passed over, which would give every document dozens of times, and a folder that cannot be read is an error.
+    in is skipped, which would give every document dozens of times, and a folder that cannot be read is an error.
 
     Args:
         folder: where to look.
@@ -153,7 +153,7 @@ def _entries(folder: str, hidden: bool) -> list[tuple[str, bool]]:
 
 
 def _is_no_folder(path: str) -> bool:
-    """Whether there is something that may be meant as a file. What may not be known is an error: no file is lost."""
+    """Tell whether something may be meant as a file. What may not be known is an error: no file is lost."""
     try:
         return not stat.S_ISDIR(os.stat(path).st_mode)
     except PermissionError:
@@ -177,7 +177,7 @@ def glob_start(pattern: str) -> int:
 
 
 def _why_nothing(full: str) -> str:
-    """What a user may have meant by a pattern that matches no file."""
+    """Hint about a pattern that matches no file."""
     if os.path.isfile(os.path.join(full, "state.json")):
         return "; it is a folder of `Dataset.save_to_disk`: set type: arrow"
     if os.path.isdir(full):

@@ -64,8 +64,7 @@ class HubReader(Reader):
         """The shards, at the commit of the plan unless the run file names another revision."""
         from pipeline.data.sources.hub_stream import hub_files
 
-        revision = self.hub.revision or planned().get(_REVISION)
-        hub, files = hub_files(dataclasses.replace(self.hub, revision=revision))
+        hub, files = hub_files(dataclasses.replace(self.hub, revision=self.hub.revision or planned().get(_REVISION)))
         return dataclasses.replace(self, hub=hub), files
 
     def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:
@@ -80,7 +79,7 @@ class HubReader(Reader):
 
     def cut(self, files: Iterable[File], size: int) -> Iterator[tuple[Piece, ...]]:
         """Each shard is a piece of work: its size may be unknown."""
-        return ((Piece(file, 0, file.size, linked=True),) for file in files)
+        return ((Piece(file, 0, file.size, chunked=True),) for file in files)
 
     def suspects(self, files: Sequence[File]) -> Sequence[File]:
         """None: shards may lie elsewhere."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import inspect
 import lzma
 import os
 import re
@@ -38,7 +37,7 @@ _DAMAGED = (
     *(pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, TypeError, EOFError),
     *(gzip.BadGzipFile, zlib.error, lzma.LZMAError, datasets.exceptions.DatasetGenerationError),
 )
-"""What `datasets` raises about the content of a shard. Errors of the network are others."""
+"""Errors of `datasets` about the content of a shard. Errors of the network are others."""
 
 
 def hub_files(hub: Hub) -> tuple[Hub, list[File]]:
@@ -52,7 +51,7 @@ def hub_files(hub: Hub) -> tuple[Hub, list[File]]:
     _refuse(hub)
     hub = dataclasses.replace(hub, revision=_commit(hub))
     config = _builder(hub).config
-    count = _shards(_stream(hub, ()))
+    count = _stream(hub, ()).num_shards
     paths = [str(path) for path in (config.data_files or {}).get(hub.split, ())]
     result = []
     for shard in range(count):
@@ -97,8 +96,8 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
             return
     shard, count = int(found[1]), int(found[2])
     stream = _stream(hub, (reader.text_key, reader.id_key, *reader.metadata))
-    if _shards(stream) != count:
-        raise UserError(f"{hub.path} had {count} shards when the plan was made, and {_shards(stream)} now")
+    if stream.num_shards != count:
+        raise UserError(f"{hub.path} had {count} shards when the plan was made, and {stream.num_shards} now")
     if count > 1:
         stream = stream.shard(num_shards=count, index=shard)
     base, span, begun = cursor.bytes_read, piece.end - piece.start, cursor.input_bytes
@@ -109,26 +108,21 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
             table = next(tables, None)
         except _DAMAGED as error:
             if "Cast" in type(error).__name__ or "Couldn't cast" in str(error) or "No match for FieldRef" in str(error):
-                said = one_line(error)
                 raise UserError(
-                    f"{piece.file.path}: its columns are not those of the other files of {hub.path} ({said}); choose "
-                    "files of one kind with hub.data_files or hub.name"
+                    f"{piece.file.path}: its columns are not those of the other files of {hub.path} "
+                    f"({one_line(error)}); choose files of one kind with hub.data_files or hub.name"
                 ) from error
             cursor.ended = True
             left = max(0, base + span - cursor.bytes_read)
             cursor.damaged("damaged shard", f"from row {first} on: {one_line(error)}", left)
             break
-        except OSError as error:
-            if error.filename is None:
-                error.filename = piece.file.path  # else nobody knows what was being read
-            raise
         if table is None:
             break
         columns = check_schema(table.schema, reader, piece.file.path)
         for batch in table.select(columns).combine_chunks().to_batches():
             # How much of the shard that is, nobody knows; it is at most all of it.
-            share = min(base + span, max(cursor.bytes_read, base + cursor.input_bytes - begun))
-            yield from rows(cursor, piece, batch, first, (share, share))
+            bytes_read = min(base + span, max(cursor.bytes_read, base + cursor.input_bytes - begun))
+            yield from rows(cursor, piece, batch, first, (bytes_read, bytes_read))
             first += len(batch)
     cursor.bytes_read = base + span
 
@@ -143,10 +137,6 @@ def _refuse(hub: Hub) -> None:
 
 def _is_parquet(builder: Any) -> bool:
     return hasattr(builder.config, "columns") and hasattr(builder.config, "batch_size")
-
-
-def _shards(stream: Any) -> int:
-    return int(stream.num_shards if hasattr(stream, "num_shards") else stream.n_shards)
 
 
 def _commit(hub: Hub) -> str | None:
@@ -165,14 +155,10 @@ def _commit(hub: Hub) -> str | None:
 
 @lru_cache(maxsize=4)
 def _builder(hub: Hub) -> Any:
-    """What knows the files of a dataset. Kept, because on the hub it takes several requests to find out."""
-    options: dict[str, Any] = {}
-    if "trust_remote_code" in inspect.signature(datasets.load_dataset_builder).parameters:
-        options["trust_remote_code"] = False  # without it, versions before 4 ask the user
-    if hub.data_files:
-        options["data_files"] = {hub.split: list(hub.data_files)}
+    """The builder of a dataset, which knows its files. Kept, because on the hub it takes several requests."""
+    files = {hub.split: list(hub.data_files)} if hub.data_files else None
     try:
-        return datasets.load_dataset_builder(hub.path, hub.name, revision=hub.revision, **options)
+        return datasets.load_dataset_builder(hub.path, hub.name, revision=hub.revision, data_files=files)
     except Exception as error:
         raise _failed(hub, error) from error
 
@@ -197,11 +183,11 @@ def _stream(hub: Hub, wanted: tuple[str, ...]) -> Any:
 
 
 def _failed(hub: Hub, error: Exception) -> UserError:
-    """Why a dataset cannot be opened, and what to do."""
+    """Error about a dataset that cannot be opened, with what to do."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     kinds |= {kind.__name__ for kind in type(error.__cause__).__mro__} if error.__cause__ else set()
-    said = " ".join(str(error).split())[:300]
-    if "GatedRepoError" in kinds or "gated" in said:
+    message = " ".join(str(error).split())[:300]
+    if "GatedRepoError" in kinds or "gated" in message:
         advice = f"accept its terms at https://huggingface.co/datasets/{hub.path}, then log in with `hf auth login`"
     elif kinds & {"OfflineModeIsEnabled", "ConnectionError", "ConnectError", "Timeout", "TimeoutException"}:
         advice = (
@@ -212,10 +198,10 @@ def _failed(hub: Hub, error: Exception) -> UserError:
         advice = f"check hub.revision {hub.revision!r}"
     elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
         advice = "check the spelling of hub.path; if the dataset is private, log in with `hf auth login`"
-    elif "scripts are no longer supported" in said or "trust_remote_code" in said:
+    elif "scripts are no longer supported" in message or "trust_remote_code" in message:
         advice = (
             "its data comes out of a program, which is never run; many have a copy: hub.revision refs/convert/parquet"
         )
     else:
         advice = "check hub.path, hub.name, hub.split and hub.data_files"
-    return UserError(f"hub dataset {hub.path!r} (split {hub.split!r}): {type(error).__name__}: {said}; {advice}")
+    return UserError(f"hub dataset {hub.path!r} (split {hub.split!r}): {type(error).__name__}: {message}; {advice}")

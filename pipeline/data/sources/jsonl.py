@@ -65,7 +65,7 @@ def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
 
 
 def _seek(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
-    """Go to the first line that belongs to a piece, or to where the reading goes on."""
+    """Go to the first line that belongs to a piece, or to where reading resumes."""
     if cursor.offset >= 0:
         file.seek(cursor.offset)
         return
@@ -186,7 +186,7 @@ def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) 
 
 
 def _is_cut(raw: bytes, error: ValueError | None = None) -> bool:
-    """Whether a record that cannot be read is cut by the end of its file. `error`: what Python's `json` says of it."""
+    """Tell whether a record that cannot be read is cut by the end of its file. `error`: that of Python's `json`."""
     if raw.endswith(b"\n") or not raw.lstrip().startswith(b"{"):
         return False
     if not raw.rstrip().endswith(b"}"):
@@ -197,7 +197,7 @@ def _is_cut(raw: bytes, error: ValueError | None = None) -> bool:
 
 
 def _depth(raw: bytes) -> int:
-    """How deep JSON is nested at most."""
+    """Deepest nesting of JSON."""
     depth = deepest = 0
     for found in _BRACKETS.finditer(raw):
         depth += (found[1] is not None) - (found[2] is not None)
@@ -212,7 +212,7 @@ def _number(digits: str) -> int | float:
 
 
 def _text_reason(record: Any, text_key: str) -> tuple[str, str]:
-    """Why a JSON value has no text: (one of a few reasons, the detail)."""
+    """Reason why a JSON value has no text: (one of a few reasons, the detail)."""
     if not isinstance(record, dict):
         return "not a JSON object", ""
     if text_key not in record:
@@ -221,7 +221,7 @@ def _text_reason(record: Any, text_key: str) -> tuple[str, str]:
 
 
 def _json_reason(raw: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
-    """Why a line is no JSON: (one of a few reasons, the detail)."""
+    """Reason why a line is not JSON: (one of a few reasons, the detail)."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as bad:

@@ -91,8 +91,7 @@ def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]
                 min(at for at in (chunk.dictionary_page_offset or 0, chunk.data_page_offset, 2**63) if at > 0)
             )
             stored += chunk.total_compressed_size
-            name = chunk.path_in_schema
-            if _is_of(name, columns):
+            if _is_of(chunk.path_in_schema, columns):
                 wanted += chunk.total_uncompressed_size
         # Whatever a footer says, a row group belongs to one piece.
         begin = min(*begins, piece.file.size - 1) if begins else 0
@@ -112,11 +111,10 @@ def _read_group(
     try:
         with open(piece.file.path, "rb") as raw:
             batch_rows = min(group.batch_rows, _look_at_pages(cursor, piece, raw, file, columns, group))
-        batches = file.iter_batches(batch_rows, [group.number], columns=columns, use_threads=False)
-        for batch in batches:
+        for batch in file.iter_batches(batch_rows, [group.number], columns=columns, use_threads=False):
             done, more = first - group.row, first + len(batch) - group.row
-            share = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
-            yield from rows(cursor, piece, batch, first, share)
+            bytes_read = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
+            yield from rows(cursor, piece, batch, first, bytes_read)
             first += len(batch)
         if first != group.row + group.rows:
             raise pa.ArrowInvalid(f"there are {first - group.row} rows instead of {group.rows}")

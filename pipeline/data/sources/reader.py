@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import xxhash
 
 from pipeline.common.errors import UserError
+from pipeline.common.storage import naming
 from pipeline.data.sources.compression import Decompressed, compression_of
 from pipeline.data.sources.globs import File, find_files
 from pipeline.data.sources.records import (
@@ -57,7 +57,7 @@ def unit_size(total_bytes: int, unit_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Reader(ABC):
-    """How a source's files are read: a format, with the settings of the source.
+    """Reader of a source's files: a format, with the settings of the source.
 
     The defaults are those of files that are streams of bytes, plain or compressed. An instance is sent to worker
     processes, so a format can be imported by its name, and holds no open file.
@@ -171,16 +171,16 @@ class Reader(ABC):
 
     def pieces(self, file: File, size: int) -> Iterator[Piece]:
         """A file in pieces of about `size` bytes of text. Here all of it: it can only be read from its beginning."""
-        yield Piece(file, 0, file.size, linked=compression_of(file.path) is not None)
+        yield Piece(file, 0, file.size, chunked=compression_of(file.path) is not None)
 
-    def ranges(self, file: File, size: int, *, linked: bool = False) -> Iterator[Piece]:
+    def ranges(self, file: File, size: int, *, chunked: bool = False) -> Iterator[Piece]:
         """Byte ranges of a file of about `size` bytes of text each; none of an empty one.
 
         For formats in which the first record behind any byte can be found.
         """
         step = max(1, size * file.size // max(self.expected_text_bytes(file), 1))
         for start in range(0, file.size, step):
-            yield Piece(file, start, min(start + step, file.size), linked)
+            yield Piece(file, start, min(start + step, file.size), chunked)
 
     def suspects(self, files: Sequence[File]) -> Sequence[File]:
         """Files whose first or last bytes may tell that they are damaged."""
@@ -223,7 +223,7 @@ class Reader(ABC):
 
 
 class Cursor:
-    """How far the reading of a unit has come; right after every document, while what yields it waits.
+    """Progress of reading a unit; right after every document, while what yields it waits.
 
     Attributes:
         unit: what is read.
@@ -240,7 +240,7 @@ class Cursor:
         beat: called now and then while a compressed file is read, much of which may give no document.
     """
 
-    def __init__(self, unit: Unit, reader: Reader, start: Position) -> None:
+    def __init__(self, unit: Unit, reader: Reader, start: Position = START) -> None:
         self.unit = unit
         self.reader = reader
         self.piece, self.offset, self.line, self.row = start
@@ -257,7 +257,7 @@ class Cursor:
 
     @property
     def position(self) -> Position:
-        """Where a reader has to start to get the next record."""
+        """Start position of a reader that gets the next record."""
         return (self.piece + 1, -1, 0, self.row) if self.ended else (self.piece, self.offset, self.line, self.row)
 
     @property
@@ -279,7 +279,7 @@ class Cursor:
         return {**self._counts, self.piece: (self.line - line, self.row - row)}
 
     def enter(self, number: int) -> Piece:
-        """Begin a piece, or go on with the one that the start lies in."""
+        """Begin a piece, or continue the one that the start lies in."""
         if self._first is not None:
             line, row = self._first
             self._counts[self.piece] = (self.line - line, self.row - row)
@@ -291,7 +291,7 @@ class Cursor:
         return self.unit.pieces[number]
 
     def expand(self, piece: Piece, size: int) -> None:
-        """Count what the rows of a table become, over all links of a piece: a few bytes can stand for billions of rows.
+        """Count what the rows of a table become, over a whole piece: a few bytes can stand for billions of rows.
 
         Raises:
             UserError: it is more than a file of this size may become.
@@ -335,7 +335,7 @@ class Cursor:
         self.damage = []
 
     def damaged(self, reason: str, detail: str, lost: int) -> None:
-        """Take note of what cannot be read of the piece. It is no record, and has no row."""
+        """Take note of what cannot be read of the piece. It is not a record, and has no row."""
         self.damage.append(Damage(self.piece, reason, printable(detail), lost))
 
     def give_up(self, piece: Piece, reason: str, detail: str) -> None:
@@ -364,28 +364,15 @@ class UnitReader(Cursor):
     and hashes along (see `Cursor`) is right after every document.
     """
 
-    def __init__(self, unit: Unit, reader: Reader, start: Position = START) -> None:
-        super().__init__(unit, reader, start)
-
     def __iter__(self) -> Iterator[Document]:
         for number in range(self.piece, len(self.unit.pieces)):
             piece = self.enter(number)
             if piece.file.name in self.reader.dropped:
                 self.give_up(piece, *self.reader.dropped[piece.file.name])
                 continue
-            with named(piece.file):
+            with naming(piece.file.path):
                 _check_unchanged(piece.file)
                 yield from self.reader.read(self, piece)
-
-
-@contextmanager
-def named(file: File) -> Iterator[None]:
-    """Have errors of the system say which file it is: those of pyarrow do not."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or file.path
-        raise
 
 
 def _check_unchanged(file: File) -> None:

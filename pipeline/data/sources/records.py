@@ -1,4 +1,4 @@
-"""What readers read and yield: pieces of files, units of work and documents."""
+"""Input and output of readers: pieces of files, units of work and documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.data.sources.globs import File
 MAX_RECORD_BYTES = 32 * 2**20
 """A longer file, line or value is rejected without being held, by default."""
 EMPTY = "empty document"
-"""The one reason that is no error: the record is sound, there is only nothing in it."""
+"""The one reason that is not an error: the record is sound, there is only nothing in it."""
 NOT_UTF8 = "not UTF-8"
 BOM = b"\xef\xbb\xbf"
 HUB_PREFIX = "hf://"
@@ -25,17 +25,17 @@ ANY_EXPANSION = 2**62
 FREE_BYTES = 64 * 2**20
 """So much text a table may become however small it is."""
 ROW_BYTES = 64
-"""What a row counts for besides its text: empty ones take time, too."""
+"""Bytes that a row counts for besides its text: empty ones take time, too."""
 
 Position = tuple[int, int, int, int]
-"""Where to read on: (piece, offset in the piece's file, line in the piece, row in the unit).
+"""Position to resume reading at: (piece, offset in the piece's file, line in the piece, row in the unit).
 
 The offset is a byte of the decompressed file for lines and text, and a row of the file for tables.
 """
 START: Position = (0, -1, 0, 0)
 """The beginning of a unit; offset -1 is the beginning of a piece."""
 Numbering = Literal["text", "line", "row"]
-"""What the number of a document's place counts: nothing, where a file is one text; lines, from 1; rows of a table, from
+"""Unit of the number of a document's place: nothing, where a file is one text; lines, from 1; rows of a table, from
 0."""
 
 
@@ -55,13 +55,13 @@ class Piece:
     """Bytes [start, end) of a file as it lies on disk. What begins in them belongs to the piece.
 
     Attributes:
-        linked: whether it may hold far more text than its bytes say: it is compressed, or a table.
+        chunked: whether it may hold far more text than its bytes say: it is compressed, or a table.
     """
 
     file: File
     start: int
     end: int
-    linked: bool = False
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class Unit:
         return sum(piece.end - piece.start for piece in self.pieces)
 
     @property
-    def linked(self) -> bool:
-        """Whether what it becomes may need more than one link."""
-        return any(piece.linked for piece in self.pieces)
+    def chunked(self) -> bool:
+        """Tell whether what it becomes may need more than one chunk."""
+        return any(piece.chunked for piece in self.pieces)
 
     def __str__(self) -> str:
         first, more = self.pieces[0], len(self.pieces) - 1
         whole = first.start == 0 and first.end == first.file.size
-        where = "" if whole else f" bytes {first.start}-{first.end}"
+        range_text = "" if whole else f" bytes {first.start}-{first.end}"
         others = f" and {more} more {'file' if more == 1 else 'files'}" if more else ""
-        return f"unit {self.index} of {self.source} ({first.file.path}{where}{others})"
+        return f"unit {self.index} of {self.source} ({first.file.path}{range_text}{others})"
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What could not be read of a file.
+    """A part of a file that could not be read.
 
     Attributes:
         piece: number of the piece of the unit.

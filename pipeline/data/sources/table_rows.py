@@ -18,18 +18,18 @@ from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import EMPTY, NOT_UTF8, ROW_BYTES, Document, Piece, metadata_json
 
 BATCH_BYTES = 2**22
-"""What is turned into documents at a time."""
+"""Bytes that are turned into documents at a time."""
 BATCH_ROWS = 1024
 """Maximum number of rows; a dictionary of long values says nothing about the size of the text in its rows."""
 HELD_BYTES = 2**24
-"""What is held at a time where values repeat, and what a page may ask for however small it is on disk."""
+"""Bytes that are held at a time where values repeat, and that a page may ask for however small it is on disk."""
 _LENGTH = struct.Struct("<q")
 
 DAMAGED = (
     *(pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowIndexError, pa.ArrowTypeError, pa.ArrowKeyError),
     *(OSError, UnicodeDecodeError),
 )
-"""What pyarrow raises about a file that is not what it should be."""
+"""Errors of pyarrow about a file that is not what it should be."""
 
 
 def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
@@ -65,7 +65,7 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
 
 
 def rows(
-    cursor: Cursor, piece: Piece, batch: pa.RecordBatch, first: int, share: tuple[int, int], trusted: bool = True
+    cursor: Cursor, piece: Piece, batch: pa.RecordBatch, first: int, bytes_read: tuple[int, int], trusted: bool = True
 ) -> Iterator[Document]:
     """The rows of a batch as documents, without those that were read before.
 
@@ -74,13 +74,13 @@ def rows(
         piece: where they lie.
         batch: the columns.
         first: row of the file that the batch begins with.
-        share: `bytes_read` before and after the batch.
+        bytes_read: of the cursor, before and after the batch.
         trusted: whether offsets in the batch are sound; else they are checked.
     """
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
     update, length, name = cursor.digest.update, _LENGTH.pack, piece.file.name
     own_ids = reader.id_key in batch.schema.names
-    (low, high), count = share, len(batch)
+    (low, high), count = bytes_read, len(batch)
     held = max(batch.get_total_buffer_size(), count * max(map(_longest, batch.columns), default=0), 1)
     step = max(1, min(BATCH_ROWS, BATCH_BYTES * count // held))
     for begin in range(0, count, step):
@@ -161,7 +161,7 @@ def text_bytes(column: pa.Array) -> list[bytes | None]:
 
 
 def _of_dictionary(read: Callable[[pa.Array], list[Any]], column: pa.DictionaryArray) -> list[Any]:
-    """What `read` makes of the values that are used, each once: where they repeat they are the same object."""
+    """Results of `read` for the values that are used, each once: where they repeat they are the same object."""
     used, places = np.unique(np.asarray(column.indices.fill_null(0)), return_inverse=True)
     if not len(column.dictionary):
         return [None] * len(column)
@@ -186,7 +186,7 @@ def _longest(column: pa.Array) -> int:
 
 
 def _shares(kind: pa.DataType, *, inside: bool = False) -> bool:
-    """Whether values of a type may be longer together than the bytes that hold them, and cannot be measured."""
+    """Tell whether values of a type may be longer together than the bytes that hold them, and cannot be measured."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if inside and (pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)):
@@ -229,14 +229,10 @@ def values(column: pa.Array) -> list[Any]:
     except (ValueError, OverflowError, TypeError, ImportError):
         pass
     try:
-        return text_bytes_or_none(column)
+        # A column in Arrow's own words.
+        return [None if raw is None else raw.decode() for raw in text_bytes(column.cast(pa.string()))]
     except DAMAGED:
         return [None] * len(column)
-
-
-def text_bytes_or_none(column: pa.Array) -> list[Any]:
-    """A column in Arrow's own words."""
-    return [None if raw is None else raw.decode() for raw in text_bytes(column.cast(pa.string()))]
 
 
 def _check_offsets(batch: pa.RecordBatch) -> None:

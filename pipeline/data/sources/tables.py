@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from pipeline.common.storage import naming
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Reader, named
+from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import Piece
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class TableReader(Reader):
             try:
                 table_rows.check_schema(self.schema(file.path), self, file.path)
             except table_rows.DAMAGED as error:
-                with named(file):
+                with naming(file.path):
                     table_rows.raise_if_machine(error)  # reading it will say what else is wrong
                 return False
             return True
@@ -54,7 +55,7 @@ class TableReader(Reader):
 
     def pieces(self, file: File, size: int) -> Iterator[Piece]:
         """Byte ranges; an empty file is a piece, and damaged."""
-        return self.ranges(file, size, linked=True) if file.size else iter((Piece(file, 0, 0, linked=True),))
+        return self.ranges(file, size, chunked=True) if file.size else iter((Piece(file, 0, 0, chunked=True),))
 
     def suspects(self, files: Sequence[File]) -> Sequence[File]:
         """None, unless the format says where to look."""

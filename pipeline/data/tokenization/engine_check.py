@@ -24,7 +24,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, value_hash
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization import engines, hard_texts
-from pipeline.data.tokenization.engines import Encoded, Engine, EngineDiffers, Which, first_difference, open_engine
+from pipeline.data.tokenization.engines import Encoded, Engine, EngineDiffers, EngineName, first_difference, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 LIMIT_S = 120.0
@@ -33,15 +33,15 @@ _BATCH_CHARACTERS = 2**18
 
 
 class Proof(NamedTuple):
-    """What came of it."""
+    """Result of a check of an engine."""
 
     texts: int
     """Hard texts in the long set, or those until the first failure."""
     failure: str
-    """What the engine did wrong, to follow its name; empty if it did nothing wrong."""
+    """Fault of the engine, to follow its name; empty if it did nothing wrong."""
 
 
-def prove(engine: Engine, which: Which, tokenizer: Tokenizer, cache_folder: Path) -> Proof:
+def prove(engine: Engine, which: EngineName, tokenizer: Tokenizer, cache_folder: Path) -> Proof:
     """Prove an engine, by the cached result of the long set and the quick set, or by the long set.
 
     Args:
@@ -97,7 +97,7 @@ def _difference(texts: list[str], expected: Encoded, found: Encoded) -> str:
     return ""
 
 
-def _in_child(which: Which, tokenizer: Tokenizer) -> tuple[Proof, bool]:
+def _in_child(which: EngineName, tokenizer: Tokenizer) -> tuple[Proof, bool]:
     """The long set in a child process; and whether the result is worth keeping, or the machine may be to blame."""
     job = {
         "which": which,
@@ -137,7 +137,7 @@ def _child() -> None:
         job["special_tokens"],
         job["allow_special"],
     )
-    proof = compare(open_engine(tokenizer, cast(Which, job["which"])), tokenizer, long=True)
+    proof = compare(open_engine(tokenizer, cast(EngineName, job["which"])), tokenizer, long=True)
     # After whatever a library printed.
     sys.stdout.buffer.write(b"\n" + orjson.dumps(proof._asdict()))
 
@@ -161,10 +161,10 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    said = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     kinds = ("cpu family", "model", "stepping", "flags", "features", "cpu implementer", "cpu part", "cpu variant")
-    features = value_hash([said.get(name) for name in kinds])[:16]
-    return f"{platform.machine()} {said.get('model name', '')} {features}"
+    features = value_hash([fields.get(name) for name in kinds])[:16]
+    return f"{platform.machine()} {fields.get('model name', '')} {features}"
 
 
 def _read(file: Path, about: dict[str, str]) -> Proof | None:

@@ -7,17 +7,17 @@ from typing import NamedTuple, cast
 
 from pipeline.common.errors import UserError
 from pipeline.data.tokenization.engine_check import prove
-from pipeline.data.tokenization.engines import ADVICE, KEY, Which, installed, open_engine
+from pipeline.data.tokenization.engines import ADVICE, KEY, EngineName, installed, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
-FAST: tuple[Which, ...] = ("gigatoken", "fastokens")
-"""What `auto` tries, in this order, before it takes `tokenizers`."""
+FAST: tuple[EngineName, ...] = ("gigatoken", "fastokens")
+"""Engines that `auto` tries, in this order, before it takes `tokenizers`."""
 
 
 class EngineChoice(NamedTuple):
     """The engine of a run."""
 
-    which: Which
+    which: EngineName
     name: str
     """Its name, with the version."""
     why: str
@@ -43,7 +43,7 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
     if guilty := condemned & {installed(which) for which in FAST}:
         return EngineChoice("tokenizers", reference.name, f"because {min(guilty)} gave other ids")
     reasons = []
-    for which in FAST if setting == "auto" else (cast(Which, setting),):
+    for which in FAST if setting == "auto" else (cast(EngineName, setting),):
         try:
             return _proved(which, reference.name, tokenizer, cache_folder)
         except UserError as error:
@@ -53,7 +53,7 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
     return EngineChoice("tokenizers", reference.name, f"because {' and '.join(reasons)}")
 
 
-def _proved(which: Which, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> EngineChoice:
+def _proved(which: EngineName, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> EngineChoice:
     """An engine that loads and proves itself; a `UserError` otherwise."""
     engine = open_engine(tokenizer, which)
     proof = prove(engine, which, tokenizer, cache_folder)

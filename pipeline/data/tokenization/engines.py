@@ -21,11 +21,11 @@ import orjson
 import tokenizers
 
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import mix, mix_one
+from pipeline.common.hashing import mix
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
-Which = Literal["tokenizers", "gigatoken", "fastokens"]
+EngineName = Literal["tokenizers", "gigatoken", "fastokens"]
 KEY = "data.preprocess.engine: "
 ADVICE = "; use engine: auto or tokenizers"
 
@@ -157,7 +157,7 @@ class _Foreign:
         return Encoded(ids.astype(self._dtype), lengths)
 
 
-def open_engine(tokenizer: Tokenizer, which: Which) -> Engine:
+def open_engine(tokenizer: Tokenizer, which: EngineName) -> Engine:
     """Load an engine for a tokenizer. That it gives the same ids is for `choose_engine` and `Check` to find out.
 
     Raises:
@@ -183,7 +183,7 @@ def open_engine(tokenizer: Tokenizer, which: Which) -> Engine:
         raise UserError(f"{KEY}{name} cannot {what}: {printable(str(error))[:300]}{ADVICE}") from None
 
 
-def installed(which: Which) -> str | None:
+def installed(which: EngineName) -> str | None:
     """Name and version of an engine's library; None if it is not installed."""
     try:
         return f"{which} {metadata.version(which)}"
@@ -208,16 +208,15 @@ def _fastokens(definition: str) -> _Encode:
 class Check:
     """Compares a keyed sample of a unit's documents with `tokenizers`: which ones depends on key and row alone.
 
-    The sample are the documents with the smallest keyed numbers: a share `rate` of the unit, and at least `CHECK_MIN`,
-    of those with less than `CHECK_TEXT_BYTES`; where that is more than the share, those below `CHECK_SHORT_BYTES` come
-    first. If a share p of the documents is wrong, n compared ones show it with
-    probability 1 - (1 - p)^n: 64 find 1 in 14 with 99 %, and 3,000 (1.5 million at the default rate) 1 in 1,000 with
-    95 %.
+    The sample are the documents with the smallest keyed numbers: a fraction `rate` of the unit, and at least
+    `CHECK_MIN`, of those with less than `CHECK_TEXT_BYTES`; where that is more than the fraction, those below
+    `CHECK_SHORT_BYTES` come first. If a fraction p of the documents is wrong, n compared ones show it with probability
+    1 - (1 - p)^n: 64 find 1 in 14 with 99 %, and 3,000 (1.5 million at the default rate) 1 in 1,000 with 95 %.
 
     Args:
         tokenizer: what defines the ids.
         key: of the sample.
-        rate: share of the documents.
+        rate: fraction of the documents.
         engine: name of the engine, for the message.
     """
 
@@ -225,28 +224,28 @@ class Check:
         self._tokenizer = tokenizer
         self._key = key
         self._engine = engine
-        self._share = min(int(rate * 2**64), 2**64)
+        self._sampled_below = min(int(rate * 2**64), 2**64)
         self._limit = 2**64
         """Documents with a number from here on are not looked at."""
         self._sampled = self._taken = 0
         self._waiting: list[tuple[int, str, str, npt.NDArray[Any]]] = []
         self._waiting_bytes = 0
         self._spare: list[tuple[int, int, tuple[int, str, str, npt.NDArray[Any]]]] = []
-        """Heap with the largest number on top: the smallest ones that are not in the share."""
+        """Heap with the largest number on top: the smallest ones that are not in the fraction."""
         self._compared = 0
 
-    def add(self, row: int, id: str, text: str, ids: npt.NDArray[Any]) -> None:
-        """Offer a document and the ids it was given.
+    def add_batch(self, rows: npt.NDArray[np.uint64], ids: Sequence[str], texts: Sequence[str], found: Encoded) -> None:
+        """Offer a batch of documents and the token ids that they were given.
+
+        Args:
+            rows: of the documents in their unit.
+            ids: of the documents.
+            texts: of the documents.
+            found: by the engine.
 
         Raises:
-            EngineDiffers: a sampled document's ids are not those of `tokenizers`.
+            EngineDiffers: a sampled document's token ids are not those of `tokenizers`.
         """
-        number = mix_one(row, self._key)
-        if number < self._limit:
-            self._take(number, row, id, text, ids)
-
-    def add_batch(self, rows: npt.NDArray[np.uint64], ids: Sequence[str], texts: Sequence[str], found: Encoded) -> None:
-        """`add` for a batch, in a few operations on arrays: rows, ids and texts of documents, and what was found."""
         numbers = mix(rows, self._key)
         places = np.arange(len(rows)) if self._limit == 2**64 else np.flatnonzero(numbers < np.uint64(self._limit))
         if not len(places):
@@ -262,7 +261,7 @@ class Check:
         """Compare what waits; the number of documents compared in all.
 
         Raises:
-            EngineDiffers: as in `add`.
+            EngineDiffers: as in `add_batch`.
         """
         for _, _, entry in self._spare:
             self._wait(entry)
@@ -275,7 +274,7 @@ class Check:
         if size >= CHECK_TEXT_BYTES:
             return
         entry = (row, id, text, ids.copy())  # the batch it is a part of goes away
-        if number < self._share:
+        if number < self._sampled_below:
             self._sampled += 1
             self._wait(entry)
         else:
@@ -285,7 +284,7 @@ class Check:
         while len(self._spare) > max(0, CHECK_MIN - self._sampled):
             heapq.heappop(self._spare)
         if self._sampled + len(self._spare) >= CHECK_MIN:
-            self._limit = min(max(self._share, -self._spare[0][0] if self._spare else 0), 2**64)
+            self._limit = min(max(self._sampled_below, -self._spare[0][0] if self._spare else 0), 2**64)
 
     def _wait(self, entry: tuple[int, str, str, npt.NDArray[Any]]) -> None:
         self._waiting.append(entry)
@@ -316,7 +315,7 @@ def _resident_bytes() -> int:
 
 
 def first_difference(text: str, expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> tuple[int, str] | None:
-    """Where ids differ first, and a sentence that shows it; None if they are equal."""
+    """First place where ids differ, and a sentence that shows it; None if they are equal."""
     if np.array_equal(expected, found):
         return None
     shared = min(len(expected), len(found))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_FILE = "special_tokens.json"
 _CACHED_WORDS = 10_000
-"""As many as the library caches by itself."""
+"""The size of the library's own cache."""
 
 # The split of Llama 3 (after tiktoken's cl100k): contractions, words with one leading mark, up to three digits,
 # punctuation with its line ends, line ends, spaces. Nothing is dropped, so decoding gives the text back.
@@ -79,7 +79,7 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         """Largest id + 1."""
         self.dtype = token_dtype(self.vocab_size)
-        """What ids are stored in."""
+        """Type that ids are stored in."""
         for token in (end_of_document, *special_tokens):
             if token not in allow_special and vocabulary[token] in self.encode(f"{token} {token}"):
                 raise UserError(
@@ -170,7 +170,7 @@ class Tokenizer:
             storage.put(folder / name, data)
 
     def is_saved_in(self, folder: Path) -> bool:
-        """Whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
+        """Tell whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
         try:
             if all(storage.read_bytes(folder / name) == data for name, data in self._files.items()):
                 return True
@@ -285,7 +285,7 @@ def _readable_errors() -> Iterator[None]:
 
 
 def _candidates(engine: tokenizers.Tokenizer, token: str) -> str:
-    """What to use instead of a special token that a tokenizer does not have."""
+    """Candidates for a special token that a tokenizer does not have."""
     added = [entry.content for entry in engine.get_added_tokens_decoder().values()]
     marked = [name for name in engine.get_vocab() if name[:1] in "<[" and name[-1:] in ">]" and len(name) > 2]
     if near := difflib.get_close_matches(token, {*added, *marked}, n=3, cutoff=0.6):

@@ -19,10 +19,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import orjson
+from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.common import process_identity, storage
 from pipeline.data.datasets.indexed import numbered
@@ -38,11 +40,12 @@ _MAX_BYTES = 4096
 """A longer file is no lease."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
 _BEGAN = time.time()
+_Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a lease. A damaged lease has no name: `pid` is 0."""
+    """The process that has a lease. A damaged lease has no name: `pid` is 0."""
 
     host: str
     pid: int
@@ -55,7 +58,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """What a lease file says.
+    """Content of a lease file.
 
     Attributes:
         started: start time of the process in clock ticks after boot, since pids are used again; None if not known.
@@ -69,23 +72,23 @@ class LeaseRecord:
     """
 
     host: str
-    pid: int
-    started: int | None
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    started: _Whole | None
     boot: str
     namespace: str
     nonce: str
     began: float
     since: float
-    beat: int
-    done: int
+    beat: _Whole
+    done: _Whole
 
     @property
     def holder(self) -> Holder:
-        """Who it is."""
+        """The process."""
         return Holder(self.host, self.pid, self.since)
 
     def is_running(self) -> bool | None:
-        """Whether the process is there; None if this cannot be known from here, or if it is stopped."""
+        """Tell whether the process is there; None if this cannot be known from here, or if it is stopped."""
         if self.is_stopped():
             return None
         if not self._is_here():
@@ -97,13 +100,16 @@ class LeaseRecord:
         return None if process_identity.runs(self.pid) else False
 
     def is_stopped(self) -> bool:
-        """Whether it is a process of this machine that is stopped: it is there and does nothing until SIGCONT."""
+        """Tell whether it is a process of this machine that is stopped: it is there and does nothing until SIGCONT."""
         found = process_identity.process(self.pid) if self._is_here() else None
         return found is not None and found[0] in "Tt" and self.started in (None, found[1])
 
     def _is_here(self) -> bool:
         here = (process_identity.boot() or socket.gethostname(), process_identity.namespace())
         return (self.boot or self.host, self.namespace) == here
+
+
+_RECORD = TypeAdapter(LeaseRecord)
 
 
 class LeaseWatch:
@@ -122,7 +128,7 @@ class LeaseWatch:
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
     def is_stale(self, path: Path, data: bytes) -> bool:
-        """Whether nobody holds the lease with this content any more."""
+        """Tell whether nobody holds the lease with this content any more."""
         record = parse(data)
         running = None if record is None else record.is_running()
         if running is not None:
@@ -194,8 +200,7 @@ class Lease:
                 self.path.unlink()
 
     def _is_ours(self) -> bool:
-        data = _read(self.path)
-        record = None if data is None else parse(data)
+        record = parse(_read(self.path))
         return record is not None and record.nonce == self._record.nonce
 
     def __enter__(self) -> Lease:
@@ -251,24 +256,22 @@ def take(folder: Path, unit: int | str, watch: LeaseWatch) -> Lease | Holder:
     return holder  # others are always faster
 
 
-def take_when_free(folder: Path, unit: int | str, watch: LeaseWatch, waiting: Callable[[Holder], None]) -> Lease:
+def take_when_free(folder: Path, unit: int | str, watch: LeaseWatch, notify: Callable[[Holder], None]) -> Lease:
     """Wait for a lease.
 
     Args:
         folder: of the source.
         unit: number or name.
         watch: of this process.
-        waiting: called once with the one that is waited for, if there is one.
+        notify: called once with the one that is waited for, if there is one.
     """
-    told: Holder | None = None
-    while True:
-        result = take(folder, unit, watch)
-        if isinstance(result, Lease):
-            return result
-        if told is None:
-            told = result
-            waiting(result)
+    is_notified = False
+    while isinstance(result := take(folder, unit, watch), Holder):
+        if not is_notified:
+            is_notified = True
+            notify(result)
         time.sleep(_POLL_S)
+    return result
 
 
 def sweep(folder: Path) -> None:
@@ -276,7 +279,7 @@ def sweep(folder: Path) -> None:
     for path in _lease_files(folder):
         with contextlib.suppress(OSError):  # on a disk that cannot be written they stay
             data = _read(path)
-            record = None if data is None else parse(data)
+            record = parse(data)
             if data is not None and record is not None and record.is_running() is False:
                 _remove(path, data)
 
@@ -284,41 +287,28 @@ def sweep(folder: Path) -> None:
 def read_leases(folder: Path) -> Iterator[tuple[int | str, LeaseRecord, float]]:
     """All leases of a source's folder: number or name, content, time of the last beat by the file system's clock.
 
-    Damaged ones are passed over.
+    Damaged ones are skipped.
     """
     for path in _lease_files(folder):
         try:
-            data, time_s = _read(path), path.stat().st_mtime
+            record, time_s = parse(_read(path)), path.stat().st_mtime
         except OSError:
             continue  # released just now
-        record = None if data is None else parse(data)
         if record is not None:
             yield int(path.stem) if path.stem.isdecimal() else path.stem, record, time_s
 
 
-def parse(data: bytes) -> LeaseRecord | None:
-    """The content of a lease file; None if it is none."""
+def parse(data: bytes | None) -> LeaseRecord | None:
+    """The content of a lease file; None if it is none, or there is none."""
     try:
-        value = orjson.loads(data)
-        record = LeaseRecord(**{field.name: value[field.name] for field in fields(LeaseRecord)})
-    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return _RECORD.validate_json(data or b"", strict=True)
+    except ValidationError:
         return None
-    strings = (record.host, record.boot, record.namespace, record.nonce)
-    whole = (record.pid, record.beat, record.done, 0 if record.started is None else record.started)
-    times = (record.began, record.since)
-    is_sound = (
-        all(isinstance(value, str) for value in strings)
-        and all(isinstance(value, int) and 0 <= value < 2**63 for value in whole)
-        and all(isinstance(value, (int, float)) for value in times)
-        and 0 < record.pid < 2**31
-    )
-    return record if is_sound else None
 
 
-def _lease_files(folder: Path) -> Iterator[Path]:
-    for path in sorted([*folder.glob(f"{LEASES}/*.json"), *folder.glob(f"{LEASES}/*/*.json")]):
-        if not path.name.startswith("."):
-            yield path
+def _lease_files(folder: Path) -> list[Path]:
+    found = [*folder.glob(f"{LEASES}/*.json"), *folder.glob(f"{LEASES}/*/*.json")]
+    return sorted(path for path in found if not path.name.startswith("."))
 
 
 def _new_record() -> LeaseRecord:

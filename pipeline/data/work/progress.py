@@ -1,23 +1,22 @@
-"""What the preprocess stage says: a progress bar on a terminal, plain lines elsewhere, and tables."""
+"""Progress of the preprocess stage: a progress bar on a terminal, plain lines elsewhere, and tables."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipeline.common.console import say
+from pipeline.common.errors import MachineError
 from pipeline.common.format import counted, size
-
-if TYPE_CHECKING:
-    pass
+from pipeline.data.work.worker_pool import Advanced, Done, J, Lost, R, Workers
 
 WIDE = 120
 """Columns of a terminal that the whole progress bar fits into; a narrower one gets less."""
 LINE_EVERY_S = 10.0
-"""Off a terminal, a line of progress each so many seconds."""
+"""Off a terminal, seconds between lines of progress."""
 NOTHING_TO_DO = "nothing to do: all sources are datasets that were made before"
 
 
@@ -59,7 +58,7 @@ class ProgressLine:
         return f"{units}, {self._tokens / 1e6:,.1f} M tokens"
 
     def advance(self, amount: int) -> None:
-        """So many more bytes have been read and encoded."""
+        """Count bytes that have been read and encoded."""
         self._done_bytes += amount
         if self._bar is not None:
             self._bar.advance(self._task, amount)
@@ -73,11 +72,33 @@ class ProgressLine:
             )
 
     def unit_done(self, tokens: int) -> None:
-        """A unit is done, and gave so many tokens."""
+        """Count a unit that is done, and its tokens."""
         self._done_units += 1
         self._tokens += tokens
         if self._bar is not None:
             self._bar.update(self._task, units=self._units_text)
+
+    def results(self, workers: Workers[J, R], jobs: Iterable[J], failed: str) -> Iterator[R]:
+        """The results of jobs that all have to succeed, in any order.
+
+        Args:
+            workers: that run them.
+            jobs: the units of this line.
+            failed: the verb of the message about one that does not.
+
+        Raises:
+            MachineError: a job was given up.
+        """
+        for event in workers.insist(jobs):
+            if isinstance(event, Advanced):
+                self.advance(event.amount)
+            elif isinstance(event, Done):
+                self.unit_done(0)
+                yield event.result
+            else:
+                say(self._console, str(event))
+                if isinstance(event, Lost) and event.is_last:
+                    raise MachineError(f"{event.job} {failed}: {event.how}")
 
     def __enter__(self) -> ProgressLine:
         if self._bar is not None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import orjson
 
 from pipeline.data.sources.records import Damage
+from pipeline.data.work.receipts import Receipt, ReceiptSplit
 
 _MAX_RECEIPT = 2**26
 """A longer file is no receipt."""
@@ -23,48 +25,35 @@ _RECEIPT = re.compile(r"(\d{8,})(?:-(\d{5,}))?\.json")
 
 @dataclass
 class Counts:
-    """What is in a split so far."""
+    """Counts of a split."""
 
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
 
-    def add(self, other: Counts) -> None:
-        """Add those of another part."""
+    def add(self, other: ReceiptSplit) -> None:
+        """Add those of a chunk."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.text_bytes += other.text_bytes
 
 
-@dataclass(frozen=True)
-class _Receipt:
-    link: int
-    last: bool
-    read: int
-    records: int
-    rejected: dict[str, int]
-    engine: str
-    splits: dict[str, Counts]
-    time: float
-    damaged: list[Damage]
-
-
 @dataclass
-class Tally:
+class ReceiptTotals:
     """Sums over the receipts of some units.
 
     Attributes:
         sizes: bytes on disk of all units of the plan.
-        config_hash: of the plan; receipts of others are passed over.
-        condemned: engines whose links are made again.
-        done: units whose links are all there.
-        redo: units with a link of a condemned engine.
-        open: of units that have links, but not all: bytes on disk that were read.
-        links: (time, bytes on disk, unit) of every link.
+        config_hash: of the plan; receipts of others are skipped.
+        condemned: engines whose chunks are made again.
+        done: units whose chunks are all there.
+        redo: units with a chunk of a condemned engine.
+        open: of units that have chunks, but not all: bytes on disk that were read.
+        chunks: (time, bytes on disk, unit) of every chunk.
         splits: by name.
         records: read.
         rejected: records by reason.
-        engines: links by the engine that made them.
+        engines: chunks by the engine that made them.
         unreadable: receipts that are damaged.
         damaged: (unit, what could not be read of its input).
     """
@@ -75,7 +64,7 @@ class Tally:
     done: set[int] = field(default_factory=set)
     redo: set[int] = field(default_factory=set)
     open: dict[int, int] = field(default_factory=dict)
-    links: list[tuple[float, int, int]] = field(default_factory=list)
+    chunks: list[tuple[float, int, int]] = field(default_factory=list)
     splits: dict[str, Counts] = field(default_factory=dict)
     records: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
@@ -91,94 +80,62 @@ class Tally:
         except FileNotFoundError:
             return
         with ThreadPoolExecutor(_READERS) as readers:
-            for tally in readers.map(self._read_folder, folders):
-                self._merge(tally)
+            for units, unreadable in readers.map(self._read_folder, folders):
+                self.unreadable += unreadable
+                for unit, found in units.items():
+                    self._add(unit, sorted(found, key=lambda each: each[0].link))
 
-    def _read_folder(self, folder: str) -> Tally:
-        """The receipts of a folder, which has all links of its units."""
-        tally = Tally(self.sizes, self.config_hash, self.condemned)
-        units: dict[int, list[_Receipt]] = {}
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if name := _RECEIPT.fullmatch(entry.name):
-                        receipt = tally._read(entry.path, int(name[1]), int(name[2] or 0))
-                        if receipt is not None:
-                            units.setdefault(int(name[1]), []).append(receipt)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        for unit, found in units.items():
-            tally._add(unit, sorted(found, key=lambda receipt: receipt.link))
-        return tally
+    def _read_folder(self, folder: str) -> tuple[dict[int, list[tuple[Receipt, float]]], int]:
+        """The receipts of a folder, which has all chunks of its units, with their times; and how many are damaged."""
+        units: dict[int, list[tuple[Receipt, float]]] = {}
+        unreadable = 0
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+            for entry in entries:
+                if name := _RECEIPT.fullmatch(entry.name):
+                    try:
+                        found = self._read(entry.path, int(name[1]), int(name[2] or 0))
+                    except FileNotFoundError:
+                        continue
+                    except (OSError, ValueError, TypeError, KeyError):
+                        unreadable += 1
+                        continue
+                    if found is not None:
+                        units.setdefault(int(name[1]), []).append(found)
+        return units, unreadable
 
-    def _read(self, path: str, unit: int, link: int) -> _Receipt | None:
-        """A receipt; None if it is damaged, or of another plan."""
-        try:
-            with open(path, "rb", buffering=0) as file:
-                stat = os.fstat(file.fileno())
-                value = orjson.loads(file.read(_MAX_RECEIPT))
-            if value["config_hash"] != self.config_hash:
-                return None
-            if (value["unit"], value["link"]) != (unit, link) or unit >= len(self.sizes):
-                raise ValueError("another unit's")
-            return _Receipt(
-                link=link,
-                last=bool(value["last"]),
-                read=whole(value["input"]["read"]),
-                records=whole(value["records"]),
-                rejected={reason: whole(count) for reason, count in value["rejected"].items()},
-                engine=str(value["engine"]),
-                splits={
-                    name: Counts(whole(split["documents"]), whole(split["tokens"]), whole(split["text_bytes"]))
-                    for name, split in value["splits"].items()
-                },
-                time=stat.st_mtime,
-                damaged=[
-                    Damage(whole(each["piece"]), str(each["reason"]), str(each["detail"]), whole(each["lost"]))
-                    for each in value.get("damaged", [])
-                ],
-            )
-        except FileNotFoundError:
+    def _read(self, path: str, unit: int, chunk: int) -> tuple[Receipt, float] | None:
+        """A receipt and when it was written; None if it is of another plan."""
+        with open(path, "rb", buffering=0) as file:
+            time = os.fstat(file.fileno()).st_mtime
+            value = orjson.loads(file.read(_MAX_RECEIPT))
+        if value["config_hash"] != self.config_hash:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self.unreadable += 1
-            return None
+        receipt = Receipt.model_validate(value)
+        if (receipt.unit, receipt.link) != (unit, chunk) or unit >= len(self.sizes):
+            raise ValueError("another unit's")
+        return receipt, time
 
-    def _add(self, unit: int, receipts: list[_Receipt]) -> None:
-        links: list[_Receipt] = []
-        for receipt in receipts:
-            if receipt.link != len(links):
+    def _add(self, unit: int, receipts: list[tuple[Receipt, float]]) -> None:
+        read = 0
+        for number, (receipt, time) in enumerate(receipts):
+            if receipt.link != number:
                 break  # one is missing, so those behind it are not looked at yet
             if receipt.engine in self.condemned:
                 self.redo.add(unit)
                 break
-            links.append(receipt)
-            if receipt.last:
-                self.done.add(unit)
-                break
-        for receipt in links:
-            self.links.append((receipt.time, receipt.read, unit))
+            read += receipt.input.read
+            self.chunks.append((time, receipt.input.read, unit))
             self.records += receipt.records
             self.rejected.update(receipt.rejected)
-            self.damaged += [(unit, damage) for damage in receipt.damaged]
+            self.damaged += [(unit, Damage(**dict(damage))) for damage in receipt.damaged]
             self.engines[receipt.engine] += 1
             for name, counts in receipt.splits.items():
                 self.splits.setdefault(name, Counts()).add(counts)
-        if links and unit not in self.done:
-            self.open[unit] = min(sum(receipt.read for receipt in links), self.sizes[unit])
-
-    def _merge(self, other: Tally) -> None:
-        for name, counts in other.splits.items():
-            self.splits.setdefault(name, Counts()).add(counts)
-        self.done |= other.done
-        self.redo |= other.redo
-        self.open |= other.open
-        self.links += other.links
-        self.records += other.records
-        self.rejected.update(other.rejected)
-        self.engines.update(other.engines)
-        self.unreadable += other.unreadable
-        self.damaged += other.damaged
+            if receipt.last:
+                self.done.add(unit)
+                self.open.pop(unit, None)
+                break
+            self.open[unit] = min(read, self.sizes[unit])
 
 
 def whole(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Receipts: what was made of a link of a unit, and how to tell that it is still there."""
+"""Receipts: what was made of a chunk of a unit, and how to tell that it is still there."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.common import storage
-from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
-from pipeline.data.datasets.indexed import metadata_file, part_files, part_prefix
+from pipeline.data.datasets.indexed import named_files, part_prefix
 
 _Count = Annotated[int, Field(ge=0)]
 _Place = Annotated[list[int], Field(min_length=4, max_length=4)]
-
 _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
 
 
@@ -37,7 +35,9 @@ class _File(_Strict):
     xxh3: Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
 
 
-class _Split(_Strict):
+class ReceiptSplit(_Strict):
+    """Counts and files of a chunk in a split."""
+
     documents: _Count
     tokens: _Count
     text_bytes: _Count
@@ -52,8 +52,8 @@ class _Damage(_Strict):
     lost: _Count
 
 
-class _Receipt(_Strict):
-    """What a receipt has to be; others may have written to its folder."""
+class Receipt(_Strict):
+    """Schema of a receipt; others may have written to its folder."""
 
     unit: _Count
     link: _Count
@@ -67,28 +67,25 @@ class _Receipt(_Strict):
     records: _Count
     rejected: dict[str, _Count]
     checked: _Count
-    splits: dict[str, _Split]
+    splits: dict[str, ReceiptSplit]
     damaged: list[_Damage] = []
     dropped: list[str] = []
 
 
-def read_receipt(source: Path, unit: int, link: int = 0) -> Any:
-    """The receipt of a link; None if there is none that can be read."""
+def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:
+    """The receipt of a chunk; None if there is none that can be read."""
+    receipt = storage.find_json(receipt_path(source, unit, chunk), *RECEIPT_KEYS)
     try:
-        receipt = storage.get_json(receipt_path(source, unit, link), *RECEIPT_KEYS)
-    except (FileNotFoundError, UserError):
-        return None
-    try:
-        _Receipt.model_validate(receipt)
+        Receipt.model_validate(receipt)
     except ValueError:
         return None
     return receipt
 
 
 def read_receipts(source: Path, unit: int) -> Iterator[Any]:
-    """The receipts of a unit from its first link on; the last one says so, or the next is missing."""
-    for link in itertools.count():
-        receipt = read_receipt(source, unit, link)
+    """The receipts of a unit from its first chunk on; the last one says so, or the next is missing."""
+    for chunk in itertools.count():
+        receipt = read_receipt(source, unit, chunk)
         if receipt is None:
             return
         yield receipt
@@ -99,7 +96,7 @@ def read_receipts(source: Path, unit: int) -> Iterator[Any]:
 class Receipts:
     """The receipts of a source, each as it was when it was asked for first: none is read twice.
 
-    Memory: about a kilobyte a link.
+    Memory: about a kilobyte a chunk.
     """
 
     def __init__(self, source: Path) -> None:
@@ -113,35 +110,21 @@ class Receipts:
         return map(orjson.loads, self._read[unit])
 
 
-def link_files(folder: Path, unit: int, link: int, split: dict[str, Any]) -> dict[str, Path]:
-    """Paths of the files of a link's part, by the names in its receipt.
-
-    Args:
-        folder: of the dataset.
-        unit: of the link.
-        link: its number.
-        split: what the receipt says of the split.
-    """
-    prefix = part_prefix(folder, unit, link)
-    files = dict(zip(("bin", "idx", "prov"), part_files(prefix), strict=True)) | {"meta": metadata_file(prefix)}
-    return {name: files[name] for name in split["files"]}
-
-
 def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> bool:
-    """Whether all files of a link have the sizes in its receipt.
+    """Tell whether all files of a chunk have the sizes in its receipt.
 
     Args:
         source: folder of the source.
-        receipt: of the link.
+        receipt: of the chunk.
         below: sub-folder of the dataset's folders that the parts are in.
     """
-    unit, link = receipt["unit"], receipt["link"]
+    unit, chunk = receipt["unit"], receipt["link"]
     try:
         for listed, split in receipt["splits"].items():
-            name = storage.plain_name(listed, receipt_path(source, unit, link))
-            for file, path in link_files(source / name / below, unit, link, split).items():
-                if os.stat(path).st_size != split["files"][file]["size"]:
-                    return False
-        return not receipt["rejected"] or rejected_path(source, unit, link).exists()
+            name = storage.plain_name(listed, receipt_path(source, unit, chunk))
+            files = named_files(part_prefix(source / name / below, unit, chunk))
+            if any(os.stat(files[file]).st_size != about["size"] for file, about in split["files"].items()):
+                return False
+        return not receipt["rejected"] or rejected_path(source, unit, chunk).exists()
     except FileNotFoundError:
         return False

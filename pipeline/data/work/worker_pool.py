@@ -38,7 +38,7 @@ SILENT_S = 120.0
 """A worker that has not been heard of for so long is told of, and again after each time twice as long."""
 _LOOK_S = 1.0
 _PATIENCE_S = 10.0
-"""How long workers may take to clean up before they are killed."""
+"""Seconds that workers may take to clean up before they are killed."""
 
 
 class _Abandoned(BaseException):
@@ -60,7 +60,7 @@ class Done(Generic[J, R]):
     job: J
     result: R
     advanced: int = field(default=0, compare=False)
-    """What the amounts of its `Advanced` add up to; of this attempt, if there were several. So below."""
+    """Sum of the amounts of its `Advanced`; of this attempt, if there were several. So below."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Lost(Generic[J]):
 
     @property
     def is_last(self) -> bool:
-        """Whether the job is given up."""
+        """Tell whether the job is given up."""
         return self.attempt == ATTEMPTS
 
 
@@ -306,7 +306,7 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress], Any]], args: tuple[Any, ...]) -> None:
-    """What a worker process does."""
+    """Main loop of a worker process."""
     # The processes are the parallelism. One thread of its own, and not none: `tokenizers` takes a fifth less time in a
     # thread, because that has another heap than the main one, which glibc keeps in worse order.
     os.environ["RAYON_NUM_THREADS"] = "1"

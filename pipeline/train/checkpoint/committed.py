@@ -176,7 +176,7 @@ def changed(
         OSError: it cannot be read, and that need not be the disk's fault.
     """
     try:
-        now = f"{file_hash(path, advance, links=links):016x}"
+        now = f"{file_hash(path, advance, symlinks=links):016x}"
     except UserError as error:
         return str(error)
     except OSError as error:
@@ -188,7 +188,7 @@ def changed(
 
 def record_of(path: Path) -> tuple[int, str]:
     """Size and hash of a file as it is on disk, for `Files`."""
-    return path.lstat().st_size, f"{file_hash(path, links=False):016x}"
+    return path.lstat().st_size, f"{file_hash(path, symlinks=False):016x}"
 
 
 def wait_until_visible(path: Path) -> None:

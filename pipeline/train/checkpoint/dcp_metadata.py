@@ -158,7 +158,7 @@ def read_metadata(checkpoint: Checkpoint) -> Metadata:
     size, digest = files.pop(METADATA)
     if size > min(_LARGEST, sum(size for size, _ in files.values()) + _ALLOWANCE):
         raise UserError(f"{path} is not read: {size:,} bytes are more than the tensors of the checkpoint can need")
-    with storage.open_regular(path, links=False) as file:
+    with storage.open_regular(path, symlinks=False) as file:
         data = file.read(size + 1)
     if len(data) != size or xxhash.xxh3_64_hexdigest(data) != digest:
         raise UserError(f"{path} has changed since it was written (xxh3 differs)")

@@ -245,7 +245,7 @@ def no_trace_if_refused(run: Path) -> Iterator[None]:
     try:
         yield
     except (UserError, RankFailed) as error:
-        names_logs = isinstance(error, RankFailed) and not error.said
+        names_logs = isinstance(error, RankFailed) and not error.shown
         if made and exit_code(error) == EXIT_REFUSED and not names_logs:
             with suppress(OSError, UserError):  # somebody else is in it
                 _remove_start(run)

@@ -24,7 +24,7 @@ def write(folder, tokenizer, units=(0, 1, 2, 1000), settings=None):
     """A dataset of parts of 5 documents, the second of two sequences, 20 tokens in all."""
     table = np.zeros(len(units), PART)
     for index, unit in enumerate(units):
-        prefix = part_prefix(folder, unit, link=unit % 2)
+        prefix = part_prefix(folder, unit, chunk=unit % 2)
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with IndexedWriter(prefix, tokenizer.dtype) as writer:
             for document in range(DOCUMENTS):

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import mix, mix_one
+from pipeline.common.hashing import mix
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import (
     PROVENANCE,
@@ -31,6 +31,7 @@ from pipeline.data.global_shuffle.bucket import _first_at_least, shuffle_bucket
 from pipeline.data.global_shuffle.external_sort import Run, Shuffle, make_shuffle
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.worker_pool import Done, Workers
+from tests.data.reference import mix_one
 from tests.data.runs import tree
 
 KEYS = [2**63 + 11, 5, 77, 10**18]

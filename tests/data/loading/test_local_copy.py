@@ -412,7 +412,7 @@ class Gated:
 
         def gated(file, data):
             write(file, data)
-            file._file.flush()
+            file.file.flush()
             while next(numbers) >= allowed and not (root / "go").exists():
                 time.sleep(0.01)
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import mix_one
 from pipeline.config.train import ObjectiveConfig
 from pipeline.data.datasets.manifest import TokenizerInfo
 from pipeline.data.loading.objectives import OBJECTIVES, Causal, FillInTheMiddle, make_objective, sample_key
+from tests.data.reference import mix_one
 from tests.data.runs import make_config
 
 PRE, SUF, MID, END = 1, 2, 3, 0

@@ -114,7 +114,7 @@ class TestAfterAGlobalShuffle:
     def test_killed_before_the_first_pass_was_removed(self, tmp_path, corpus, monkeypatch):
         config = config_of(tmp_path, corpus, shuffle="global")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(stage.Shuffling, "clean", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(stage.ShufflePass, "clean", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             preprocess(config)
         assert list(config.data_dir.rglob("unshuffled"))
         assert preprocess(config).units_done == 0
@@ -183,7 +183,7 @@ def test_a_link_ends_after_so_many_records(tmp_path, corpus, monkeypatch):
     config = config_of(tmp_path, corpus, unit_bytes=2**30)
     preprocess(config)
     (whole,) = [list(read_receipts(config.data_dir / "s", 0))]
-    monkeypatch.setattr(unit_module, "LINK_RECORDS", 25)
+    monkeypatch.setattr(unit_module, "CHUNK_RECORDS", 25)
     plan = make_plan(find_source_files(config)[0], run_tokenizer(config), config, make_splits(config.data))
     folder = tmp_path / "links"
     job = source_job(plan, config.model_copy(update={"data": config.data.model_copy(update={"dir": folder})}), "")

@@ -20,7 +20,7 @@ class FortuneReader(Reader):
 
     def pieces(self, file: File, size: int) -> Iterator[Piece]:
         """All of a file, which becomes as many links as it takes."""
-        yield Piece(file, 0, file.size, linked=True)
+        yield Piece(file, 0, file.size, chunked=True)
 
     def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
         """A document a text."""

@@ -76,7 +76,7 @@ def test_shards_are_files(tmp_path, kind):
     reader = HubReader("text", "id", (), hub=hub)
     cut = units(found, reader)
     assert [len(unit.pieces) for unit in cut] == [1, 1, 1]
-    assert all(unit.linked for unit in cut)
+    assert all(unit.chunked for unit in cut)
     assert str(cut[1]).startswith(f"unit 1 of s ({folder}/1.")
     assert reader.expected_text_bytes(found[0]) == found[0].size * {"jsonl": 1, "gz": 4, "parquet": 3}[kind]
     for shard, unit in enumerate(cut):

@@ -93,7 +93,7 @@ def test_compressed_is_as_plain(tmp_path, suffix):
         documents = [(d.id.replace(suffix, ""), d.text, d.row, d.line, d.byte, d.reason) for d in reader]
         results.append((documents, reader.input_hash, reader.input_bytes, reader.pieces))
         assert reader.bytes_read == unit.bytes
-        assert unit.linked == (kind != "")
+        assert unit.chunked == (kind != "")
     assert results[0] == results[1]
     assert results[0][1:3] == (xxhash.xxh3_128_hexdigest(raw), len(raw))
 

@@ -76,7 +76,7 @@ def test_all_rows_in_units_of_any_size(tmp_path, kind, seed):
         assert [(d.id, d.text, d.reason, d.byte) for d in got] == expected(table, "a.x")
         assert [d.line for d in got] == [None] * len(got)
         assert sum(r.bytes_read for r in readers) == path.stat().st_size
-        assert all(unit.linked for unit in found)
+        assert all(unit.chunked for unit in found)
         assert len(found) > 1 or size > 700 or len(table) < 2
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import mix, mix_one
+from pipeline.common.hashing import mix
 from pipeline.data.tokenization.engine_choice import FAST, choose_engine
 from pipeline.data.tokenization.engines import (
     CHECK_MIN,
@@ -22,6 +22,7 @@ from pipeline.data.tokenization.engines import (
     first_difference,
     open_engine,
 )
+from tests.data.reference import mix_one
 from tests.data.tokenization import broken_engine
 from tests.data.tokenization import tokenizers_of_all_kinds as kinds
 
@@ -156,29 +157,20 @@ class TestFirstDifference:
         assert len(said) < 400
 
 
-def split_mix(row, key):
-    """The finalizer as it is published."""
-    z = (row + key) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
-
-
 @pytest.mark.parametrize("key", [0, 1, 2**63 + 5, 2**64 - 1])
 def test_mix_is_the_published_one(key):
     rows = [0, 1, 2, 1000, 2**32, 2**63, 2**64 - 1]
-    expected = [split_mix(row, key) for row in rows]
+    expected = [mix_one(row, key) for row in rows]
     assert mix(np.array(rows, np.uint64), key).tolist() == expected
-    assert [mix_one(row, key) for row in rows] == expected
 
 
 def sample(rows, key, rate):
     """The smallest numbers: a share, and at least 64."""
-    ranked = sorted(rows, key=lambda row: split_mix(row, key))
-    return set(ranked[: max(CHECK_MIN, sum(split_mix(row, key) < rate * 2**64 for row in rows))])
+    ranked = sorted(rows, key=lambda row: mix_one(row, key))
+    return set(ranked[: max(CHECK_MIN, sum(mix_one(row, key) < rate * 2**64 for row in rows))])
 
 
-def run(tokenizer, texts, key, rate, wrong=(), batch=None):
+def run(tokenizer, texts, key, rate, wrong=(), batch=1):
     """Check texts whose rows are their places; the row that was found to differ and the number compared."""
     engine = open_engine(tokenizer, "tokenizers")
     check = Check(tokenizer, key, rate, "fast 1.0")
@@ -187,15 +179,12 @@ def run(tokenizer, texts, key, rate, wrong=(), batch=None):
     ends = np.cumsum(lengths)
     ids[ends[list(wrong)] - 1] += 1
     try:
-        for begin in range(0, len(texts), batch or 1):
-            end = min(len(texts), begin + (batch or 1))
+        for begin in range(0, len(texts), batch):
+            end = min(len(texts), begin + batch)
             first = ends[begin] - lengths[begin]
             part = Encoded(ids[first : ends[end - 1]], lengths[begin:end])
-            if batch is None:
-                check.add(begin, f"d{begin}", texts[begin], part.ids)
-            else:
-                names = [f"d{row}" for row in range(begin, end)]
-                check.add_batch(np.arange(begin, end, dtype=np.uint64), names, texts[begin:end], part)
+            names = [f"d{row}" for row in range(begin, end)]
+            check.add_batch(np.arange(begin, end, dtype=np.uint64), names, texts[begin:end], part)
         return None, check.finish()
     except EngineDiffers as error:
         assert error.id == f"d{error.row}"
@@ -204,7 +193,7 @@ def run(tokenizer, texts, key, rate, wrong=(), batch=None):
 
 
 class TestCheck:
-    @pytest.mark.parametrize("batch", [None, 1, 7, 1000])
+    @pytest.mark.parametrize("batch", [1, 7, 1000])
     @pytest.mark.parametrize(("documents", "rate"), [(0, 0.5), (10, 0.0), (300, 0.0), (300, 0.5), (300, 1.0)])
     def test_which_documents(self, ours, batch, documents, rate):
         texts = [f"text {i}" for i in range(documents)]
@@ -230,7 +219,7 @@ class TestCheck:
         assert run(ours, texts, key, 0.0, range(100, 115), batch=9) == (None, 64)
         for row in range(0, 100, 7):
             assert run(ours, texts, key, 0.0, [row], batch=9)[0] == (row if row in short else None)
-        shared = {row for row in range(115) if split_mix(row, key) < 0.2 * 2**64}
+        shared = {row for row in range(115) if mix_one(row, key) < 0.2 * 2**64}
         assert 0 < len(shared) < 64
         for row in range(100, 115):
             assert run(ours, texts, key, 0.2, [row], batch=9)[0] == (row if row in shared else None)
@@ -240,9 +229,9 @@ class TestCheck:
         """What waits is compared as it comes, and no more than the least number is kept to the end."""
         check = Check(ours, 3, 0.5)
         text = "word " * 4000
-        ids = open_engine(ours, "tokenizers").encode([text]).ids
+        encoded = open_engine(ours, "tokenizers").encode([text])
         for row in range(400):
-            check.add(row, "d", text, ids)
+            check.add_batch(np.array([row], np.uint64), ["d"], [text], encoded)
             assert check._waiting_bytes + sum(len(entry[2]) for *_, entry in check._spare) < 2**19 + 64 * len(text)
         assert len(check._spare) <= 64
 
@@ -251,7 +240,7 @@ class TestCheck:
         """1 - (1 - p)^n, over keys; and every single time when a wrong document is in the sample."""
         documents, rate, keys = 2000, 0.1, 60
         texts = [f"{i}" for i in range(documents)]
-        wrong = [row for row in range(documents) if split_mix(row, 99) < share * 2**64]
+        wrong = [row for row in range(documents) if mix_one(row, 99) < share * 2**64]
         found, expected = 0, []
         for key in range(keys):
             chosen = sample(range(documents), key * 7919, rate)

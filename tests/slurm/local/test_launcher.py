@@ -412,4 +412,4 @@ def test_ranks_that_refuse_different_pieces_are_told_once(tmp_path: Path, monkey
     ranks.codes, ranks.times = {0: 2, 1: 2}, {0: 2.0, 1: 1.0}
     with pytest.raises(RankFailed, match="document 0 is damaged") as failed:
         _judge(ranks, tmp_path)
-    assert failed.value.said and failed.value.exit_code == 2
+    assert failed.value.shown and failed.value.exit_code == 2

@@ -149,7 +149,7 @@ class _RegularFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "rb", "it reads"
-        with storage.open_regular(Path(path), links=False) as stream:
+        with storage.open_regular(Path(path), symlinks=False) as stream:
             yield cast(io.IOBase, stream)
 
 
