@@ -72,9 +72,8 @@ def _of_tasks(step: int, value: Any) -> Iterator[ReportedScore]:
 
 def _of_harness(step: int, value: Any) -> Iterator[ReportedScore]:
     for entry in [value, *value.get("others", [])]:
-        weights = entry["made_with"]["weights"]
         for task, results in entry["results"].items():
-            yield from _scores(step, weights, task, results)
+            yield from _scores(step, entry["made_with"]["weights"], task, results)
 
 
 def _scores(step: int, weights: str, task: str, results: dict[str, Any]) -> Iterator[ReportedScore]:

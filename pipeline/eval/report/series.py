@@ -104,12 +104,9 @@ class Columns:
                 of_source = self.loss_by_source.setdefault(name, array("d"))
                 of_source.extend([math.nan] * (len(self.step) - 1 - len(of_source)))
                 of_source.append(number(value))
-        if row.get("spike") is True:
-            self.spikes.append(step)
-        if row.get("skipped") is True:
-            self.skipped.append(step)
-        if row.get("passed_over") is True:
-            self.passed_over.append(step)
+        for key, steps in (("spike", self.spikes), ("skipped", self.skipped), ("passed_over", self.passed_over)):
+            if row.get(key) is True:
+                steps.append(step)
         self.newest = row
 
     def finish(self) -> None:

@@ -75,9 +75,7 @@ def judge(
             return State("starting", "busy", "a process has the run folder; no attempt at training has begun")
         return State("not begun", "paused", "no attempt at training has begun")
     word, kind = _ENDS[last.outcome]
-    if last.outcome == "done":
-        return State(word, kind, "")
-    return State(word, kind, last.reason)
+    return State(word, kind, "" if last.outcome == "done" else last.reason)
 
 
 def _runs(last: Attempt, beats: Mapping[int, Beat], newest: float | None, patience: float, now: float) -> State:
