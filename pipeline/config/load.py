@@ -296,6 +296,7 @@ def _unparsable_interpolations(plain: Any, places: Mapping[KeyPath, Place], fail
 
 
 def _override(plain: Any, places: dict[KeyPath, Place], override: str, failed: set[KeyPath]) -> Iterator[Problem]:
+    """Apply `key.path=value` of the command line."""
     place = Place(COMMAND_LINE)
     key, equals, text = override.partition("=")
     path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.strip().split("."))

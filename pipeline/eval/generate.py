@@ -297,18 +297,17 @@ class GenerationBatch:
     def _choose(self, rows: Sequence[_Row], logits_RV: Tensor) -> Tensor:
         """Ids [R], on the device; -1 where the logits are not finite."""
         finite_R = logits_RV.amax(-1).isfinite()
-        penalties = [row.sampling.repetition_penalty for row in rows]
         if any(row.seen_V is not None for row in rows):
             nothing_V = torch.zeros(logits_RV.shape[-1], dtype=torch.bool, device=self._device)
             seen = [nothing_V if row.seen_V is None else row.seen_V for row in rows]
-            logits_RV = penalize(logits_RV, torch.stack(seen), penalties)
+            logits_RV = penalize(logits_RV, torch.stack(seen), [row.sampling.repetition_penalty for row in rows])
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0 and row.sampling.max_tokens]
         taken_R = logits_RV.argmax(-1)
         if drawn:
             index_R = torch.tensor(drawn, device=self._device)
             logits_RV = logits_RV if len(drawn) == len(rows) else logits_RV[index_R]
-            shares_RV = probabilities(logits_RV, [rows[index].sampling for index in drawn])
-            taken_R[index_R] = draw(shares_RV, [rows[index].chance for index in drawn])
+            probabilities_RV = probabilities(logits_RV, [rows[index].sampling for index in drawn])
+            taken_R[index_R] = draw(probabilities_RV, [rows[index].chance for index in drawn])
         return taken_R.where(finite_R, -1)
 
     def _with_logprobs(
@@ -320,8 +319,7 @@ class GenerationBatch:
         if wanted:
             index_R = torch.tensor(wanted, device=self._device)
             counts = [rows[index].sampling.logprobs or 0 for index in wanted]
-            scored = self._scored(logits_RV[index_R], taken_R[index_R], counts)
-            found = dict(zip(wanted, scored, strict=True))
+            found = dict(zip(wanted, self._scored(logits_RV[index_R], taken_R[index_R], counts), strict=True))
         return [found.get(index) or Token(token, self._text(token), None, ()) for index, token in enumerate(ids)]
 
     def _score_prompt(self, row: _Row, logits_SV: Tensor, begin: int) -> None:
@@ -448,5 +446,4 @@ def stream(model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Samp
 
 def _pieces(batch: GenerationBatch) -> Iterator[GeneratedText]:
     while not batch.free:
-        for _, piece in batch.step():
-            yield piece
+        yield from (piece for _, piece in batch.step())

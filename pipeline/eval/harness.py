@@ -26,7 +26,7 @@ from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path, kept_results
-from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
+from pipeline.eval.tasks import Row, made_with_checkpoint, print_results
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import barrier, share
 from pipeline.train.out_of_memory import out_of_memory_means
@@ -74,10 +74,8 @@ def run_harness(
             path.parent.mkdir(exist_ok=True)
             storage.put_json(path, {**value, "others": _others(config, checkpoint, made_with)})
     if engine.is_first:
-        of = " of the moving average" if config.eval.weights == "ema" else ""
-        console.print(benchmark_table(f"lm-evaluation-harness{of} at step {checkpoint.step}", _rows(value)))
-        if keep:
-            say(console, f"kept in {path}")
+        title = "lm-evaluation-harness"
+        print_results(config, checkpoint, console, title, _rows(value), path if keep else None)
     return value
 
 

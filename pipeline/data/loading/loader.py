@@ -156,8 +156,8 @@ class Loader:
             drawn = located.drawn
             weights = self._masks.of(step, located)
             micro_batches, data_hash = [], 0
-            for part in range(len(located.micro_batches)):
-                batch, hashes = self._batch(step, number, located, part, weights)
+            for micro_batch in range(len(located.micro_batches)):
+                batch, hashes = self._batch(step, number, located, micro_batch, weights)
                 micro_batches.append(batch)
                 data_hash += hashes
             valid_targets = self._shares[number].batch_size * length
@@ -174,18 +174,17 @@ class Loader:
         )
 
     def _batch(
-        self, step: int, number: int, located: Located, part: int, weights: list[FloatArray | None] | None
+        self, step: int, number: int, located: Located, micro_batch: int, weights: list[FloatArray | None] | None
     ) -> tuple[Batch, int]:
         """A micro-batch, and the sum of its samples' hashes."""
-        rows, size = located.micro_batches[part], self._shares[number].micro_batch_size
+        rows, size = located.micro_batches[micro_batch], self._shares[number].micro_batch_size
         length, first = self.journal.segments[number].sequence_length, self.journal.samples(step).start
         count = len(rows)
         sources = located.sources[rows.start : rows.stop]
-        starts = located.starts[part]
+        starts = located.starts[micro_batch]
         raw = np.empty((size, length + 1), self._dtypes[number])
-        by_index = self._by_index[number]
         for source, place, out in zip(sources.tolist(), located.places[rows.start : rows.stop], raw, strict=False):
-            by_index[source].fill(place, out)
+            self._by_index[number][source].fill(place, out)
         if count < size:
             raw[count:] = 0
             sources = np.concatenate([sources, np.full(size - count, -1)])
@@ -232,8 +231,7 @@ class Loader:
         name = self.names[int(draws.source[sample])]
         instances = self._instances[self.journal.segment_number(step)][name]
         spans = instances.at(int(draws.lap[sample]), int(draws.position[sample]))
-        ends = list(accumulate(span.length for span in spans))
-        document = spans[bisect_right(ends, column)].document
+        document = spans[bisect_right([*accumulate(span.length for span in spans)], column)].document
         return UserError(
             f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
             f"model's vocabulary ends before {self._vocab_size}: the dataset is damaged or was made with another "

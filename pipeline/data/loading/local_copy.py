@@ -336,15 +336,15 @@ def _shown(console: Console, total: int) -> Iterator[Callable[[int], object]]:
             yield lambda count: bar.advance(task, count)
         return
     done, began = 0, time.monotonic()
-    told, lock = began, threading.Lock()
+    printed, lock = began, threading.Lock()
 
     def advance(count: int) -> None:
-        nonlocal done, told
+        nonlocal done, printed
         with lock:
             done += count
             now = time.monotonic()
-            if now - told > _LINE_EVERY_S:
-                told = now
+            if now - printed > _LINE_EVERY_S:
+                printed = now
                 say(console, f"copied {size(done)} of {size(total)}, {size(done / (now - began))}/s")
 
     yield advance

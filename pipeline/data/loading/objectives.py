@@ -41,12 +41,10 @@ class Objective(Protocol):
     @property
     def masks(self) -> bool:
         """Whether a target can have weight 0."""
-        ...
 
     @property
     def rearranges(self) -> bool:
         """Whether `rearrange` does anything."""
-        ...
 
     def weight(self, bounds: IntArray, key: int) -> FloatArray:
         """Loss weights [L]; 0 where a target does not count. Known without the tokens.
@@ -55,7 +53,6 @@ class Objective(Protocol):
             bounds: [L + 1], from `Instances.bounds`.
             key: The sample's `sample_key`.
         """
-        ...
 
     def rearrange(self, ids: IntArray, bounds: IntArray, key: int) -> None:
         """Change the tokens in place. Bounds, and what `weight` says, stay right.
@@ -65,7 +62,6 @@ class Objective(Protocol):
             bounds: [L + 1], from `Instances.bounds`.
             key: The sample's `sample_key`.
         """
-        ...
 
 
 class Causal:

@@ -1,4 +1,4 @@
-"""What a run has drawn from each source at any step, in closed form: tokens, epochs, unique tokens, what is left.
+"""Consumption of each source at any step of a run, in closed form: tokens, epochs, unique tokens, what is left.
 
 The targets of a lap are a circular interval of the source's tokens, cut into windows, and a partial lap has drawn those
 at the first positions of its permutation. So what was seen is known from the laps, without going through the steps.
@@ -66,12 +66,12 @@ class Account:
     @property
     def tokens(self) -> int:
         """Tokens of the slices."""
-        return sum(part.tokens for part in self.slices)
+        return sum(each.tokens for each in self.slices)
 
     @property
     def drawn(self) -> int:
         """Tokens drawn."""
-        return sum(part.drawn for part in self.slices)
+        return sum(each.drawn for each in self.slices)
 
     @property
     def epochs(self) -> float:
@@ -81,17 +81,17 @@ class Account:
     @property
     def unique(self) -> int:
         """Tokens that were drawn at least once."""
-        return sum(part.unique for part in self.slices)
+        return sum(each.unique for each in self.slices)
 
     @property
     def exact(self) -> bool:
         """Whether `unique` is exact."""
-        return all(part.exact for part in self.slices)
+        return all(each.exact for each in self.slices)
 
     @property
     def unseen(self) -> int:
         """Tokens not drawn in laps that ended early."""
-        return sum(part.unseen for part in self.slices)
+        return sum(each.unseen for each in self.slices)
 
 
 @dataclass
@@ -132,8 +132,7 @@ class SliceStretch:
     @property
     def unseen(self) -> int:
         """Tokens not drawn in the lap that ended early."""
-        missing = self.lap_windows - self.rest
-        return missing * self.length if self.closed is not None and self.rest else 0
+        return (self.lap_windows - self.rest) * self.length if self.closed is not None and self.rest else 0
 
     def goes_on_with(self, state: SourceState, length: int) -> bool:
         """Whether a later segment of the source goes on where this ends."""
@@ -160,8 +159,8 @@ def accounts_of(journal: Journal, stretches: Mapping[str, list[SliceStretch]]) -
         by_slice: dict[Documents, list[SliceStretch]] = {}
         for stretch in row:
             by_slice.setdefault(stretch.state.documents, []).append(stretch)
-        parts = {documents: _account(journal.seed, name, found) for documents, found in by_slice.items()}
-        result[name] = Account(tuple(parts.values()), parts[row[-1].state.documents])
+        slices = {documents: _account(journal.seed, name, found) for documents, found in by_slice.items()}
+        result[name] = Account(tuple(slices.values()), slices[row[-1].state.documents])
     return result
 
 
@@ -189,14 +188,14 @@ def stretches_of(journal: Journal, step: int) -> dict[str, list[SliceStretch]]:
 
 
 def _first_stretch(journal: Journal, name: str) -> SliceStretch:
-    """Of a source that has not begun."""
+    """The stretch of a source that has not begun."""
     segment = next(segment for segment in journal.segments if name in segment.sources)
     state = segment.sources[name]
     return SliceStretch(state, segment.sequence_length, limit=state.cap)
 
 
 def _account(seed: int, name: str, stretches: list[SliceStretch]) -> SliceAccount:
-    """Of one slice."""
+    """The account of one slice."""
     last = stretches[-1]
     unique, exact = _unique(seed, name, stretches)
     return SliceAccount(

@@ -13,15 +13,12 @@ class Past(Protocol):
 
     def seen(self, step: int) -> DecidedSteps:
         """All that decided the steps before `step`."""
-        ...
 
     def samples(self, step: int) -> range:
         """Global indices of the samples of `step`."""
-        ...
 
     def tokens(self, step: int) -> int:
         """Targets drawn by all steps before `step`."""
-        ...
 
 
 def changed_past(saved: Past, now: Past, step: int) -> str:

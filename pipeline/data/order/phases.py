@@ -11,7 +11,7 @@ from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.blend import Bound, PhaseConfig
 from pipeline.config.data import SourceConfig
-from pipeline.data.order.blend import integer_weights, keyed_offset, share_of_epochs, tempered
+from pipeline.data.order.blend import integer_weights, keyed_offset, tempered, tokens_of_epochs
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.segments import Interval, Segment, Sized, Skip, SourceState
 
@@ -64,8 +64,8 @@ def micro_batch_size(config: Config, journal: Journal, number: int, ranks: int) 
     """
     segment = journal.segments[number]
     phase = _phases(config)[_phase_of(config, journal, number)]
-    share = -(-segment.batch_size // ranks)
-    return min(phase.micro_batch_size or config.train.micro_batch_size or share, share)
+    most = -(-segment.batch_size // ranks)
+    return min(phase.micro_batch_size or config.train.micro_batch_size or most, most)
 
 
 MUCH_PADDING = 0.1
@@ -149,9 +149,7 @@ def _check_past(saved: Journal, step: int, datasets: Mapping[str, Sized]) -> Non
 def _goes_on(one: Segment, two: Segment) -> bool:
     """Whether a segment is only the rest of the one before it."""
     samples = two.first_sample - one.first_sample
-    if one.model_dump(include={"batch_size", "sequence_length"}) != two.model_dump(
-        include={"batch_size", "sequence_length"}
-    ):
+    if (one.batch_size, one.sequence_length) != (two.batch_size, two.sequence_length):
         return False
     counts = dict(zip(one.sources, one.order().counts(samples), strict=True))
     return one.sources.keys() == two.sources.keys() and all(
@@ -315,22 +313,19 @@ class _Planner:
         """Samples that are left to a source by max_epochs."""
         if source.max_epochs is None or source.on_exhausted == "repeat":
             return None
-        left = share_of_epochs(source.max_epochs, tokens) - self._drawn.get((source.name, documents), 0)
-        return left // length
+        return (tokens_of_epochs(source.max_epochs, tokens) - self._drawn.get((source.name, documents), 0)) // length
 
     def _close(self, segment: Segment, steps: int) -> bool:
         """Go on to the end of the segment after so many steps; False if the order ends before that."""
         order, samples = segment.order(), steps * segment.batch_size
         if order.capacity is not None and samples > order.capacity:
             return False
-        counts = order.counts(samples)
-        rows = list(zip(segment.sources.items(), counts, order.carry(samples), strict=True))
+        rows = list(zip(segment.sources.items(), order.counts(samples), order.carry(samples), strict=True))
         if any(state.stops and state.cap is not None and count > state.cap for (_, state), count, _ in rows):
             return False
-        windows = segment.windows
         for (name, state), count, offset in rows:
             standing = self._standing[name]
-            laps, standing.cursor = divmod(state.cursor + count, windows[name])
+            laps, standing.cursor = divmod(state.cursor + count, segment.windows[name])
             standing.lap, standing.offset = state.lap + laps, offset
             text = name, state.documents
             self._drawn[text] = self._drawn.get(text, 0) + count * segment.sequence_length

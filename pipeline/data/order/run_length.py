@@ -1,4 +1,4 @@
-"""What a run comes to: how long it is, where sources drop out, and what somebody should know before paying for it."""
+"""Preview of a run: how long it is, where sources drop out, and what somebody should know before paying for it."""
 
 from __future__ import annotations
 
@@ -176,14 +176,15 @@ def _repeated(config: Config, found: Mapping[str, Account]) -> Iterator[str]:
             if account.current.remaining == 0:
                 why = f"max_epochs {source.max_epochs:g} of its {account.current.tokens:,} tokens is less than a window"
             yield f"source {source.name!r} gives no window in the whole run: {why}"
-        for part in account.slices:
-            where = f"source {source.name!r}" + (f" ({documents_text(part.documents)})" if part.documents else "")
+        for found_slice in account.slices:
+            documents, epochs = found_slice.documents, found_slice.epochs
+            text = f"source {source.name!r}" + (f" ({documents_text(documents)})" if documents else "")
             limit = source.max_epochs if source.on_exhausted == "repeat" else None
-            if limit is not None and part.epochs > limit:
-                yield f"{where} is read {part.epochs:.2f} times, beyond max_epochs {limit:g} (on_exhausted: repeat)"
-            elif part.epochs > config.blend.warn_epochs:
+            if limit is not None and epochs > limit:
+                yield f"{text} is read {epochs:.2f} times, beyond max_epochs {limit:g} (on_exhausted: repeat)"
+            elif epochs > config.blend.warn_epochs:
                 yield (
-                    f"{where} is read {part.epochs:.2f} times, more than blend.warn_epochs "
+                    f"{text} is read {epochs:.2f} times, more than blend.warn_epochs "
                     f"{config.blend.warn_epochs:g}: lower its weight, give it more documents, set a lower max_epochs, "
                     "or raise warn_epochs"
                 )
@@ -193,13 +194,13 @@ def _dropped(
     config: Config, journal: Journal, found: Mapping[str, Account], last_step: int, first_step: int
 ) -> Iterator[str]:
     """Sources that have a share in a phase and nothing left for it."""
-    told = set()
+    warned = set()
     for number, (segment, _) in enumerate(journal.drawn(last_step)):
         if segment.first_step < first_step:
             continue
         for name, state in segment.sources.items():
-            if state.cap == 0 and not state.stops and found[name].drawn and name not in told:
-                told.add(name)
+            if state.cap == 0 and not state.stops and found[name].drawn and name not in warned:
+                warned.add(name)
                 yield (
                     f"source {name!r} has nothing left for phase {label(config, journal, number)}, since it has "
                     f"reached max_epochs: the others share its {percent(state.weight / UNIT)}"

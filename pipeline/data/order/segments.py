@@ -21,16 +21,13 @@ class Sized(Protocol):
     @property
     def tokens(self) -> int:
         """Tokens in all."""
-        ...
 
     @property
     def documents(self) -> int:
         """Documents in all."""
-        ...
 
     def document_start(self, document: int) -> int:
         """Offset of a document's first token; of the document after the last one, the number of tokens."""
-        ...
 
 
 class Record(BaseModel):

@@ -42,34 +42,27 @@ class Instances(Protocol):
     @property
     def count(self) -> int:
         """Instances in a lap."""
-        ...
 
     @property
     def tokens(self) -> int:
         """Tokens of a lap."""
-        ...
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the token ids."""
-        ...
 
     @property
     def folder(self) -> Path:
         """Where the dataset is, for messages."""
-        ...
 
     def at(self, lap: int, position: int) -> list[Span]:
         """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all."""
-        ...
 
     def containing(self, lap: int, document: int) -> IntArray:
         """The positions at which tokens of `document` are targets, in the document's order."""
-        ...
 
     def places(self, lap: IntArray, position: IntArray) -> IntArray:
         """Where instances lie, as the other methods take it; arrays of one length."""
-        ...
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """The tokens at which a document begins in an instance, the first one of each instance included.
@@ -77,7 +70,6 @@ class Instances(Protocol):
         Returns:
             Index into `places`, ascending, and index in the instance, ascending within it.
         """
-        ...
 
     def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
         """The targets [first, end) of an instance, numbered from 0, that belong to some documents.
@@ -86,15 +78,12 @@ class Instances(Protocol):
             place: From `places`.
             ranges: From `ranges_of`.
         """
-        ...
 
     def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
         """Documents [first, end), as `targets_of` takes them."""
-        ...
 
     def fill(self, place: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids of an instance into `out` [L + 1], which has room for the dtype."""
-        ...
 
 
 class Windows:

@@ -44,7 +44,7 @@ from pipeline.data.order.segments import Sized
 from pipeline.data.order.windows import Windows
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_plan import check_settings
-from pipeline.data.provenance.run import checkpoint_steps, saved_journal
+from pipeline.data.provenance.run import checkpoint_steps, saved_journal, shortened
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 HASHED_STEPS = 1000
@@ -297,11 +297,11 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
 def order_hash(sampler: Sampler, steps: int) -> int:
     """xxh3-64 of the order hashes of the first `steps` steps, each a little-endian u64."""
     digest = xxhash.xxh3_64()
-    started, told = time.monotonic(), False
+    started, is_announced = time.monotonic(), False
     for step in range(steps):
         digest.update(struct.pack("<Q", sampler.order_hash(step)))
-        if not told and time.monotonic() - started > _PATIENCE_S:
-            told = True
+        if not is_announced and time.monotonic() - started > _PATIENCE_S:
+            is_announced = True
             say(Console(stderr=True), f"hashing the order of {steps:,} steps, {step + 1:,} done ...")
     return digest.intdigest()
 
@@ -333,12 +333,12 @@ def _padding_warnings(rows: Sequence[SegmentRow], ranks: int) -> Iterator[str]:
     """Phases in which many of the samples that are computed are masked ones, a line each with the worst of a ramp."""
     worst: dict[str, tuple[float, SegmentRow]] = {}
     for row in rows:
-        share = row.padding / (row.batch_size + row.padding)
-        if share > max(MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
-            worst[row.phase] = share, row
-    for phase, (share, row) in worst.items():
-        where = f"phase {phase} from step {row.first_step:,} on"
-        yield padding_warning(where, row.batch_size, row.micro_batch_size, ranks, share)
+        fraction = row.padding / (row.batch_size + row.padding)
+        if fraction > max(MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
+            worst[row.phase] = fraction, row
+    for phase, (fraction, row) in worst.items():
+        text = f"phase {phase} from step {row.first_step:,} on"
+        yield padding_warning(text, row.batch_size, row.micro_batch_size, ranks, fraction)
 
 
 def _slice_rows(
@@ -351,23 +351,23 @@ def _slice_rows(
     now = {} if done is None else accounts(sampler, done)
     rows = []
     for source in config.data.sources:
-        for part in ends[source.name].slices if source.name in ends else ():
-            first, end = part.documents or (0, sized[source.name].documents)
-            text = source.name, part.documents
+        for account in ends[source.name].slices if source.name in ends else ():
+            first, end = account.documents or (0, sized[source.name].documents)
+            text, exhausted = (source.name, account.documents), account.exhausted
             rows.append(
                 SliceRow(
                     source=source.name,
-                    documents=part.documents,
+                    documents=account.documents,
                     document_count=end - first,
                     assumed=isinstance(sized[source.name], Assumed),
                     weights=weights.get(text, {}),
                     shares={phase: _nine_digits(n / samples[phase]) for phase, n in drawn.get(text, {}).items()},
-                    share=_nine_digits(part.drawn / journal.tokens(length.steps)),
+                    share=_nine_digits(account.drawn / journal.tokens(length.steps)),
                     max_epochs=source.max_epochs,
                     on_exhausted=source.on_exhausted,
-                    exhausted_step=_exhausted_step(sampler, source.name, part),
-                    so_far=_same_slice(now.get(source.name), part),
-                    end=part,
+                    exhausted_step=None if exhausted is None else last_window_step(sampler, source.name, exhausted) + 1,
+                    so_far=_same_slice(now.get(source.name), account),
+                    end=account,
                 )
             )
     return rows
@@ -397,13 +397,8 @@ def _nine_digits(share: float) -> float:
     return float(f"{share:.9g}")
 
 
-def _same_slice(account: Account | None, part: SliceAccount) -> SliceAccount | None:
-    return next((other for other in account.slices if other.documents == part.documents), None) if account else None
-
-
-def _exhausted_step(sampler: Sampler, name: str, part: SliceAccount) -> int | None:
-    """The step, from 1, in which a source gives the last window that max_epochs allows; None if it does not."""
-    return None if part.exhausted is None else last_window_step(sampler, name, part.exhausted) + 1
+def _same_slice(account: Account | None, end: SliceAccount) -> SliceAccount | None:
+    return next((other for other in account.slices if other.documents == end.documents), None) if account else None
 
 
 def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], count: int) -> Iterator[PreviewRow]:
@@ -428,5 +423,5 @@ def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], coun
             ids = [dataset.read(dataset.document_start(d) + start, length) for d, start, length in pieces]
             # Four tokens a character is the most: one for each byte of it.
             decoded = tokenizer.decode(np.concatenate(ids)[: 4 * SHOWN_CHARACTERS])
-            shown = decoded[:SHOWN_CHARACTERS] + ("…" if len(decoded) > SHOWN_CHARACTERS else "")
+            shown = shortened(decoded, SHOWN_CHARACTERS)
         yield PreviewRow(sample, step + 1, name, lap, position, pieces, shown)

@@ -139,12 +139,9 @@ def _segments_table(plan: DataPlan) -> Table:
     columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
     table = _table(f"segments{ranks}", *columns)
     first, left_out, last = shortened(plan.segments, _SEGMENTS)
-    for row in first:
-        _add(table, *_segment_cells(row))
-    if left_out:
-        _add(table, left_out)
-    for row in last:
-        _add(table, *_segment_cells(row))
+    middle = [(left_out,)] if left_out else []
+    for cells in (*map(_segment_cells, first), *middle, *map(_segment_cells, last)):
+        _add(table, *cells)
     return table
 
 
@@ -206,10 +203,10 @@ def _count(number: int) -> str:
     return rounded(number, 4) if number >= 10**7 else f"{number:,}"
 
 
-def _percent(part: int, whole: int) -> str:
+def _percent(count: int, whole: int) -> str:
     """Rounded down: what is shown as 100 % is all of it. What is shown as 0 % is nothing."""
-    thousandths = 1000 * part // whole
-    return f"{thousandths / 10:g} %" if thousandths or not part else "< 0.1 %"
+    thousandths = 1000 * count // whole
+    return f"{thousandths / 10:g} %" if thousandths or not count else "< 0.1 %"
 
 
 def _show_window(row: PreviewRow, console: Console) -> None:

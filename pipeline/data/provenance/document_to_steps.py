@@ -121,9 +121,8 @@ class Times:
     @property
     def json(self) -> dict[str, Any]:
         """For `--json`."""
-        seen = [{name: value for name, value in vars(one).items() if name != "masked"} for one in self.seen]
         return self.about.json | {
-            "seen": seen,
+            "seen": [{name: value for name, value in vars(one).items() if name != "masked"} for one in self.seen],
             "masked": [vars(one) for one in self.masked],
             "unseen": [vars(one) for one in self.unseen],
             "without": [vars(one) for one in self.without],
@@ -131,7 +130,7 @@ class Times:
 
     def summary(self) -> str:
         """How much of the document, in how many steps."""
-        parts: list[str] = []
+        texts: list[str] = []
         for what, found in (
             ("trained on", [seen for seen in self.seen if seen.done]),
             ("to come", [seen for seen in self.seen if not seen.done]),
@@ -140,18 +139,17 @@ class Times:
             tokens, end = 0, 0
             for first, after in sorted(seen.tokens for seen in found):
                 tokens, end = tokens + max(0, after - max(first, end)), max(end, after)
-            if found or not parts:
+            if found or not texts:
                 steps = f", in {counted(len({seen.step for seen in found}), 'step')}" if found else ""
-                of = "" if parts else f" of {counted(self.about.tokens, 'token')}"
-                parts.append(f"{what}: {tokens:,}{of}{steps}")
-        return "; ".join(parts)
+                of = "" if texts else f" of {counted(self.about.tokens, 'token')}"
+                texts.append(f"{what}: {tokens:,}{of}{steps}")
+        return "; ".join(texts)
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         yield self.summary()
-        told: list[Occurrence | Gap] = [*self.seen, *self.masked, *self.unseen]
-        told.sort(key=lambda one: one.lap)
-        lines = [*map(str, told), *map(str, self.without)]
+        by_epoch = sorted([*self.seen, *self.masked, *self.unseen], key=lambda one: one.lap)
+        lines = [*map(str, by_epoch), *map(str, self.without)]
         yield from lines[:_LINES]
         if len(lines) > _LINES:
             yield f"and {counted(len(lines) - _LINES, 'more line')}: --json has all"
@@ -325,8 +323,7 @@ class _Search:
         for number, segment in enumerate(segments):
             if segment.first_step >= run.steps:
                 break
-            end = segments[number + 1].first_step if number + 1 < len(segments) else run.steps
-            stop = min(end, run.steps)
+            stop = min(segments[number + 1].first_step, run.steps) if number + 1 < len(segments) else run.steps
             self._close_laps(segment)
             if reason := self._not_in(segment) or self._look(number, segment, stop):
                 first = segment.first_step

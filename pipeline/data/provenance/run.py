@@ -71,8 +71,7 @@ class DocumentInfo(NamedTuple):
         if self.damage:
             return "origin unknown"
         id = f"xxh3:{self.id_hash:016x}" if self.id is None else printable(shortened(self.id, _ID_CHARACTERS))
-        place = f"{printable(str(self.origin))}, " if self.origin else ""
-        return f"{place}id {id}"
+        return f"{printable(str(self.origin))}, id {id}" if self.origin else f"id {id}"
 
 
 @dataclass
@@ -83,8 +82,8 @@ class RunView:
         config: its run file.
         folder: its folder.
         journal: what it has trained by, and what its next start will go on with.
-        warnings: what is to be known before any answer is read.
-        about: what else is to be said of the journal with any answer.
+        warnings: what is to be known before any result is read.
+        about: what else is to be said of the journal with any result.
         datasets: training split of each source.
         windows: what positions are windows of, for each segment by source.
         sampler: the order of the run.
@@ -116,7 +115,7 @@ class RunView:
 
     @property
     def notes(self) -> list[str]:
-        """What else is to be said with any answer."""
+        """Notes that go with any result."""
         notes = [*self.about]
         if self.config.train.objective.type == "fim":
             notes.append(
@@ -185,12 +184,11 @@ class RunView:
         described = {}
         for document in [*records, *damage]:
             tokens = dataset.document_start(document + 1) - dataset.document_start(document)
-            if document in damage:
-                described[document] = DocumentInfo(document, tokens, None, None, None, None, None, damage[document])
-                continue
-            unit, row, _, id_hash = records[document]
-            place = places.get((unit, row))
-            described[document] = DocumentInfo(document, tokens, unit, row, known[document], id_hash, place)
+            unit, row, _, id_hash = records.get(document, (None, None, None, None))
+            place = None if unit is None or row is None else places.get((unit, row))
+            described[document] = DocumentInfo(
+                document, tokens, unit, row, known.get(document), id_hash, place, damage.get(document, "")
+            )
         return described
 
     def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
@@ -239,25 +237,21 @@ class RunView:
         return None
 
 
-class Answer(Protocol):
-    """What a question is answered with."""
+class Result(Protocol):
+    """The result of a question about a run."""
 
     @property
     def json(self) -> dict[str, Any]:
         """For programs."""
-        ...
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        ...
 
 
-def answer(given: Answer, as_json: bool) -> None:
-    """Print an answer."""
-    if as_json:
-        echo(orjson.dumps(given.json, option=orjson.OPT_INDENT_2).decode())
-        return
-    for line in given.lines():
+def print_result(result: Result, as_json: bool) -> None:
+    """Print a result, line by line or as JSON."""
+    lines = [orjson.dumps(result.json, option=orjson.OPT_INDENT_2).decode()] if as_json else result.lines()
+    for line in lines:
         echo(line)
 
 
@@ -294,7 +288,7 @@ def _inclusive(noun: str, half_open: tuple[int, int]) -> str:
     return numbered(noun, half_open[0], half_open[1] - 1)
 
 
-def ask(run: Path, overrides: Sequence[str] = ()) -> RunView:
+def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
     """Open a run to ask about its data.
 
     Args:
@@ -415,12 +409,8 @@ def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
 
 def checkpoint_steps(folder: Path) -> dict[int, Path]:
     """The committed checkpoints of a run by the steps they were saved after, ascending."""
-    found = {}
-    for path in sorted(RunFiles(folder).checkpoints.glob("step-*")):
-        number = path.name.removeprefix("step-")
-        if number.isdecimal():
-            found[int(number)] = path
-    return dict(sorted(found.items()))
+    names = {path.name.removeprefix("step-"): path for path in RunFiles(folder).checkpoints.glob("step-*")}
+    return dict(sorted((int(number), path) for number, path in names.items() if number.isdecimal()))
 
 
 def _steps_done(folder: Path) -> int:

@@ -60,10 +60,10 @@ class Origin(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """What a link of a unit has of a piece of a file."""
+    """The records that a chunk of a unit has of a piece of a file."""
 
     unit: int
-    link: int
+    chunk: int
     piece: int
     """Its number in the unit."""
     row: int
@@ -74,7 +74,7 @@ class _Stretch(NamedTuple):
     direct: bool
     """Whether each line or row of the file is a record, and so the numbers of both differ by a constant."""
     damaged: bool
-    """Whether something in the link could not be read."""
+    """Whether something in the chunk could not be read."""
     start: Position
     """Where reading it begins."""
 
@@ -118,20 +118,15 @@ class Origins:
                 report(f"reading {file.path}, for {len(rows)} {'record' if len(rows) == 1 else 'records'} of it")
             try:
                 documents = self._read(stretch, set(rows))
+                note = "the file has changed, it has no such record now"
             except (UserError, OSError) as error:
-                why = str(error) if isinstance(error, UserError) else f"{file.path}: {error.strerror}"
-                for row in rows:
-                    place = found[stretch.unit, row]
-                    found[stretch.unit, row] = place._replace(note=why)
-                continue
+                documents = {}
+                note = str(error) if isinstance(error, UserError) else f"{file.path}: {error.strerror}"
             for row in rows:
-                document = documents.get(row)
-                if document is None:
-                    note = "the file has changed, it has no such record now"
-                    found[stretch.unit, row] = found[stretch.unit, row]._replace(note=note)
-                    continue
-                number = self._number(stretch, document)
-                found[stretch.unit, row] = found[stretch.unit, row]._replace(number=number, id=document.id)
+                known: dict[str, Any] = {"note": note}
+                if (document := documents.get(row)) is not None:
+                    known = {"number": self._number(stretch, document), "id": document.id}
+                found[stretch.unit, row] = found[stretch.unit, row]._replace(**known)
         return found
 
     def find(self, file: str, number: int | None) -> Key:
@@ -181,9 +176,9 @@ class Origins:
         """Why a record was rejected; None if it was not."""
         unit, row = key
         stretch = self._stretch_of(unit, row)
-        if stretch is None or not any(self._receipts(unit)[stretch.link]["rejected"].values()):
+        if stretch is None or not any(self._receipts(unit)[stretch.chunk]["rejected"].values()):
             return None
-        with storage.open_regular(rejected_path(self.folder, unit, stretch.link)) as lines:
+        with storage.open_regular(rejected_path(self.folder, unit, stretch.chunk)) as lines:
             for record in map(orjson.loads, lines):
                 if record["row"] == row:
                     return f"{record['reason']} ({record['detail']})" if record["detail"] else str(record["reason"])
@@ -231,9 +226,8 @@ class Origins:
         files = self._plan["files"]
         exact = [number for number, (name, path, _) in enumerate(files) if text in (name, path)]
         ends = exact or [number for number, (_, path, _) in enumerate(files) if path.endswith(f"/{text}")]
-        if not ends:
-            absolute = os.path.abspath(os.path.expanduser(text))
-            ends = [number for number, (_, path, _) in enumerate(files) if path == absolute]
+        absolute = os.path.abspath(os.path.expanduser(text))
+        ends = ends or [number for number, (_, path, _) in enumerate(files) if path == absolute]
         if not ends:
             shown = _some([path for _, path, _ in files])
             raise UserError(f"--row: {text} is none of the files that {self.folder} was made from: {shown}")
@@ -422,5 +416,4 @@ def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins |
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

@@ -58,8 +58,8 @@ def create_app(
     @app.get("/health")
     async def health() -> JSONResponse:
         """What is served, and whether it works."""
-        answer = _health(serving)
-        return JSONResponse(answer, status_code=503 if answer["status"] == "dead" else 200)
+        found = _health(serving)
+        return JSONResponse(found, status_code=503 if found["status"] == "dead" else 200)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
@@ -95,10 +95,9 @@ def _answer(request: Request, refusal: Refusal, headers: Any = None) -> Response
 
 def _health(serving: Serving) -> dict[str, Any]:
     served, worker = serving.served, serving.worker
-    error = worker.dead or worker.error
     return {
         "status": "dead" if worker.dead else "failing" if worker.error else "ok",
-        "error": error,
+        "error": worker.dead or worker.error,
         "run": served.run,
         "step": served.step,
         "tokens": served.tokens,
@@ -109,5 +108,5 @@ def _health(serving: Serving) -> dict[str, Any]:
         "queue": worker.queue,
         "max_length": worker.max_length,
         "max_prompt_tokens": worker.max_length - 1,
-        "watch": None if serving.watch is None else serving.watch.status(),
+        "watch": None if serving.watch is None else {"error": serving.watch.error},
     }

@@ -98,12 +98,13 @@ class Worker:
         self.slots, self.max_length, self.queue = slots, max_length, queue
         self.error: str | None = None
         """Why the last forward pass failed; None as soon as one has succeeded again."""
+        self.dead: str | None = None
+        """Why the thread has ended before its time; None while it works."""
         self._report = report
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Ticket, int]] = deque()
         self._next: Served | None = None
         self._deadline: float | None = None  # set when it is to end
-        self._dead: str | None = None
         # Of the thread alone:
         self._batch = self._new_batch()
         self._running: dict[int, tuple[Ticket, int]] = {}
@@ -129,11 +130,6 @@ class Worker:
         """Whether another model waits for texts to end on the present one."""
         return self._next is not None
 
-    @property
-    def dead(self) -> str | None:
-        """Why it answers nothing any more; None while it does."""
-        return self._dead
-
     def submit(self, texts: Sequence[Wanted], step: int | None = None) -> Ticket:
         """Queue the texts of a request, all or none; called in an event loop.
 
@@ -158,7 +154,7 @@ class Worker:
             Refusal: the queue is full, or the server ends.
         """
         with self._changed:
-            if self._dead is not None or self._deadline is not None:
+            if self.dead is not None or self._deadline is not None:
                 raise self._gone()
             if len(self._waiting) + texts > self.queue:
                 raise Refusal(
@@ -204,10 +200,10 @@ class Worker:
         except BaseException as error:  # a mistake of ours: say it to all who wait, and on /health
             self._report(traceback.format_exc())
             with self._changed:
-                self._dead = f"the thread of the model has ended ({_words(error)}); start the server again"
+                self.dead = f"the thread of the model has ended ({_words(error)}); start the server again"
                 self._running.update((-1 - number, entry) for number, entry in enumerate(self._waiting))
                 self._waiting.clear()
-            self._fail(Refusal(503, self._dead))
+            self._fail(Refusal(503, self.dead))
 
     def _turn(self) -> bool:
         """Wait for something to do, and do it; False at the end."""
@@ -220,8 +216,7 @@ class Worker:
             if self._next is not None and not self._running:
                 self.served, self._next = self._next, None
                 self._batch = self._new_batch()
-            gone = [key for key, (ticket, _) in self._running.items() if ticket.dropped]
-            for key in gone:
+            for key in [key for key, (ticket, _) in self._running.items() if ticket.dropped]:
                 self._batch.drop(key)
                 self._forget(key)
             # Nothing new begins on a model that is about to go.
@@ -290,11 +285,10 @@ class Worker:
         self._begun.clear()
 
     def _gone(self) -> Refusal:
-        return Refusal(503, self._dead or "the server is ending")
+        return Refusal(503, self.dead or "the server is ending")
 
     def _new_batch(self) -> GenerationBatch:
-        served = self.served
-        return GenerationBatch(served.model, served.tokenizer, slots=self.slots, max_length=self.max_length)
+        return GenerationBatch(self.served.model, self.served.tokenizer, slots=self.slots, max_length=self.max_length)
 
     def _send(self, ticket: Ticket, events: Sequence[Event | Refusal]) -> None:
         """Hand events over to the loop that waits for them."""
