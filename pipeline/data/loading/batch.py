@@ -89,7 +89,7 @@ class StepData:
     tokens_by_source: dict[str, int]
     """Targets that the global batch draws from each source, masked ones included."""
     order_hash: int
-    """xxh3-64 over (global index, xxh3-64 of the source's name, lap, position) of the global batch's samples, each a
+    """xxh3-64 over (global index, xxh3-64 of the source's name, epoch, position) of the global batch's samples, each a
     little-endian u64; equal on all ranks."""
     data_hash: int
     """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over

@@ -166,10 +166,10 @@ class _Standing:
 
     offset: int | None = None
     """Carried over; None before its first sample, and when it is exhausted."""
-    lap: int = 0
+    epoch: int = 0
     cursor: int = 0
     text: tuple[Interval | None, int] | None = None
-    """Slice and sequence length of its lap; None before its first one."""
+    """Slice and sequence length of its epoch; None before its first one."""
 
 
 class _Planner:
@@ -191,7 +191,7 @@ class _Planner:
             for name, state in segment.sources.items():
                 standing = self._standing[name]
                 standing.text = state.documents, segment.sequence_length
-                standing.lap, standing.cursor = state.lap, state.cursor
+                standing.epoch, standing.cursor = state.lap, state.cursor
             closed = self._close(segment, samples // segment.batch_size)
             assert closed, f"the run that this one was forked from ended before step {step}"
 
@@ -287,8 +287,8 @@ class _Planner:
         for name, weight in weights.items():
             standing, (documents, tokens) = self._standing[name], texts[name]
             if standing.text not in (None, (documents, length)):
-                # The lap is closed; if anything of it was drawn, nothing else may be drawn under its number.
-                standing.lap, standing.cursor = standing.lap + (standing.cursor > 0), 0
+                # The epoch is closed; if anything of it was drawn, nothing else may be drawn under its number.
+                standing.epoch, standing.cursor = standing.epoch + (standing.cursor > 0), 0
             standing.text = documents, length
             source = self._sources[name]
             sources[name] = SourceState(
@@ -296,7 +296,7 @@ class _Planner:
                 documents=documents,
                 weight=weight,
                 offset=keyed_offset(self._config.run.seed, name) if standing.offset is None else standing.offset,
-                lap=standing.lap,
+                lap=standing.epoch,
                 cursor=standing.cursor,
                 cap=self._cap(source, documents, tokens, length),
                 stops=source.on_exhausted == "stop",
@@ -325,8 +325,8 @@ class _Planner:
             return False
         for (name, state), count, offset in rows:
             standing = self._standing[name]
-            laps, standing.cursor = divmod(state.cursor + count, segment.windows[name])
-            standing.lap, standing.offset = state.lap + laps, offset
+            epochs, standing.cursor = divmod(state.cursor + count, segment.windows[name])
+            standing.epoch, standing.offset = state.lap + epochs, offset
             text = name, state.documents
             self._drawn[text] = self._drawn.get(text, 0) + count * segment.sequence_length
         self._step += steps

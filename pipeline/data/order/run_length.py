@@ -145,8 +145,8 @@ def last_window_step(sampler: Sampler, name: str, segment: int) -> int:
     journal = sampler.journal
     state = journal.segments[segment].sources[name]
     assert state.cap
-    laps, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].windows[name])
-    (sample,) = sampler.find(name, segment, state.lap + laps, np.array([position]))
+    epochs, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].windows[name])
+    (sample,) = sampler.find(name, segment, state.lap + epochs, np.array([position]))
     return journal.step_of(int(sample))
 
 
@@ -236,7 +236,7 @@ def _common(one: Documents, two: Documents) -> tuple[int, int]:
 def _closed(
     config: Config, journal: Journal, stretches: Mapping[str, list[SliceStretch]], first_step: int
 ) -> Iterator[str]:
-    """Laps that a change of the sequence length ended early, a line for each phase that does so."""
+    """Epochs that a change of the sequence length ended early, a line for each phase that does so."""
     ended: dict[tuple[int, int, int], list[tuple[str, SliceStretch]]] = {}
     for name, row in stretches.items():
         for stretch, after in pairwise(row):

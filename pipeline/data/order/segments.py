@@ -40,7 +40,7 @@ class SourceState(Record):
     """A source in a segment."""
 
     tokens: int = Field(ge=1)
-    """Tokens of one lap's circular text: of the slice, if there is one."""
+    """Tokens of one epoch's circular text: of the slice, if there is one."""
     documents: tuple[int, int] | None = None
     """The slice: documents [first, end) of the dataset; None for all of them."""
     weight: int = Field(ge=1, le=UNIT)
@@ -48,9 +48,9 @@ class SourceState(Record):
     offset: int = Field(ge=0)
     """v: how far from due its first sample of the segment is."""
     lap: int = Field(ge=0)
-    """Lap of its first sample of the segment."""
+    """Epoch of its first sample of the segment."""
     cursor: int = Field(ge=0)
-    """Position in that lap of its first sample of the segment."""
+    """Position in that epoch of its first sample of the segment."""
     cap: int | None = Field(default=None, ge=0)
     """Samples that it can give in this segment; None for no limit."""
     stops: bool = False
@@ -84,7 +84,7 @@ class Segment(Record):
 
     @property
     def windows(self) -> dict[str, int]:
-        """Windows in a lap of each source."""
+        """Windows in an epoch of each source."""
         return {name: source.tokens // self.sequence_length for name, source in self.sources.items()}
 
     def order(self) -> Order:

@@ -412,16 +412,16 @@ def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], coun
         number, first = journal.segment_number(step), journal.samples(step).start
         draws = sampler.step(step)
         name = journal.names[int(draws.source[sample - first])]
-        lap, position = int(draws.lap[sample - first]), int(draws.position[sample - first])
+        epoch, position = int(draws.epoch[sample - first]), int(draws.position[sample - first])
         dataset, documents = sized[name], journal.segments[number].sources[name].documents
         pieces, shown = [], None
         if isinstance(dataset, Dataset):
             assert tokenizer is not None
             text = dataset if documents is None else Slice(dataset, *documents)
             windows = Windows(text, journal.segments[number].sequence_length, journal.seed, name)
-            pieces = [(span.document, span.start, span.length) for span in windows.at(lap, position)]
+            pieces = [(span.document, span.start, span.length) for span in windows.at(epoch, position)]
             ids = [dataset.read(dataset.document_start(d) + start, length) for d, start, length in pieces]
             # Four tokens a character is the most: one for each byte of it.
             decoded = tokenizer.decode(np.concatenate(ids)[: 4 * SHOWN_CHARACTERS])
             shown = shortened(decoded, SHOWN_CHARACTERS)
-        yield PreviewRow(sample, step + 1, name, lap, position, pieces, shown)
+        yield PreviewRow(sample, step + 1, name, epoch, position, pieces, shown)

@@ -148,10 +148,10 @@ def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: RunVi
             segment = run.journal.segments[run.journal.segment_number(answer.step - 1)]
             assert len(ids) == segment.sequence_length + 1
             expected, _ = run.windows[run.journal.segment_number(answer.step - 1)][sample.source].read(
-                sample.lap, sample.position
+                sample.epoch, sample.position
             )
             assert ids == expected.tolist()
-            laps[sample.source].add(sample.lap)
+            laps[sample.source].add(sample.epoch)
     assert {source: max(seen) for source, seen in laps.items()} == {"plain": 3, "gz": 5, "pq": 0, "text": 1}
 
 
@@ -216,7 +216,7 @@ def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
         for sample in answer.shown:
             for piece in sample.pieces:
                 if piece.targets[0] < piece.targets[1]:
-                    seen = sample.lap, answer.step, sample.sample, piece.targets, piece.masked
+                    seen = sample.epoch, answer.step, sample.sample, piece.targets, piece.masked
                     expected[sample.source, piece.about.document].append(seen)
     reasons = defaultdict(int)
     closed: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -257,7 +257,7 @@ def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
     # A lap is closed where the next segment of the source begins.
     changes = {"plain": "sequence_length changes", "gz": "slice and sequence_length change"}
     for source, what in changes.items():
-        drawn = [(sample.lap, answer.step) for answer in steps for sample in answer.shown if sample.source == source]
+        drawn = [(sample.epoch, answer.step) for answer in steps for sample in answer.shown if sample.source == source]
         laps = {max(lap for lap, step in drawn if step < end): end for end in (61, 91)}
         expected_whys = {lap: {f"the lap was closed before step {step}, where {what}"} for lap, step in laps.items()}
         assert closed[source] == expected_whys, source
