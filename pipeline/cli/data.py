@@ -115,10 +115,10 @@ def data_plan(
     from pipeline.config.load import load_run
 
     config = load_run(run, overrides or ())
-    from pipeline.data.plan.show import print_plan
+    from pipeline.data.plan.show import print_data_plan
     from pipeline.train.optim.lr_schedule import Schedule
 
-    print_plan(
+    print_data_plan(
         config,
         Console(),
         ranks=ranks,
@@ -180,5 +180,5 @@ def data_when(
 
 
 def _note(message: str) -> None:
-    """What takes its time."""
+    """Print what is about to take some time."""
     echo(message, error=True, flush=True)

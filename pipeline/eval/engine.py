@@ -54,7 +54,7 @@ class GenerationEngine:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of all processes: the one that prints and writes."""
+        """True on rank 0 of all processes: the one that prints and writes."""
         return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -47,7 +47,7 @@ class Token:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What a step adds to a text."""
+    """Text that a step adds."""
 
     text: str
     """It lags behind the tokens: incomplete characters and what may become a stop string are held back."""
@@ -216,7 +216,7 @@ class GenerationBatch:
         self._prompt_tokens.pop(key, None)
 
     def _chance(self, prompt_ids: Sequence[int], seed: int) -> torch.Generator:
-        """What a text's draws come from: the same wherever and whenever, and others for another prompt."""
+        """Generator of a text's draws: the same wherever and whenever, and another one for another prompt."""
         key = xxhash.xxh3_64_intdigest(np.asarray(prompt_ids, dtype="<i8").tobytes(), seed=seed % 2**64)
         return torch.Generator(self._device).manual_seed(key)
 
@@ -245,10 +245,10 @@ class GenerationBatch:
         scored = rows[0].sampling.prompt_logprobs
         begin = states.lengths[0]
         end = begin + (_SCORED_AT_ONCE if scored else _READ_AT_ONCE)
-        parts = [row.prompt[begin:end] for row in rows]
-        counts = [len(part) for part in parts]
+        prompts = [row.prompt[begin:end] for row in rows]
+        counts = [len(prompt) for prompt in prompts]
         # On the right, where causal attention does not see it.
-        padded = [[*part, *[0] * (max(counts) - len(part))] for part in parts]
+        padded = [[*prompt, *[0] * (max(counts) - len(prompt))] for prompt in prompts]
         tokens_RS = torch.tensor(padded, device=self._device)
         context = Context(states=states, counts=counts, last_only=not scored)
         logits_RSV = self._forward(tokens_RS, context)
@@ -370,7 +370,7 @@ class GenerationBatch:
 
     @staticmethod
     def _rest(row: _Row) -> str:
-        """What was held back, where no token comes any more."""
+        """The rest of the text, where no token comes any more."""
         text = row.stop.add(row.detokenizer.finish())
         return text if row.stop.found else text + row.stop.finish()
 

@@ -80,7 +80,7 @@ def run_harness(
 
 
 def harness_is_made(config: Config, step: int) -> bool:
-    """Whether the tasks of `eval.harness` are made of this checkpoint already."""
+    """True if the tasks of `eval.harness` are made of this checkpoint already."""
     return config.eval.harness is None or _made(config, Checkpoints.of_run(config.run.dir).at(step)) is not None
 
 
@@ -281,7 +281,7 @@ def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _others(config: Config, checkpoint: Checkpoint, made_with: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is kept of the checkpoint of other tasks or with other settings."""
+    """Results that are kept of the checkpoint with other tasks or settings."""
 
     def settings(of: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in of.items() if key not in _STATE}
@@ -307,7 +307,7 @@ def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _files(harness: HarnessConfig) -> Iterator[list[str | int]]:
-    """What is in `include_path`, and in the folders of task files that are named: names, sizes, times.
+    """State of the files in `include_path` and in the folders of task files that are named: names, sizes, times.
 
     A task file may have code, other task files or data beside it.
     """

@@ -159,7 +159,7 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
 
 
 def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -> tuple[int, int | None]:
-    """Of the tokens that count in some windows: their documents, and the bytes of their original text if known."""
+    """Documents of the tokens that count in some windows, and the bytes of their original text if known."""
     dataset = split.dataset
     if len(windows) == len(split):
         return dataset.documents, dataset.text_bytes
@@ -248,7 +248,7 @@ def _table(report: EvalReport) -> Table:
 
 
 def _how(made_with: dict[str, Any]) -> str:
-    """Which windows, where they are not the usual ones."""
+    """Description of the windows, where they are not the usual ones."""
     words = []
     if made_with["documents"]:
         words.append("each document by itself")

@@ -1,4 +1,4 @@
-"""How the next token is chosen: settings of a text, and draws for many texts at once.
+"""Choice of the next token: settings of a text, and draws for many texts at once.
 
 Shapes: R rows, each with settings of its own; V vocabulary.
 """
@@ -20,7 +20,7 @@ _ONE = 2**40
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one text is continued.
+    """Settings by which one text is continued.
 
     Logits go through the repetition penalty, temperature, top-k, top-p and min-p, in this order, as in transformers.
     Each cut looks at what those before it have left. Equal logits stay or go together.

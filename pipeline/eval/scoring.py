@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Scored:
-    """How probable the predicted tokens of a request are."""
+    """Probability of the predicted tokens of a request."""
 
     nats: float
     """Sum of -log p over them, fp64."""
@@ -152,9 +152,9 @@ def score(
                 misses.index_add_(0, request, missed.double())
 
     with _evaluation_mode(engine):
-        for part in _rounds(engine, rows, batch_size):
-            _evaluate(engine, part, len(requests), measure)
-            advance(len({request for row in part for _, _, request in row.asked}))
+        for chosen in _rounds(engine, rows, batch_size):
+            _evaluate(engine, chosen, len(requests), measure)
+            advance(len({request for row in chosen for _, _, request in row.asked}))
     sums = torch.stack((nats, misses))
     dist.all_reduce(sums)
     return [Scored(sum_, miss == 0) for sum_, miss in zip(*sums[:, :-1].tolist(), strict=True)]
@@ -247,7 +247,7 @@ def _row(requests: Sequence[Request], numbers: Sequence[int]) -> _Row:
 
 
 def _rounds(engine: GenerationEngine, order: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
-    """What all ranks work on at the same time: a batch on each, and as many as there are stages, so that all work."""
+    """Rounds of work for all ranks: a batch on each, and as many as there are stages, so that all work."""
     most = batch_size * engine.mesh.size("batch") * len(engine.model.stages)
     for first in range(0, len(order), most):
         yield order[first : first + most]
@@ -266,10 +266,10 @@ def _evaluate(
     cut = engine.model.cut
     batches = [_batch(rows[start : start + size], size, length, dummy).to(engine.device) for start in starts]
     contexts = [make_context(batch, False, cut=cut) for batch in batches]
-    engine.runner.evaluate([_share_of(batch, cut, dummy) for batch in batches], contexts, measure)
+    engine.runner.evaluate([_sequence_shard(batch, cut, dummy) for batch in batches], contexts, measure)
 
 
-def _share_of(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
+def _sequence_shard(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
     """With this rank's share of the texts, and of what is asked of them."""
     if cut is None:
         return batch
@@ -343,7 +343,7 @@ def _evaluation_mode(engine: GenerationEngine) -> Iterator[None]:
 
 
 def _agree(engine: GenerationEngine, what: Sequence[Sequence[int]]) -> None:
-    """Whether all ranks have the same: if not, some would wait for others for ever.
+    """Check that all ranks have the same: if not, some would wait for others for ever.
 
     Raises:
         MachineError: they have not.

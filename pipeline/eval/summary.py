@@ -122,7 +122,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
 
 
 def _program() -> str:
-    """How this program was started: by its name, or by a path if its folder is not on the search path."""
+    """The command that started this program: its name, or a path if its folder is not on the search path."""
     started = Path(sys.argv[0])
     found = shutil.which(started.name)
     if started.name != "pipeline" or (found is not None and Path(found).resolve() == started.resolve()):

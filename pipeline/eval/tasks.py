@@ -72,13 +72,13 @@ def run_tasks(
 
 
 def tasks_are_made(config: Config, step: int) -> bool:
-    """Whether each task of `eval.tasks` is made of this checkpoint already."""
+    """True if each task of `eval.tasks` is made of this checkpoint already."""
     made = _made(config, Checkpoints.of_run(config.run.dir).at(step)) if config.eval.tasks else {}
     return all(task.title in made for task in config.eval.tasks)
 
 
 def made_with_checkpoint(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What all results of a checkpoint depend on."""
+    """Settings that all results of a checkpoint depend on."""
     return {
         "checkpoint": checkpoint.fingerprint,
         "weights": config.eval.weights,
@@ -112,7 +112,7 @@ def _text(value: float | None) -> str:
 
 
 def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Of the tasks of a run file those whose results are there, made of the same things; a damaged file has none."""
+    """Results of those tasks of a run file that are there, made of the same things; a damaged file has none."""
     found = {}
     kept = kept_results(config, checkpoint, "tasks") if config.eval.tasks else {}
     for task in config.eval.tasks:

@@ -1,4 +1,4 @@
-"""What a step trains on, as tensors."""
+"""Batches and steps of training data, as tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Batch:
         return self._with(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
-        """What is on a GPU keeps its memory until a stream has done what it is given up to the end of this object."""
+        """Keep the memory on a GPU until a stream has done what it is given up to the end of this object."""
         self._with(lambda tensor: _used_by(tensor, stream), but="starts")
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
@@ -78,7 +78,7 @@ def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StepData:
-    """What a step trains on."""
+    """Training data of a step."""
 
     step: int
     """Counted from 0."""

@@ -53,7 +53,7 @@ class HeldOut:
         return [i * len(self) // count for i in range(count)] if count < len(self) else list(range(len(self)))
 
     def targets(self, windows: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Which tokens of the dataset are targets of each window, [len(windows), 3]: first, first that counts, end."""
+        """Targets of each window as tokens of the dataset, [len(windows), 3]: first, first that counts, end."""
         window = np.asarray(windows, np.int64)
         text = np.searchsorted(self._windows, window, side="right") - 1
         number = window - self._windows[text]

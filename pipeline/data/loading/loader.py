@@ -224,7 +224,7 @@ class Loader:
         return result
 
     def _outside_of_vocabulary(self, step: int, located: Located, rows: range, raw: npt.NDArray[Any]) -> UserError:
-        """What is wrong with a batch that has an id that the model does not know."""
+        """The error about a batch with an id that the model does not know."""
         row, column = (int(i) for i in np.argwhere((raw < 0) | (raw >= self._vocab_size))[0])
         sample = int(located.samples[rows[row]])
         draws = self._sampler.step(step)
@@ -240,7 +240,7 @@ class Loader:
 
 
 def _has_unknown(ids: npt.NDArray[Any], vocab_size: int) -> bool:
-    """Whether an id lies outside of the vocabulary; as unsigned numbers, negative ones are above all others."""
+    """True if an id lies outside of the vocabulary; as unsigned numbers, negative ones are above all others."""
     unsigned = ids.view(ids.dtype.str.replace("i", "u"))
     return int(unsigned.max()) >= min(vocab_size, np.iinfo(ids.dtype).max + 1)
 

@@ -1,4 +1,4 @@
-"""Which targets of a step count: what an objective masks, and what the run's skips do."""
+"""Weights of the targets of a step: those that an objective or the run's skips mask have 0."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Documents = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class SliceAccount:
-    """What was drawn from one slice of a source. Tokens are targets; masked ones and those of skipped steps count."""
+    """Consumption of one slice of a source. Tokens are targets; masked ones and those of skipped steps count."""
 
     documents: Documents
     """The slice."""
@@ -51,13 +51,13 @@ class SliceAccount:
 
     @property
     def epochs(self) -> float:
-        """How often the slice was read."""
+        """Epochs of the slice: tokens drawn over its tokens."""
         return self.drawn / self.tokens
 
 
 @dataclass(frozen=True)
 class Account:
-    """What was drawn from a source: sums over its slices. Where slices overlap, a token is one of each of them."""
+    """Consumption of a source: sums over its slices. Where slices overlap, a token is one of each of them."""
 
     slices: tuple[SliceAccount, ...]
     """In the order in which they were first drawn from."""
@@ -76,7 +76,7 @@ class Account:
 
     @property
     def epochs(self) -> float:
-        """How often the source was read: tokens drawn over tokens of the slices."""
+        """Epochs of the source: tokens drawn over tokens of the slices."""
         return self.drawn / self.tokens
 
     @property
@@ -86,7 +86,7 @@ class Account:
 
     @property
     def exact(self) -> bool:
-        """Whether `unique` is exact."""
+        """True if `unique` is exact."""
         return all(each.exact for each in self.slices)
 
     @property
@@ -135,13 +135,13 @@ class SliceStretch:
         """Tokens not drawn in the epoch that ended early."""
         return (self.epoch_windows - self.rest) * self.length if self.closed is not None and self.rest else 0
 
-    def goes_on_with(self, state: SourceState, length: int) -> bool:
-        """Whether a later segment of the source goes on where this ends."""
+    def is_continued_by(self, state: SourceState, length: int) -> bool:
+        """True if a later segment of the source continues this stretch."""
         return (state.documents, state.tokens, length) == (self.state.documents, self.state.tokens, self.length)
 
 
 def accounts(sampler: Sampler, step: int) -> dict[str, Account]:
-    """What the steps before `step` have drawn from each source of the journal, by name.
+    """Consumption of each source of the journal by the steps before `step`, by name.
 
     The time it takes does not depend on the step or on the size of the sources.
 
@@ -166,14 +166,14 @@ def accounts_of(journal: Journal, stretches: Mapping[str, list[SliceStretch]]) -
 
 
 def stretches_of(journal: Journal, step: int) -> dict[str, list[SliceStretch]]:
-    """What the steps before `step` have drawn by source, in the order of the run."""
+    """Stretches that the steps before `step` have drawn, by source, in the order of the run."""
     found: dict[str, list[SliceStretch]] = {}
     for number, (segment, samples) in enumerate(journal.drawn(step)):
         length = segment.sequence_length
         counts = dict(zip(segment.sources, segment.order().counts(samples), strict=True))
         for name, state in segment.sources.items():
             row = found.setdefault(name, [])
-            if row and row[-1].goes_on_with(state, length):
+            if row and row[-1].is_continued_by(state, length):
                 stretch = row[-1]
                 assert stretch.first_epoch + stretch.full == state.lap and stretch.rest == state.cursor, name
             else:
@@ -251,7 +251,7 @@ def _left_by_epochs(seed: int, name: str, stretch: SliceStretch) -> IntArray:
 
 
 def _seen_in_last_epoch(seed: int, name: str, stretch: SliceStretch, tokens: IntArray) -> npt.NDArray[np.bool_]:
-    """Which of these tokens were targets in the partial epoch at the end of the stretch."""
+    """Mask of those of the tokens that were targets in the partial epoch at the end of the stretch."""
     epoch = stretch.first_epoch + stretch.full
     window = (tokens - epoch_phase(seed, name, epoch, stretch.length) - 1) % stretch.state.tokens // stretch.length
     inside = window < stretch.epoch_windows

@@ -48,7 +48,7 @@ class Journal(Record):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types; equal journals give equal JSON with sorted keys."""
+        """The journal as JSON types; equal journals give equal JSON with sorted keys."""
         value = self.model_dump(mode="json")
         # What most runs do not have is not there, as in those that were written before there was such a thing.
         if not self.fork_step:
@@ -153,11 +153,11 @@ class Journal(Record):
         return [skip for skip in self.skips if skip.steps is None]
 
     def is_skipped(self, step: int) -> bool:
-        """Whether the whole step is passed over."""
+        """True if the whole step is skipped."""
         return self.why_skipped(step) is not None
 
     def why_skipped(self, step: int) -> Skip | None:
-        """What passes the whole step over; what the run file says comes first. None for a step that is made."""
+        """The skip of the whole step; those of the run file come first. None for a step that is made."""
         found = [skip for skip in self._skipped_steps if skip.holds(step) and _contains(skip.steps, step)]
         return min(found, key=lambda skip: skip.fault, default=None)
 
@@ -304,7 +304,7 @@ _PLACE = {"offset", "lap", "cursor", "cap", "stops"}
 
 
 def _goes_on(stretch: Stretch, segment: Segment) -> bool:
-    """Whether a segment gives the samples that the stretch before it would have given without an end."""
+    """True if a segment gives the samples that the stretch before it would have given without an end."""
     return (stretch.batch_size, stretch.sequence_length) == (segment.batch_size, segment.sequence_length) and (
         {name: source.model_dump(exclude=_PLACE) for name, source in stretch.sources.items()}
         == {name: source.model_dump(exclude=_PLACE) for name, source in segment.sources.items()}

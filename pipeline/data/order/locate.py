@@ -1,4 +1,4 @@
-"""Where the samples of steps lie and where documents begin in them, for many steps at once and without their tokens.
+"""Places of the samples of steps and of the documents in them, for many steps at once and without their tokens.
 
 A look-up in NumPy costs little more for a thousand windows than for one, so neighbouring steps are looked up together.
 The first group is one step. Each next one is twice as large while that is quick: so a run starts at once, and a file
@@ -58,7 +58,7 @@ class RankSamples:
 
 
 class Located(NamedTuple):
-    """What is known of a step without its tokens. R rows: the samples of the rank, or all if there may be masks."""
+    """A step without its tokens. R rows: the samples of the rank, or all if there may be masks."""
 
     samples: IntArray
     """[R] numbers in the step, ascending."""

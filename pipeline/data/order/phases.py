@@ -91,7 +91,7 @@ def padding_warning(where: str, batch_size: int, micro_batch_size: int, ranks: i
 
 
 def label(config: Config, journal: Journal, number: int) -> str:
-    """What tables call the phase of a segment: its number from 1, and its name; `parent` before a fork."""
+    """Label of a segment's phase in tables: its number from 1, and its name; `parent` before a fork."""
     if journal.segment_number(journal.fork_step) > number:
         return "parent"
     phase = _phase_of(config, journal, number)
@@ -147,7 +147,7 @@ def _check_past(saved: Journal, step: int, datasets: Mapping[str, Sized]) -> Non
 
 
 def _goes_on(one: Segment, two: Segment) -> bool:
-    """Whether a segment is only the rest of the one before it."""
+    """True if a segment is only the rest of the one before it."""
     samples = two.first_sample - one.first_sample
     if (one.batch_size, one.sequence_length) != (two.batch_size, two.sequence_length):
         return False
@@ -162,7 +162,7 @@ def _goes_on(one: Segment, two: Segment) -> bool:
 
 @dataclass
 class _Standing:
-    """Where a source stands between two segments."""
+    """Position of a source between two segments."""
 
     offset: int | None = None
     """Carried over; None before its first sample, and when it is exhausted."""
@@ -196,7 +196,7 @@ class _Planner:
             assert closed, f"the run that this one was forked from ended before step {step}"
 
     def is_over(self, until: Duration) -> bool:
-        """Whether a phase that ends there ends here or has ended."""
+        """True if a phase that ends there ends here or has ended."""
         return self._steps_until(until, 1) <= 0
 
     def add(self, number: int, phase: PhaseConfig) -> bool:

@@ -27,7 +27,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is."""
+    """Length of a run."""
 
     steps: int
     """Steps in all."""
@@ -76,7 +76,7 @@ def check_end(sampler: Sampler, done: int) -> None:
 
 
 def exhaustions(sampler: Sampler, steps: int) -> list[tuple[int, str]]:
-    """Where sources drop out of the blend because they have reached their max_epochs, in the order of the run.
+    """Exhaustions of sources that reach their max_epochs and drop out of the blend, in the order of the run.
 
     Args:
         sampler: The order of the run.
@@ -92,7 +92,7 @@ def exhaustions(sampler: Sampler, steps: int) -> list[tuple[int, str]]:
 
 
 def warnings(config: Config, journal: Journal, sampler: Sampler, last_step: int, first_step: int = 0) -> list[str]:
-    """What somebody should know about the blend before paying for it, a line each.
+    """Warnings about the blend, a line each.
 
     Args:
         config: The run file.
@@ -121,7 +121,7 @@ def warnings(config: Config, journal: Journal, sampler: Sampler, last_step: int,
 
 
 class _Exhaustion(NamedTuple):
-    """Where a source drops out."""
+    """The exhaustion of a source."""
 
     step: int
     """The step with its last window, from 0."""
@@ -131,7 +131,7 @@ class _Exhaustion(NamedTuple):
 
 
 def _exhaustions(sampler: Sampler, stretches: Mapping[str, list[SliceStretch]]) -> list[_Exhaustion]:
-    """Where sources drop out, in the order of the run."""
+    """Exhaustions of sources, in the order of the run."""
     return sorted(
         _Exhaustion(last_window_step(sampler, name, segment), name, segment, stretch.state.documents)
         for name, row in stretches.items()
@@ -248,7 +248,7 @@ def _closed(
             continue
         sources.sort(key=lambda entry: -entry[1].unseen)
         shown = [
-            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.lap_windows)} of the lap)"
+            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.epoch_windows)} of the lap)"
             for name, stretch in sources[:_NAMED]
         ]
         if more := sum(stretch.unseen for _, stretch in sources[_NAMED:]):
@@ -298,7 +298,7 @@ def _steps_of(journal: Journal, skip: Skip, last_step: int) -> tuple[int, int]:
 
 
 def _is_read(journal: Journal, skip: Skip, last_step: int) -> bool:
-    """Whether a segment that ends after an entry begins to hold reads any of its documents."""
+    """True if a segment that ends after an entry begins to hold reads any of its documents."""
     for segment, samples in journal.drawn(last_step):
         state = segment.sources.get(skip.source or "")
         if state is not None and segment.first_step + samples // segment.batch_size > skip.first_step:
@@ -309,7 +309,7 @@ def _is_read(journal: Journal, skip: Skip, last_step: int) -> bool:
 
 
 def _all_skipped(journal: Journal, last_step: int) -> Iterator[str]:
-    """Whether from some step to the end of the run no source is trained on."""
+    """A warning if from some step to the end of the run no source is trained on."""
     begin = last_step
     whole: dict[str, int] = {}
     for skip in journal.skips:

@@ -20,7 +20,7 @@ _BLOCK = 1024
 
 
 class Draws(NamedTuple):
-    """What samples are made of; three arrays of one length."""
+    """Contents of samples; three arrays of one length."""
 
     source: IntArray
     """Index into `Journal.names`."""
@@ -31,7 +31,7 @@ class Draws(NamedTuple):
 
 
 class End(NamedTuple):
-    """Where an order ends."""
+    """The end of an order."""
 
     step: int
     """The first step that cannot be made, counted from 0."""
@@ -116,7 +116,7 @@ class Sampler:
         return total
 
     def find(self, source: str, segment: int, epoch: int, positions: IntArray) -> IntArray:
-        """Where instances come in the run: the inverse of `step`.
+        """Samples of the run that instances are: the inverse of `step`.
 
         Args:
             source: Name of a source.
@@ -142,7 +142,7 @@ class Sampler:
         return result
 
     def end(self) -> End | None:
-        """Where the order ends; None if it goes on for ever."""
+        """End of the order; None if it has none."""
         for number, (segment, order) in enumerate(zip(self.journal.segments, self._orders, strict=True)):
             ends: list[tuple[int, Literal["stop", "exhausted"], str]] = []
             for index, (name, source) in enumerate(segment.sources.items()):

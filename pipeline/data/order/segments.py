@@ -16,7 +16,7 @@ What = str | tuple[str | None, tuple[Interval, ...]]
 
 
 class Sized(Protocol):
-    """What a plan needs to know of a dataset."""
+    """A dataset as a plan needs it: its sizes."""
 
     @property
     def tokens(self) -> int:
@@ -57,7 +57,7 @@ class SourceState(Record):
     """Whether the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
     def exhausted(self, samples: int) -> bool:
-        """Whether it has dropped out of the blend after so many samples of the segment."""
+        """True if it has dropped out of the blend after that many samples of the segment."""
         return not self.stops and samples == self.cap
 
 
@@ -120,11 +120,11 @@ class Skip(Record):
 
     @property
     def what(self) -> Hashable:
-        """What is skipped, whenever that is."""
+        """The data that is skipped, whenever that is."""
         return self.steps, self.samples, self.source, self.documents
 
     def holds(self, step: int) -> bool:
-        """Whether it is in force in this step."""
+        """True if it is in force in this step."""
         return self.first_step <= step and (self.end_step is None or step < self.end_step)
 
 

@@ -51,11 +51,11 @@ class Instances(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the token ids."""
+        """Dtype of the token ids."""
 
     @property
     def folder(self) -> Path:
-        """Where the dataset is, for messages."""
+        """Folder of the dataset, for messages."""
 
     def at(self, epoch: int, position: int) -> list[Span]:
         """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all."""
@@ -64,7 +64,7 @@ class Instances(Protocol):
         """The positions at which tokens of `document` are targets, in the document's order."""
 
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
-        """Where instances lie, as the other methods take it; arrays of one length."""
+        """Places of instances, as the other methods take them; arrays of one length."""
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """The tokens at which a document begins in an instance, the first one of each instance included.

@@ -135,7 +135,7 @@ class PreviewRow:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Everything that `pipeline data plan` says."""
+    """The data plan of a run, all that `pipeline data plan` prints."""
 
     run: Path
     ranks: int
@@ -158,7 +158,7 @@ class DataPlan:
     preview: list[PreviewRow]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """The data plan as JSON types."""
         value = {**asdict(self), "run": str(self.run)}
         for row, json in zip(self.sources, value["sources"], strict=True):
             for name, account in (("so_far", row.so_far), ("end", row.end)):
@@ -167,7 +167,7 @@ class DataPlan:
         return value
 
 
-def make_plan(
+def make_data_plan(
     config: Config,
     *,
     ranks: int = 1,
@@ -176,7 +176,7 @@ def make_plan(
     assume: Sequence[str] = (),
     check: Callable[[Journal, int], object] = lambda journal, steps: None,
 ) -> DataPlan:
-    """The plan of a run.
+    """The data plan of a run.
 
     Args:
         config: The run file.
@@ -392,9 +392,9 @@ def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _
     return weights, drawn, total
 
 
-def _nine_digits(share: float) -> float:
-    """What a run file would say: weights are integers of 32 bits, so a share of 0.7 is one a little beside it."""
-    return float(f"{share:.9g}")
+def _nine_digits(fraction: float) -> float:
+    """The fraction as a run file has it: weights are integers of 32 bits, so that 0.7 is stored as one beside it."""
+    return float(f"{fraction:.9g}")
 
 
 def _same_slice(account: Account | None, end: SliceAccount) -> SliceAccount | None:

@@ -129,7 +129,7 @@ class Times:
         }
 
     def summary(self) -> str:
-        """How much of the document, in how many steps."""
+        """Tokens of the document that are trained on, to come or masked, and in how many steps."""
         texts: list[str] = []
         for what, found in (
             ("trained on", [seen for seen in self.seen if seen.done]),
@@ -148,7 +148,8 @@ class Times:
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         yield self.summary()
-        by_epoch = sorted([*self.seen, *self.masked, *self.unseen], key=lambda one: one.lap)
+        by_epoch: list[Occurrence | Gap] = [*self.seen, *self.masked, *self.unseen]
+        by_epoch.sort(key=lambda one: one.lap)
         lines = [*map(str, by_epoch), *map(str, self.without)]
         yield from lines[:_LINES]
         if len(lines) > _LINES:
@@ -278,7 +279,7 @@ def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:
 
 
 def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str) -> str:
-    """Why a record is no document of the training split."""
+    """Reason why a record is not in the training split."""
     if reason := origins.rejected(key):
         return f"the record was rejected: {reason}"
     split = _split_of(folder, lambda other: documents_of_record(other, read_manifest(other), *key))
@@ -288,7 +289,7 @@ def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str
 
 
 def _split_of(folder: Path, find: Callable[[Path], list[int]]) -> str:
-    """Which split beside a dataset has documents that `find` finds."""
+    """The split beside a dataset that has documents which `find` finds."""
     for other in datasets_below(folder.parent):
         if other != folder and (found := find(other)):
             return f"it is document {found[0]} of the split {other.name!r}"
@@ -349,7 +350,7 @@ class _Search:
         return times
 
     def _not_in(self, segment: Segment) -> str:
-        """Why a segment cannot have the document; empty if it can."""
+        """Reason why a segment cannot have the document; empty if it can."""
         state, document = segment.sources.get(self._source), self._times.about.document
         if state is None:
             return "the source is not in the blend"

@@ -137,7 +137,7 @@ class RunView:
         return self.datasets[source]
 
     def origins(self, source: str) -> Origins | AdoptedOrigins | None:
-        """Where the documents of a source came from."""
+        """Origins of the documents of a source."""
         return self._origins(source)
 
     @cached_property
@@ -154,7 +154,7 @@ class RunView:
         return lambda source: opened(self.datasets[source].manifest.tokenizer.fingerprint)
 
     def describe(self, source: str, documents: Iterable[int], ids: bool, say: Say) -> dict[int, DocumentInfo]:
-        """What is known of documents, by their number in the source's dataset.
+        """Descriptions of documents, by their number in the source's dataset.
 
         Args:
             source: of all of them.
@@ -215,7 +215,7 @@ class RunView:
         return shortened(text)
 
     def masked(self, step: int, sample: int, source: str, document: int | None = None) -> str | None:
-        """Why the targets of a sample have no weight; with `document`, those of the document in it. None if they have.
+        """Reason why the targets of a sample, or those of a document in it, have no weight; None if they have.
 
         Args:
             step: counted from 0.
@@ -266,7 +266,7 @@ def in_brackets(tokens: Range) -> str:
 
 
 def unknown_origins(described: Iterable[DocumentInfo]) -> list[str]:
-    """What to say of documents whose `.prov` records cannot be read."""
+    """A note about documents whose `.prov` records cannot be read."""
     damage = {about.document: about.damage for about in described if about.damage}
     if not damage:
         return []
@@ -274,7 +274,7 @@ def unknown_origins(described: Iterable[DocumentInfo]) -> list[str]:
 
 
 def hint_of_ids(described: Iterable[DocumentInfo], ids: bool) -> list[str]:
-    """What to say to people where ids are not known and have not been asked for."""
+    """A hint for people where ids are not known and were not asked for."""
     if ids or not any(about.id is None and about.origin and about.origin.file for about in described):
         return []
     return ["xxh3:... is the hash of an id that only the source files have: --ids reads them"]
@@ -342,7 +342,7 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
 
 
 def _check_end(journal: Journal, done: int) -> None:
-    """What lies behind an end is not planned, so it cannot be compared."""
+    """Refuse a plan that ends before the steps that are done: what lies behind an end is not planned."""
     end = Sampler.of_windows(journal).end()
     if end is not None and end.step < done:
         raise UserError(
@@ -351,7 +351,7 @@ def _check_end(journal: Journal, done: int) -> None:
 
 
 def read_journal(run: Path) -> Journal:
-    """What a run wrote down of its plan when it last started or went back.
+    """The journal that a run has written when it last started or went back.
 
     Raises:
         FileNotFoundError: it has not.
@@ -397,7 +397,7 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
 
 
 def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """What to say if datasets were made again since the newest checkpoint, with as many tokens as before."""
+    """Warnings about datasets that were made again since the newest checkpoint, with as many tokens as before."""
     for name, fingerprint in _newest_state(folder).get("fingerprints", {}).get("data", {}).items():
         if name in datasets and datasets[name].fingerprint != fingerprint:
             yield (
@@ -430,7 +430,7 @@ def newest_ranks(folder: Path) -> int | None:
 
 
 def _newest_state(folder: Path) -> dict[str, Any]:
-    """What the newest checkpoint says of the run; empty without one."""
+    """State of the newest checkpoint; empty without one."""
     steps = checkpoint_steps(folder)
     try:
         return dict(storage.get_json(steps[max(steps)] / CHECKPOINT_STATE, "layout")) if steps else {}

@@ -1,4 +1,4 @@
-"""Where a document came from: (unit, row) of its `.prov` record <-> file and line or row.
+"""Origins of documents: (unit, row) of a `.prov` record <-> file and line or row.
 
 `plan.json` beside a dataset has the files and how they were cut into units; the receipts have the numbers of lines and
 records of each piece. Where these are equal, line and row differ by a constant; else (blank lines, damaged files) the
@@ -95,7 +95,7 @@ class Origins:
     def places(
         self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
     ) -> dict[Key, Origin]:
-        """Where documents came from.
+        """Places of documents.
 
         Args:
             keys: of the documents.
@@ -173,7 +173,7 @@ class Origins:
         raise UserError(f"--row: {path} had {end:,} {self._kind}s when it was read, so it has no {self._kind} {number}")
 
     def rejected(self, key: Key) -> str | None:
-        """Why a record was rejected; None if it was not."""
+        """Reason why a record was rejected; None if it was not."""
         unit, row = key
         stretch = self._stretch_of(unit, row)
         if stretch is None or not any(self._receipts(unit)[stretch.chunk]["rejected"].values()):
@@ -190,7 +190,7 @@ class Origins:
         return self._reader.id_key if self._reader.has_keys else None
 
     def is_of(self, manifest: Manifest) -> bool:
-        """Whether the plan is the one that a dataset was made by."""
+        """True if the plan is the one that a dataset was made by."""
         return bool(self._plan["config_hash"] == manifest.config_hash)
 
     @cached_property
@@ -311,7 +311,7 @@ class Origins:
         return self._places(self._file_of(stretch)).get(stretch)
 
     def _place(self, stretch: _Stretch, row: int) -> Origin:
-        """Where a record is as far as the receipts tell."""
+        """Place of a record as far as the receipts tell."""
         file = self._file(self._file_of(stretch))
         if self._kind == "text":
             return Origin(file.path, "text", id=file.name)
@@ -400,7 +400,7 @@ class AdoptedOrigins:
 
 
 def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins | None:
-    """Where the documents of a dataset came from; None if nothing beside it says so.
+    """Origins of the documents of a dataset; None if nothing beside it says so.
 
     Args:
         folder: of the dataset.

@@ -64,7 +64,7 @@ class SampleInfo:
 
 @dataclass(frozen=True)
 class Where:
-    """What a step is made of.
+    """Documents of a step.
 
     Attributes:
         step: from 1.

@@ -25,20 +25,20 @@ _UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7_200.0, 3_600.0, "hours"), (120.0,
 
 @dataclass(frozen=True)
 class Scale:
-    """What lies on the horizontal axis."""
+    """Scale of the horizontal axis."""
 
     axis: Axis
     label: str
     unit: float = 1.0
 
     def of(self, facts: RunFacts) -> Floats:
-        """Where the steps of a run are."""
+        """Positions of the steps of a run."""
         if self.axis == "tokens":
             return np.asarray(facts.columns.tokens)
         return (np.asarray(facts.columns.time) - (facts.start or 0.0)) / self.unit
 
     def at(self, facts: RunFacts, step: int, time: float) -> float:
-        """Where something is that happened after a step, at a time."""
+        """Position of something that happened after a step, at a time."""
         return _tokens_at(facts, step) if self.axis == "tokens" else (time - (facts.start or 0.0)) / self.unit
 
 
@@ -74,7 +74,7 @@ def _begun(runs: Sequence[RunFacts], facts: RunFacts) -> list[float]:
 
 
 def _rules(runs: Sequence[RunFacts], scale: Scale) -> tuple[tuple[float, str], ...]:
-    """Where attempts began, of one run; of several it would not be seen whose they are."""
+    """Positions at which attempts of a single run began; of several it would not be seen whose they are."""
     if len(runs) > 1 or len(runs[0].tries) < 2:
         return ()
     return tuple((scale.at(runs[0], each.first_step, each.begin), f"{each.number}") for each in runs[0].tries[1:])
@@ -157,7 +157,7 @@ def _by_step(
 
 
 def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
-    """Of one run all sources in a chart; of several a chart a source, in which they can be compared."""
+    """Charts of losses by source: of one run all sources in one, of several runs one for each source."""
     return _by_source(
         runs,
         scale,

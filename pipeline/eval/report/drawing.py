@@ -134,7 +134,7 @@ def _sheet(charts: Sequence[Chart], title: str, lines: Sequence[str], undrawn: S
 
 
 def height(chart: Chart) -> float:
-    """Of a chart, in inches."""
+    """Height of a chart in inches."""
     return _HEIGHT if isinstance(chart, LineChart) else _BAR_ROOM + _BAR_HEIGHT * 2 * max(1, len(chart.bars))
 
 
@@ -263,7 +263,7 @@ def _drawable(values: Any, chart: LineChart) -> Any:
 
 
 def _alone(values: Any) -> bool:
-    """Whether a line would not be seen, having no two values beside each other."""
+    """True if a line would not be seen, having no two values beside each other."""
     finite = np.isfinite(values)
     return bool(finite.any()) and not bool((finite[1:] & finite[:-1]).any())
 
@@ -293,8 +293,9 @@ def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
     axes.set_yticks([])
     axes.set_xlabel(chart.x_label, color=colours["muted"])
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
-    share = chart.axis == "share"
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if share else si(value)))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:.0%}" if chart.axis == "share" else si(value))
+    )
 
 
 def _legend(cell: Any, chart: Chart) -> None:
@@ -309,7 +310,7 @@ def _legend(cell: Any, chart: Chart) -> None:
                 [],
                 [],
                 color=LIGHT[line.look.slot],
-                linestyle=line.look.dash,
+                ls=line.look.dash,
                 marker="o" if line.points else None,
                 label=line.label,
             )
@@ -350,7 +351,7 @@ def _short(text: str, most: int) -> str:
 
 
 def _embeddable(text: str, key: str, chart: Chart) -> str:
-    """What matplotlib wrote, as a part of an HTML page: no prolog, no ids twice, the page's colours and fonts."""
+    """The SVG of matplotlib as a part of an HTML page: no prolog, no ids twice, the page's colours and fonts."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', text))

@@ -1,4 +1,4 @@
-"""What the files of a run folder tell of a run, read without its lock and without disturbing it.
+"""Facts about a run from the files of its folder, read without its lock and without disturbing it.
 
 A run may be going on, may have failed, or may lack any of its files: what cannot be read is None, and said.
 """
@@ -56,7 +56,7 @@ class Consumption:
 
 @dataclass
 class RunFacts:
-    """What is known of a run."""
+    """Facts about a run."""
 
     folder: Path
     name: str
@@ -105,7 +105,7 @@ class RunFacts:
 
 
 def gather(run: Path) -> RunFacts:
-    """All that is known of a run.
+    """The facts about a run.
 
     Args:
         run: its run file or its folder.
@@ -139,8 +139,10 @@ def gather(run: Path) -> RunFacts:
     config: Config | None = None if values is None else read(RunFiles.config, lambda: load_run(folder), None)
     checkpoint: dict[str, Any] = read("the newest checkpoint", lambda: _checkpoint(folder), {})
     steps, tokens, why = _length(folder, config, read)
-    evaluations, damaged = read("eval", lambda: read_evaluations(folder), ([], []))
-    scores, damaged_scores = read("eval", lambda: read_scores(folder), ([], []))
+    no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
+    evaluations, damaged = read("eval", lambda: read_evaluations(folder), no_evaluations)
+    no_scores: tuple[list[ReportedScore], list[Path]] = ([], [])
+    scores, damaged_scores = read("eval", lambda: read_scores(folder), no_scores)
     problems += [
         f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again"
         for path in (*damaged, *damaged_scores)
@@ -213,7 +215,7 @@ def _folder(run: Path) -> Path:
 
 
 class _Unread:
-    """How many lines of a file cannot be read."""
+    """Counter of the lines of a file that cannot be read."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -257,7 +259,7 @@ def _is_sound(attempt: Attempt) -> bool:
 
 
 def _contradictions(columns: Columns, tries: Sequence[Attempt], exit_state: dict[str, Any]) -> Iterator[str]:
-    """What metrics lack that other files speak of."""
+    """Steps and attempts that other files have and the metrics lack."""
     name, last = RunFiles.metrics, tries[-1] if tries else None
     strange = sorted(set(columns.attempt) - {each.number for each in tries})
     if strange:

@@ -1,4 +1,4 @@
-"""The charts of what runs came to: where the time went, what was read of the data, how well checkpoints do."""
+"""Charts of the outcome of runs: time spent, data read, scores of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
 from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look, Table
-from pipeline.eval.report.words import NONE, count, figure, seconds, share, si
+from pipeline.eval.report.words import NONE, count, figure, percent, seconds, si
 from pipeline.eval.reports import WINDOWS, Evaluation
 
 _MOST_BARS = 12
@@ -57,7 +57,7 @@ def _goodput(runs: Sequence[RunFacts]) -> BarChart:
             )
         )
         used += [key for key, _, _, value in parts if value > 0]
-        rows += [(each.name, label, seconds(value), share(value / wall)) for _, label, _, value in parts]
+        rows += [(each.name, label, seconds(value), percent(value / wall)) for _, label, _, value in parts]
     return BarChart(
         title="Goodput",
         description="Where the time went: "
@@ -95,8 +95,8 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
             count(row.drawn),
             count(row.by_now.drawn if row.by_now else None),
             count(row.in_all.drawn if row.in_all else None),
-            share(_drawn(row) / drawn),
-            share(row.in_all.drawn / planned if row.in_all else None),
+            percent(_drawn(row) / drawn),
+            percent(row.in_all.drawn / planned if row.in_all else None),
             f"{row.by_now.epochs:.4g}" if row.by_now else NONE,
             f"{row.in_all.epochs:.4g}" if row.in_all else NONE,
             count(row.by_now.unique if row.by_now else None),
@@ -175,7 +175,7 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
 
 
 def _settings(facts: RunFacts, found: Evaluation) -> dict[str, Any]:
-    """How an evaluation was made, as far as its loss depends on that."""
+    """Settings of an evaluation, as far as its loss depends on them."""
     made_with = facts.made_with.get((found.step, found.weights), {})
     return {**WINDOWS, **{key: made_with[key] for key in sorted(made_with) if key not in _NOT_HOW}}
 
@@ -202,14 +202,14 @@ def _setting(key: str, value: Any, values: list[Any]) -> str:
 
 def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
     """Benchmarks: what is a share of right answers in one chart, perplexities and bits in another."""
-    for shares, title, y_label in ((True, "Benchmarks", "share"), (False, "Benchmarks: perplexity, bits", "value")):
+    for fractions, title, y_label in ((True, "Benchmarks", "share"), (False, "Benchmarks: perplexity, bits", "value")):
         series: dict[str, list[tuple[int, float]]] = {}
         looks: dict[str, Look] = {}
         cells = []
         for number, each in enumerate(runs):
-            kinds = {(s.task, s.figure) for s in each.scores if not s.is_share}
+            kinds = {(s.task, s.figure) for s in each.scores if not s.is_fraction}
             for score in each.scores:
-                if ((score.task, score.figure) not in kinds) is not shares:
+                if ((score.task, score.figure) not in kinds) is not fractions:
                     continue
                 of = " (average of weights)" if score.weights == "ema" else ""
                 name = f"{score.task}, {score.figure}{of}"
@@ -232,6 +232,6 @@ def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
             y_label=y_label,
             lines=tuple(lines),
             table=Table(("of", "step", "value", "standard error"), tuple(cells), 1),
-            logarithmic=not shares,
+            logarithmic=not fractions,
             note=f"{len(labels)} of {len(series)} figures; the table has all." if len(series) > len(labels) else "",
         )

@@ -104,8 +104,8 @@ def _words(fact: Fact) -> str:
 
 def _tile(fact: Fact) -> str:
     bar = ""
-    if fact.part is not None:
-        bar = f"<span class='bar'><span style='width:{100 * min(1.0, max(0.0, fact.part)):.1f}%'></span></span>"
+    if fact.fraction is not None:
+        bar = f"<span class='bar'><span style='width:{100 * min(1.0, max(0.0, fact.fraction)):.1f}%'></span></span>"
     detail = f"<small>{_escaped(fact.detail)}</small>" if fact.detail else ""
     long = " class='long'" if len(fact.value) > 9 else ""
     return f"<div><dt>{_escaped(fact.label)}</dt><dd{long}>{_escaped(fact.value)}{detail}{bar}</dd></div>"

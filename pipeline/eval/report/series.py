@@ -154,7 +154,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of a column: means of so many steps each, and what lies behind them. NaN breaks the line."""
+    """The curve of a column: means of `steps` steps each, and what lies behind them. NaN breaks the line."""
 
     x: Floats
     mean: Floats
@@ -169,7 +169,7 @@ class Curve:
 
     @property
     def note(self) -> str:
-        """What the chart shows, in words."""
+        """Description of the curve in words."""
         if self.steps == 1:
             return "Each point is a step."
         if self.each is not None:

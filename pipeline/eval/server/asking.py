@@ -25,7 +25,7 @@ GONE = 499
 
 @dataclass(frozen=True)
 class Serving:
-    """What the app answers from."""
+    """State that the app serves requests from."""
 
     worker: Worker
     settings: ServeConfig

@@ -1,4 +1,4 @@
-"""What every request passes first: Host header, API key, number, size of the body; and its line in the access log."""
+"""Checks of every request: Host header, API key, number, size of the body; and its line in the access log."""
 
 from __future__ import annotations
 

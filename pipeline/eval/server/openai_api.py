@@ -62,14 +62,14 @@ def router(serving: Serving) -> APIRouter:
             Wanted(each, _sampling(body, seed)) for each, seed in zip(texts, seeds(body.seed, len(texts)), strict=True)
         ]
         choices = [_Choice(index, body, begins[index // (body.n or 1)], tokenizer) for index in range(len(texts))]
-        answer = _Answer(body, choices, prompt_tokens=sum(map(len, ids)))
+        response = _CompletionResponse(body, choices, prompt_tokens=sum(map(len, ids)))
         # What is refused is refused with a status: the first event comes before the headers of a stream.
         events = ask(request, serving, wanted, step)
         first = await anext(events)
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(answer.stream(first, events), media_type="text/event-stream", headers=headers)
-        return JSONResponse(await answer.whole(first, events))
+            return StreamingResponse(response.stream(first, events), media_type="text/event-stream", headers=headers)
+        return JSONResponse(await response.whole(first, events))
 
     return routes
 
@@ -105,7 +105,7 @@ def _sampling(body: Completion, seed: int) -> Sampling:
 
 @dataclass(frozen=True)
 class _Begin:
-    """What comes before a continuation."""
+    """The beginning of a choice, before its continuation."""
 
     text: str
     """Of the answer; empty without `echo`."""
@@ -127,7 +127,7 @@ def _echoed(
 
 
 class _Offsets:
-    """Where tokens begin in a text: behind all characters that are complete before them."""
+    """Offsets of tokens in a text: behind all characters that are complete before them."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], first: int = 0) -> None:
         self._detokenizer, self._length = Detokenizer(tokenizer, before), first
@@ -149,7 +149,7 @@ class _Choice:
         self._begun = False
 
     def part(self, event: Event) -> dict[str, Any]:
-        """What an event adds."""
+        """The part of a choice that an event adds."""
         text, tokens = event.piece.text, event.piece.tokens
         offsets = [] if self._offsets is None else [self._offsets.next(token.id) for token in tokens]
         if not self._begun:
@@ -188,7 +188,7 @@ def _top(token: Token) -> dict[str, float] | None:
 
 
 @dataclass
-class _Answer:
+class _CompletionResponse:
     body: Completion
     choices: list[_Choice]
     prompt_tokens: int

@@ -57,7 +57,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Event:
-    """What has become of one text of a request since the last event of it."""
+    """Progress of one text of a request since its last event."""
 
     index: int
     """Which of the request's texts."""
@@ -127,7 +127,7 @@ class Worker:
 
     @property
     def is_changing(self) -> bool:
-        """Whether another model waits for texts to end on the present one."""
+        """True if another model waits for texts to end on the present one."""
         return self._next is not None
 
     def submit(self, texts: Sequence[Wanted], step: int | None = None) -> Ticket:
@@ -148,7 +148,7 @@ class Worker:
         return ticket
 
     def check_room(self, texts: int) -> None:
-        """Whether so many texts could be queued now.
+        """Check that there is room in the queue for `texts` more.
 
         Raises:
             Refusal: the queue is full, or the server ends.
@@ -187,7 +187,7 @@ class Worker:
             for ticket in {id(ticket): ticket for ticket, _ in refused}.values():
                 self._send(ticket, [self._gone()])
 
-    def join(self, timeout: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Wait until it has ended after `close`; whether it has."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -308,6 +308,6 @@ class Worker:
 
 
 def _words(error: BaseException) -> str:
-    """What happened, in a line."""
+    """An error in one line."""
     text = str(error).strip().split("\n", maxsplit=1)[0][:300]
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -30,7 +30,7 @@ from pipeline.data.datasets.manifest import REPAIR
 from pipeline.data.datasets.merge import merge
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.order.phases import plan_journal
-from pipeline.data.plan.build import make_plan
+from pipeline.data.plan.build import make_data_plan
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import When, when
 from pipeline.data.provenance.run import RunView, open_view
@@ -483,7 +483,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     file.write_text((folder / "config.yaml").read_text().replace("/nowhere", str(folder)))
     assert (open_view(file).notes, open_view(file).warnings) == ([], [])
     later = open_view(file, ["blend.phases.2.batch_size=4", "train.duration=160 steps"])
-    review = make_plan(later.config)
+    review = make_data_plan(later.config)
     assert (later.journal.fingerprint, later.steps, later.done) == (review.journal, review.steps, 34)
     assert later.warnings == []
     assert later.notes == [
@@ -496,7 +496,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
 
     # Steps since the newest checkpoint, which has 30, will be made again; their journal is still there.
     again = open_view(file, ["blend.phases.0.until=32 steps"])
-    review = make_plan(again.config)
+    review = make_data_plan(again.config)
     assert (again.journal.fingerprint, again.steps, again.done) == (review.journal, review.steps, 30)
     (warning,) = again.warnings
     assert warning.startswith("steps 31 to 34, made since the newest checkpoint, will be made again as the run file")
@@ -510,7 +510,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     storage.put_json(folder / "journal.json", open_view(file, ["blend.skip=[]", "run.dir=/nowhere"]).journal.to_json())
     storage.put_json(path / "state.json", {"layout": {}, "journal": json.loads((folder / "journal.json").read_text())})
     again = open_view(file, spike)
-    assert again.journal.fingerprint == make_plan(again.config).journal
+    assert again.journal.fingerprint == make_data_plan(again.config).journal
     assert [again.journal.is_skipped(step) for step in (31, 32, 33)] == [False, True, False]
     assert (again.done, _where(again, 33).done, _where(again, 33).skipped) == (30, True, False)
     storage.put_json(folder / "journal.json", before.journal.to_json())
