@@ -257,8 +257,7 @@ def _pieces(text: str, at: int, ends: str, depth: int) -> tuple[_Pieces, int]:
             at = run.end()
     if quote or (ends and at == len(text)):
         raise InterpolationError(_UNREADABLE)
-    pieces = [piece for piece in (*found, "".join(plain)) if piece != ""]
-    return tuple(pieces), at
+    return tuple(piece for piece in (*found, "".join(plain)) if piece != ""), at
 
 
 def _expression(text: str, at: int, depth: int) -> tuple[_Expression, int]:

@@ -261,8 +261,7 @@ class GenerationBatch:
         last_R = torch.tensor(counts, device=self._device) - 1
         index_R = torch.arange(len(rows), device=self._device)
         logits_RV = logits_RSV[index_R, last_R] if scored else logits_RSV[:, -1]
-        for row in rows:
-            self._prompt_tokens[row.key] = tuple(row.prompt_tokens)
+        self._prompt_tokens |= {row.key: tuple(row.prompt_tokens) for row in rows}
         pieces = self._continue(rows, logits_RV)
         self._states.join(states)
         before = len(self._rows)

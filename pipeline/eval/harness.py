@@ -274,10 +274,8 @@ def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The results of a checkpoint, if they are there and made of the same things."""
     kept = kept_results(config, checkpoint, "harness")
     made_with = _made_with(config, checkpoint) if kept else {}
-    for value in kept.values():
-        if value["made_with"] == made_with and isinstance(value.get("results"), dict):
-            return value  # type: ignore[no-any-return]
-    return None
+    same = (value for value in kept.values() if value["made_with"] == made_with)
+    return next((value for value in same if isinstance(value.get("results"), dict)), None)
 
 
 def _others(config: Config, checkpoint: Checkpoint, made_with: dict[str, Any]) -> list[dict[str, Any]]:

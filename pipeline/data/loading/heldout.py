@@ -66,8 +66,7 @@ class HeldOut:
         if len(self._texts) <= 2:
             return windows
         places = self.targets(windows)
-        order = np.argsort(places[:, 0] - places[:, 2], kind="stable")
-        return [windows[index] for index in order]
+        return [windows[index] for index in np.argsort(places[:, 0] - places[:, 2], kind="stable")]
 
     def length_of(self, windows: Sequence[int], multiple: int) -> int:
         """Targets of the longest of some windows, rounded up to a multiple, at most L."""

@@ -83,9 +83,8 @@ def copy_locally(
     if not all(copy.is_complete() for copy in copies.values()):
         with _alone(base):
             _make(base, list(copies.values()))
-    read = config.data.loader.read
     return {
-        name: copies[dataset.fingerprint].opened(dataset, read) if name in used else dataset
+        name: copies[dataset.fingerprint].opened(dataset, config.data.loader.read) if name in used else dataset
         for name, dataset in datasets.items()
     }
 

@@ -135,10 +135,9 @@ class Journal(Record):
 
     def drawn(self, step: int) -> list[tuple[Segment, int]]:
         """The segments that begin before `step`, each with its number of samples before `step`."""
-        ends = [*self._first_steps[1:], step]
         return [
             (segment, (min(end, step) - segment.first_step) * segment.batch_size)
-            for segment, end in zip(self.segments, ends, strict=True)
+            for segment, end in zip(self.segments, [*self._first_steps[1:], step], strict=True)
             if segment.first_step < step
         ]
 

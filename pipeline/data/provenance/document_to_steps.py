@@ -406,8 +406,10 @@ class _Search:
                     continue
                 masked = run.masked(step, sample, self._source, self._times.about.document)
                 into = self._times.seen if masked is None else self._times.masked
-                for tokens in self._open[epoch].pop(position):
-                    into.append(Occurrence(epoch, step + 1, sample, tokens, step < run.done, masked))
+                into += [
+                    Occurrence(epoch, step + 1, sample, tokens, step < run.done, masked)
+                    for tokens in self._open[epoch].pop(position)
+                ]
         if drawn == state.cap:
             self._closed |= self._open.keys()
         return ""

@@ -107,8 +107,7 @@ def attempts_table(runs: Sequence[RunFacts]) -> tuple[Table, str]:
     """Table of attempts, and a note on those left out."""
     rows = []
     for facts in runs:
-        tries = facts.tries[-_MOST_ATTEMPTS:]
-        for each in tries:
+        for each in facts.tries[-_MOST_ATTEMPTS:]:
             end = each.end if each.end is not None else facts.columns.time[-1] if len(facts.columns) else None
             where = each.host + (f", job {each.job}" if each.job else "")
             step = facts.step if each.end is None else each.step
@@ -154,9 +153,8 @@ def _layout(facts: RunFacts) -> dict[str, str]:
     layout = facts.tries[-1].layout if facts.tries else {}
     if layout:
         found["processes"] = count(layout.get("world_size", 1))
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-            if axis in layout:
-                found[axis] = count(layout[axis])
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        found |= {axis: count(layout[axis]) for axis in axes if axis in layout}
     versions = facts.checkpoint.get("versions")
     for name, version in (versions if isinstance(versions, dict) else {}).items():
         if isinstance(version, dict):
@@ -201,20 +199,18 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _shown(key: str, value: Any) -> str:
-    value = _open(key, value)
-    if isinstance(value, str):
-        return _cut(value)
-    return _cut(orjson.dumps(value, default=str).decode())
+    value = _without_secrets(key, value)
+    return _cut(value if isinstance(value, str) else orjson.dumps(value, default=str).decode())
 
 
-def _open(key: str, value: Any) -> Any:
+def _without_secrets(key: str, value: Any) -> Any:
     """A value without what is secret in it."""
     if is_secret_key(key) and value is not None:
         return "***"
     if isinstance(value, Mapping):
-        return {str(name): _open(str(name), below) for name, below in value.items()}
+        return {str(name): _without_secrets(str(name), below) for name, below in value.items()}
     if isinstance(value, list):
-        return [_open("", below) for below in value]
+        return [_without_secrets("", below) for below in value]
     return masked(value) if isinstance(value, str) else value
 
 

@@ -245,7 +245,6 @@ def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> li
 
 def _is_sound(attempt: Attempt) -> bool:
     times = (attempt.begin, attempt.begin if attempt.end is None else attempt.end)
-    whole = isinstance(attempt.layout, dict) and all(type(each) is int for each in attempt.layout.values())
     return (
         type(attempt.number) is int
         and is_step(attempt.first_step)
@@ -254,7 +253,8 @@ def _is_sound(attempt: Attempt) -> bool:
         and (attempt.code is None or type(attempt.code) is int)
         and isinstance(attempt.reason, str)
         and isinstance(attempt.host, str)
-        and whole
+        and isinstance(attempt.layout, dict)
+        and all(type(each) is int for each in attempt.layout.values())
     )
 
 

@@ -172,6 +172,5 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 def _host(header: str) -> str:
     """The name of a Host header, without the port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower()
+    name = header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+    return name.lower()
