@@ -1,4 +1,4 @@
-"""What every section of the config shares: strictness, and the value types of the run file."""
+"""Base of every section of the config: strictness, and the value types of the run file."""
 
 from __future__ import annotations
 

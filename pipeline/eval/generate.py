@@ -350,7 +350,7 @@ class GenerationBatch:
         return tokens
 
     def _take(self, row: _Row, token: Token) -> GeneratedText:
-        """The row goes on with a token, or ends."""
+        """Continue the row with a token, or end it."""
         if row.most == 0:
             return GeneratedText("", (), "length")
         if token.id == self._tokenizer.end_of_document and not row.sampling.ignore_end:

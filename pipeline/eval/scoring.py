@@ -44,7 +44,7 @@ class Request:
     tokens: Sequence[int]
     """2 <= length <= max_length + 1: the last one is no input."""
     scored: int
-    """The last so many are predicted, each from all before it; 1 <= scored < length."""
+    """Number of tokens at the end that are predicted, each from all before it; 1 <= scored < length."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _nothing(dummy: int) -> tuple[int, int, int, int]:
 
 
 def _length(longest: int, max_length: int, multiple: int) -> int:
-    """Positions of a batch whose longest text has so many: one of few lengths, so that shapes come again.
+    """Positions of a batch with a longest text of `longest`: one of few lengths, so that shapes come again.
 
     It is a power of two or one and a half of one, a multiple of `multiple` (the residual stream may be cut along the
     sequence), and not more than the model has.

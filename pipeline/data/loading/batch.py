@@ -95,7 +95,7 @@ class StepData:
     """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over
     ranks does not depend on how the step is split."""
     skipped: bool = False
-    """The step is passed over: nothing of it was read, and the weights stay as they are."""
+    """The step is skipped: nothing of it was read, and the weights stay as they are."""
 
     def pin(self) -> StepData:
         """The same in page-locked memory."""

@@ -104,7 +104,7 @@ class Loader:
         return read_ahead(read, first, last, self._prefetch)
 
     def end(self) -> End | None:
-        """The first step that cannot be made; None if the order goes on for ever."""
+        """The first step that cannot be made; None if the order has no end."""
         return self._sampler.end()
 
     def tokens(self, step: int) -> int:

@@ -83,7 +83,7 @@ def integer_weights(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
 
 
 def tokens_of_epochs(epochs: float, tokens: int) -> int:
-    """Whole tokens of so many epochs; 0.1 means one tenth."""
+    """Whole tokens of a number of epochs; 0.1 means one tenth."""
     return int(_exact(epochs) * tokens)
 
 

@@ -125,7 +125,7 @@ class Journal(Record):
         return segment.first_step + (sample - segment.first_sample) // segment.batch_size
 
     def step_at(self, tokens: int) -> int:
-        """The first step boundary at or after so many targets: the smallest step s with tokens(s) >= tokens."""
+        """The first step boundary at or after a number of targets: the smallest step s with tokens(s) >= tokens."""
         if tokens <= 0:
             return 0
         number = bisect_left(self._first_tokens, tokens) - 1
@@ -214,7 +214,7 @@ class Journal(Record):
         return {what: _union(intervals) for what, intervals in found.items()}
 
     def passing_over(self, steps: Interval, step: int) -> Journal:
-        """This plan with further steps that are passed over, up to one that went wrong. It lasts whatever is resumed.
+        """This plan with further steps that are skipped, up to one that went wrong. It lasts whatever is resumed.
 
         Args:
             steps: [first, end), from 0; the last one is the one that went wrong.

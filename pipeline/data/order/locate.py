@@ -46,15 +46,13 @@ class RankSamples:
         firsts = range(rank * micro_batch_size, padded, micro_batch_size * ranks)
         self.micro_batches = [range(min(i, batch_size), min(i + micro_batch_size, batch_size)) for i in firsts]
         """Numbers in the step of the samples of each micro-batch; what is missing is padding."""
+        firsts_in_samples = accumulate((len(one) for one in self.micro_batches), initial=0)
         self.rows = [
-            range(place, place + len(one)) for place, one in zip(self._places(), self.micro_batches, strict=True)
+            range(first, first + len(one)) for first, one in zip(firsts_in_samples, self.micro_batches, strict=False)
         ]
         """Where these stand in `samples`."""
         self.samples = np.array([sample for samples in self.micro_batches for sample in samples], np.int64)
         """All of them, ascending."""
-
-    def _places(self) -> list[int]:
-        return [0, *accumulate(len(samples) for samples in self.micro_batches)][:-1]
 
 
 class Located(NamedTuple):
@@ -82,13 +80,12 @@ class Located(NamedTuple):
         return self.begins[self.splits[row] : self.splits[row + 1]]
 
 
-class _Group:
-    """Steps that were looked up together."""
+class _Group(NamedTuple):
+    """Steps [first, end) that were looked up together, but for skipped ones."""
 
-    def __init__(self, first: int, end: int, steps: dict[int, Located]) -> None:
-        self.first = first
-        self.end = end
-        self.steps = steps
+    first: int
+    end: int
+    steps: dict[int, Located]
 
 
 class Lookup:

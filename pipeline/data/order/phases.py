@@ -316,7 +316,7 @@ class _Planner:
         return (tokens_of_epochs(source.max_epochs, tokens) - self._drawn.get((source.name, documents), 0)) // length
 
     def _close(self, segment: Segment, steps: int) -> bool:
-        """Go on to the end of the segment after so many steps; False if the order ends before that."""
+        """Continue to the end of the segment after `steps` steps; False if the order ends before that."""
         order, samples = segment.order(), steps * segment.batch_size
         if order.capacity is not None and samples > order.capacity:
             return False

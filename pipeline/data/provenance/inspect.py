@@ -21,7 +21,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 
 SHOWN_CHARACTERS = 300
 HISTOGRAM_DOCUMENTS = 20_000
-"""Lengths of at most so many documents, evenly spaced, are looked at."""
+"""Documents at most, evenly spaced, whose lengths are counted."""
 _BAR = 40
 
 

@@ -168,7 +168,7 @@ class Origins:
             raise UserError(f"--row: row {number} of {path} holds no record: the file was damaged, and rows of it lost")
         if wanted < end:
             raise UserError(f"--row: line {number} of {path} holds no record: the line is blank")
-        if not self._is_complete(index):
+        if not all(self._has_all_receipts(unit) for _, unit, _ in self._pieces[index]):
             raise self._without_receipts(path)
         raise UserError(f"--row: {path} had {end:,} {self._kind}s when it was read, so it has no {self._kind} {number}")
 
@@ -299,9 +299,6 @@ class Origins:
     def _has_all_receipts(self, unit: int) -> bool:
         receipts = self._receipts(unit)
         return bool(receipts) and bool(receipts[-1]["last"])
-
-    def _is_complete(self, file: int) -> bool:
-        return all(self._has_all_receipts(unit) for _, unit, _ in self._pieces[file])
 
     def _without_receipts(self, path: str) -> UserError:
         return UserError(f"--row: receipts of {path} are missing in {self.folder / 'receipts'}; {REPAIR}")

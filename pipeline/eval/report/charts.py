@@ -81,7 +81,7 @@ def _rules(runs: Sequence[RunFacts], scale: Scale) -> tuple[tuple[float, str], .
 
 
 def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
-    """Spikes, skipped steps and those passed over, of all runs."""
+    """Spikes, steps not applied and skipped steps, of all runs."""
     found = []
     for label, key, symbol, slot in (
         ("spike", "spikes", "^", "ink"),

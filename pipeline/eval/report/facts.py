@@ -91,7 +91,7 @@ def _held_out(facts: RunFacts) -> Fact:
 
 
 def _left(facts: RunFacts) -> float | None:
-    """Seconds until the end, by the newest steps of the attempt that goes on: no pause lies between them."""
+    """Seconds until the end, by the newest steps of the attempt that is running: no pause lies between them."""
     columns = facts.columns
     if facts.state.word != "going on" or facts.steps is None or len(columns) < 2:
         return None

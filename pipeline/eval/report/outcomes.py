@@ -153,8 +153,7 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
                 )
         for place, ((label, _), points) in enumerate(series.items()):
             look = Look.of(place) if len(runs) == 1 else Look.of(number).dotted(place)
-            x, y = (np.array(values, float) for values in zip(*points, strict=True))
-            lines.append(Line(label, points_of(x, y), look, points=True))
+            lines.append(_line(label, points, look))
     is_whole = all(asked.get("samples") is None for asked in shown)
     notes = ["From `pipeline eval`" + (": the whole split, where validation takes a sample." if is_whole else ".")]
     if differ:
@@ -172,6 +171,12 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
         logarithmic=True,
         note=" ".join(notes),
     )
+
+
+def _line(label: str, points: Sequence[tuple[int, float]], look: Look) -> Line:
+    """The line of a few values, each at its step."""
+    x, y = (np.array(values, float) for values in zip(*points, strict=True))
+    return Line(label, points_of(x, y), look, points=True)
 
 
 def _settings(facts: RunFacts, found: Evaluation) -> dict[str, Any]:
@@ -220,17 +225,13 @@ def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
         if not series:
             continue
         labels = list(series)[:MOST_LINES]
-        lines = []
-        for label in labels:
-            x, y = (np.array(values, float) for values in zip(*series[label], strict=True))
-            lines.append(Line(label, points_of(x, y), looks[label], points=True))
         yield LineChart(
             title=title,
             description=f"{title} of the checkpoints that were evaluated, over steps.",
             axis="steps",
             x_label="steps",
             y_label=y_label,
-            lines=tuple(lines),
+            lines=tuple(_line(label, series[label], looks[label]) for label in labels),
             table=Table(("of", "step", "value", "standard error"), tuple(cells), 1),
             logarithmic=not fractions,
             note=f"{len(labels)} of {len(series)} figures; the table has all." if len(series) > len(labels) else "",

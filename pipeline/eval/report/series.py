@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu")
 """What is kept of each step; NaN where a row does not have it."""
 EVERY_STEP = 1_500
-"""Up to so many steps a chart shows each."""
+"""Steps up to which a chart shows each one."""
 _MEANS = 100
 """Points of the means that are drawn over them."""
 _POINTS = 300
@@ -73,7 +73,7 @@ class Columns:
             yield row
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl; rows come in the order of the file. One that is none of a step is passed over."""
+        """A row of metrics.jsonl; rows come in the order of the file. One without a step is left out."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         if not is_step(step) or type(attempt) is not int or not 0 <= attempt < 2**62:
             self.unread += 1

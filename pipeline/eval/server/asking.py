@@ -96,7 +96,7 @@ def _encode(served: Served, prompt: str) -> list[int]:
 
 
 def check_new_tokens(serving: Serving, body: Body, field: str) -> None:
-    """Refuse to make more tokens than a text can have, where a request names so many; a default ends by itself."""
+    """Refuse to make more tokens than a text can have, where a request asks for them; a default is cut."""
     count = getattr(body, field) or 0
     if field in body.model_fields_set and count > serving.worker.max_length:
         raise Refusal(
