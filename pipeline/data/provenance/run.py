@@ -237,8 +237,8 @@ class RunView:
         return None
 
 
-class Result(Protocol):
-    """The result of a question about a run."""
+class Printable(Protocol):
+    """The result of a question about a run, for people and programs."""
 
     @property
     def json(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Result(Protocol):
         """For people."""
 
 
-def print_result(result: Result, as_json: bool) -> None:
+def print_result(result: Printable, as_json: bool) -> None:
     """Print a result, line by line or as JSON."""
     lines = [orjson.dumps(result.json, option=orjson.OPT_INDENT_2).decode()] if as_json else result.lines()
     for line in lines:
