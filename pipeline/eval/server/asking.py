@@ -17,7 +17,7 @@ from pipeline.eval.server.bodies import Body
 from pipeline.eval.server.guard import COUNTS
 from pipeline.eval.server.refusal import Refusal
 from pipeline.eval.server.watch import CheckpointWatcher
-from pipeline.eval.server.worker import Event, Served, Wanted, Worker
+from pipeline.eval.server.worker import Event, Served, TextRequest, Worker
 
 GONE = 499
 """Status of a request whose client has left, in the log alone."""
@@ -125,7 +125,7 @@ def log_prompts(serving: Serving, prompts: Sequence[str | list[int]]) -> None:
 
 
 async def ask(
-    request: Request, serving: Serving, wanted: Sequence[Wanted], step: int | None = None
+    request: Request, serving: Serving, wanted: Sequence[TextRequest], step: int | None = None
 ) -> AsyncGenerator[Event, None]:
     """Events of a request's texts, until all have ended. A client that leaves frees its slots.
 

@@ -21,7 +21,7 @@ from pipeline.eval.sampling import Sampling
 from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tokens, encode, log_prompts, seeds
 from pipeline.eval.server.bodies import Completion
 from pipeline.eval.server.refusal import Refusal
-from pipeline.eval.server.worker import Event, Served, Wanted
+from pipeline.eval.server.worker import Event, Served, TextRequest
 
 LEAST = -9999.0
 """Stands for a probability of 0, whose logarithm JSON cannot hold."""
@@ -59,7 +59,8 @@ def router(serving: Serving) -> APIRouter:
                 begins = await asyncio.to_thread(_echoed, tokenizer, prompts, ids, offsets=body.logprobs is not None)
         texts = [each for each in ids for _ in range(body.n or 1)]
         wanted = [
-            Wanted(each, _sampling(body, seed)) for each, seed in zip(texts, seeds(body.seed, len(texts)), strict=True)
+            TextRequest(each, _sampling(body, seed))
+            for each, seed in zip(texts, seeds(body.seed, len(texts)), strict=True)
         ]
         choices = [_Choice(index, body, begins[index // (body.n or 1)], tokenizer) for index in range(len(texts))]
         response = _CompletionResponse(body, choices, prompt_tokens=sum(map(len, ids)))

@@ -48,7 +48,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TextRequest:
     """A text that is to be continued."""
 
     prompt_ids: Sequence[int]
@@ -71,7 +71,7 @@ class Event:
 class Ticket:
     """A request's texts, from the queue to their ends. The event loop that submitted it reads `events`."""
 
-    texts: Sequence[Wanted]
+    texts: Sequence[TextRequest]
     step: int | None
     """Only this step of the run will do."""
     loop: asyncio.AbstractEventLoop
@@ -130,7 +130,7 @@ class Worker:
         """True if another model waits for texts to end on the present one."""
         return self._next is not None
 
-    def submit(self, texts: Sequence[Wanted], step: int | None = None) -> Ticket:
+    def submit(self, texts: Sequence[TextRequest], step: int | None = None) -> Ticket:
         """Queue the texts of a request, all or none; called in an event loop.
 
         Args:
