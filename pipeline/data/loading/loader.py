@@ -29,7 +29,7 @@ from pipeline.data.loading.skip_masks import Masks
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located, Lookup, RankSamples
 from pipeline.data.order.phases import micro_batch_size, plan_journal
-from pipeline.data.order.sampler import End, Sampler
+from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.windows import Instances, bounds_of, windows_of
 
 _MAX_POSITIONS = 2**31 - 1
@@ -103,16 +103,8 @@ class Loader:
 
         return read_ahead(read, first, last, self._prefetch)
 
-    def end(self) -> End | None:
-        """The first step that cannot be made; None if the order has no end."""
-        return self._sampler.end()
-
-    def tokens(self, step: int) -> int:
-        """Targets drawn by all steps before `step`, masked ones included."""
-        return self.journal.tokens(step)
-
     def tokens_by_source(self, step: int) -> dict[str, int]:
-        """`tokens` by source, in closed form."""
+        """Targets drawn from each source by all steps before `step`, masked ones included; in closed form."""
         return self._sampler.targets(step)
 
     def epochs_by_source(self, step: int) -> dict[str, float]:
