@@ -30,7 +30,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def shard_bytes(text: str | None) -> int | None:
-    """What --max-shard says; a `UserError` if it is no size."""
+    """Bytes of --max-shard; a `UserError` if it is not a size."""
     if text is None:
         return None
     from pipeline.config.base import parse_bytes

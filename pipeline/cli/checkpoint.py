@@ -143,23 +143,24 @@ def checkpoint_average(
     _, checkpoints = _open(run, overrides)
     from pipeline.train.checkpoint.export import average
 
-    said = average(
-        checkpoints,
-        to,
-        steps=None if steps is None else _steps(steps),
-        last=last,
-        weights=weights,
-        max_shard=shard_bytes(max_shard),
-        console=Console(),
+    echo(
+        average(
+            checkpoints,
+            to,
+            steps=None if steps is None else _steps(steps),
+            last=last,
+            weights=weights,
+            max_shard=shard_bytes(max_shard),
+            console=Console(),
+        )
     )
-    echo(said)
 
 
 def _open(run: Path, overrides: list[str] | None) -> tuple[Config, Checkpoints]:
     """The config of a run, and its checkpoints."""
     from pipeline.config.load import load_run
 
-    config = load_run(run, overrides or ())
+    config = load_run(run, overrides or ())  # a mistake in it shows before the heavy packages are imported
     from pipeline.train.checkpoint.manager import Checkpoints
 
     return config, Checkpoints.of_run(config.run.dir)

@@ -75,18 +75,19 @@ def data_adopt(
     """Make a dataset of .bin/.idx files of Megatron-LM, NeMo or GPT-NeoX, checked and without a second copy."""
     from pipeline.data.datasets.adopt import adopt
 
-    report = adopt(
-        prefixes,
-        to,
-        tokenizer=tokenizer,
-        end_of_document=end_of_document,
-        special_tokens=special_token or [],
-        split=split,
-        link=link,
-        append_eod=append_eod,
-        console=Console(),
+    echo(
+        adopt(
+            prefixes,
+            to,
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            special_tokens=special_token or [],
+            split=split,
+            link=link,
+            append_eod=append_eod,
+            console=Console(),
+        )
     )
-    echo(report)
 
 
 @data_app.command("plan")
@@ -114,10 +115,10 @@ def data_plan(
     from pipeline.config.load import load_run
 
     config = load_run(run, overrides or ())
-    from pipeline.data.plan.show import print_plan
+    from pipeline.data.plan.show import print_data_plan
     from pipeline.train.optim.lr_schedule import Schedule
 
-    print_plan(
+    print_data_plan(
         config,
         Console(),
         ranks=ranks,
@@ -145,10 +146,11 @@ def data_where(
     as_json: AsJson = False,
 ) -> None:
     """Show the documents in a step, trained or to come: source, file, line or row, id, tokens, first words."""
-    from pipeline.data.provenance.run import answer, ask
+    from pipeline.data.provenance.run import open_view, print_result
     from pipeline.data.provenance.step_to_documents import where
 
-    answer(where(ask(run, overrides or ()), step, rank=rank, ranks=ranks, ids=ids, say=_note), as_json)
+    view = open_view(run, overrides or ())
+    print_result(where(view, step, rank=rank, ranks=ranks, ids=ids, say=_note), as_json)
 
 
 @data_app.command("when")
@@ -171,12 +173,12 @@ def data_when(
 ) -> None:
     """Show the steps at which a document was or will be trained on, in every lap, or why it is not."""
     from pipeline.data.provenance.document_to_steps import when
-    from pipeline.data.provenance.run import answer, ask
+    from pipeline.data.provenance.run import open_view, print_result
 
-    opened = ask(run, overrides or ())
-    answer(when(opened, source, id=doc, document=document, row=row, ids=ids, say=_note), as_json)
+    view = open_view(run, overrides or ())
+    print_result(when(view, source, id=doc, document=document, row=row, ids=ids, say=_note), as_json)
 
 
 def _note(message: str) -> None:
-    """What takes its time."""
+    """Print what is about to take some time."""
     echo(message, error=True, flush=True)

@@ -463,15 +463,9 @@ def _report(error: BaseException) -> int:
         advice = f"; {_ADVICE[error.errno]}" if error.errno in _ADVICE else ""
         alarm("error:", f"{path}{error.strerror or error}{advice}")
         return EXIT_OTHER
-    if isinstance(error, Stopped):
-        alarm("stopped:", str(error))
-        return error.exit_code
-    if isinstance(error, RankFailed):
-        if not error.shown:
-            alarm("error:", str(error))
-        return error.exit_code
-    assert isinstance(error, UserError)
-    alarm("error:", str(error))
+    assert isinstance(error, (Stopped, RankFailed, UserError))
+    if not (isinstance(error, RankFailed) and error.shown):
+        alarm("stopped:" if isinstance(error, Stopped) else "error:", str(error))
     return error.exit_code
 
 

@@ -1,4 +1,4 @@
-"""What every section of the config shares: strictness, and the value types of the run file."""
+"""Base of every section of the config: strictness, and the value types of the run file."""
 
 from __future__ import annotations
 
@@ -93,29 +93,23 @@ _BYTES_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 def parse_count(value: Any) -> Any:
     """`300`, `1e9`, `2_000_000`, `1.5B` -> int. What is no text or whole float is left to pydantic."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
     if isinstance(value, str):
         found = _COUNT.match(value.strip())
-        number = _whole(found[1], _COUNT_SCALE[found[2]]) if found else None
-        if number is None:
+        value = _whole(found[1], _COUNT_SCALE[found[2]]) if found else None
+        if value is None:
             raise ValueError("must be a whole number, like 300, 2_000_000, 1e9 or 1.5B (K, M, B, T)")
-        return number
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def parse_bytes(value: Any) -> Any:
     """`4096`, `64MiB`, `1.5GB` -> bytes. What is no text or whole float is left to pydantic."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
     if isinstance(value, str):
         found = _BYTES.match(value.strip())
         unit = (found[2] or "") if found else ""
-        number = _whole(found[1], (1024 if "i" in unit else 1000) ** _BYTES_POWER[unit[:1]]) if found else None
-        if number is None:
+        value = _whole(found[1], (1024 if "i" in unit else 1000) ** _BYTES_POWER[unit[:1]]) if found else None
+        if value is None:
             raise ValueError("must be a size in bytes, like 4096, 64MiB or 1.5GB (KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
-        return number
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole(number: str, scale: int) -> int | None:

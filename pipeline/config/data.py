@@ -102,7 +102,7 @@ class PreprocessConfig(Section):
     """Worker processes; by default one a core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
     """Work is cut into units of at most this much text; a source below 64 of them into up to 64 units of about 16 MiB
-    at least. A unit, or a link of one, is redone after a crash."""
+    at least. A unit, or a chunk of one, is redone after a crash."""
     engine: Literal["auto", "tokenizers", "gigatoken", "fastokens"] = "auto"
     """What computes the ids that the `tokenizers` library defines. `auto` takes the fastest one that is installed and
     proves on hard texts, and again on a sample of every unit, that its ids are the same."""

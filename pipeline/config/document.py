@@ -61,7 +61,7 @@ _Dumper.add_representer(str, _quote_where_needed)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written: a file and line, or the command line (no line)."""
+    """The place where a value was written: a file and line, or the command line (no line)."""
 
     source: str
     line: int | None = None

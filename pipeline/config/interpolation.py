@@ -56,7 +56,7 @@ def parse_text(text: str) -> _Pieces:
 
 
 def is_plain(text: str) -> bool:
-    """Whether there is nothing to resolve in a value: no `${`, or each with a backslash before it."""
+    """True if there is nothing to resolve in a value: no `${`, or each with a backslash before it."""
     return all(len(found[1]) % 2 for found in _OPEN.finditer(text))
 
 
@@ -148,7 +148,7 @@ class Interpolation:
         return value
 
     def _text(self, pieces: _Pieces) -> Any:
-        """What pieces become: text, or where one expression is the whole value, what that is."""
+        """The value of pieces: text, or where one expression is the whole value, that one's value."""
         if len(pieces) == 1 and isinstance(pieces[0], _Expression):
             return self._expression(pieces[0])
         found = []
@@ -257,12 +257,11 @@ def _pieces(text: str, at: int, ends: str, depth: int) -> tuple[_Pieces, int]:
             at = run.end()
     if quote or (ends and at == len(text)):
         raise InterpolationError(_UNREADABLE)
-    pieces = [piece for piece in (*found, "".join(plain)) if piece != ""]
-    return tuple(pieces), at
+    return tuple(piece for piece in (*found, "".join(plain)) if piece != ""), at
 
 
 def _expression(text: str, at: int, depth: int) -> tuple[_Expression, int]:
-    """What is behind `${`, and where the text goes on behind its end."""
+    """The expression behind `${`, and the place behind its end."""
     name = _NAME.match(text, at)
     at = name.end() if name else at
     arguments = []

@@ -83,7 +83,7 @@ def written_values(path: Path) -> dict[str, Any]:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether a run, an export or a submission has written a file, to judge by its name and what lies beside it."""
+    """True if a run, an export or a submission has written a file, to judge by its name and what lies beside it."""
     if path.name == RUN_FILE:
         return any((path.parent / name).exists() for name in _BESIDE_RUN_FILE)
     return path.absolute().parent.parts[-2:] == ("slurm", "submissions")
@@ -156,7 +156,7 @@ def load_run(run: Path, overrides: Sequence[str] = (), values: Mapping[str, Any]
 
 
 def no_run_folder(path: Path) -> UserError:
-    """What to say of a folder that is not one of a run, though it may be inside one."""
+    """The error about a folder that is not a run folder, though it may be inside one."""
     above = [folder for folder in Path(os.path.abspath(path)).parents[:2] if (folder / RUN_FILE).is_file()]
     todo = f"name the run folder, {above[0]}" if above else "name the run file"
     return UserError(f"{path} is no run folder: it has no {RUN_FILE}, which training writes; {todo}")
@@ -296,6 +296,7 @@ def _unparsable_interpolations(plain: Any, places: Mapping[KeyPath, Place], fail
 
 
 def _override(plain: Any, places: dict[KeyPath, Place], override: str, failed: set[KeyPath]) -> Iterator[Problem]:
+    """Apply `key.path=value` of the command line."""
     place = Place(COMMAND_LINE)
     key, equals, text = override.partition("=")
     path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.strip().split("."))

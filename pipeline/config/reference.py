@@ -40,16 +40,23 @@ _PARSERS: dict[Any, str] = {
     absolute_glob: "path or glob",
     parse_minutes: "time",
 }
+_BOUNDS: dict[Any, str] = {
+    Ge: "≥ {0.ge}",
+    Gt: "> {0.gt}",
+    Le: "≤ {0.le}",
+    Lt: "< {0.lt}",
+    MinLen: "not empty",
+    MaxLen: "at most {0.max_length} long",
+}
 
 
 def json_schema() -> str:
     """JSON schema of run files as they are written, with `include`."""
     schema = Config.model_json_schema(mode="validation")
     schema["title"] = "Run file of the pretraining pipeline"
-    files = {"type": "array", "items": {"type": "string"}}
     schema["properties"]["include"] = {
         "description": "Run files that are merged before this one, relative to it.",
-        "anyOf": [{"type": "string"}, files],
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
 
@@ -167,18 +174,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
 def _bounds(metadata: list[Any]) -> str:
     words = []
     for entry in metadata:
-        if isinstance(entry, Ge):
-            words.append(f"≥ {entry.ge}")
-        elif isinstance(entry, Gt):
-            words.append(f"> {entry.gt}")
-        elif isinstance(entry, Le):
-            words.append(f"≤ {entry.le}")
-        elif isinstance(entry, Lt):
-            words.append(f"< {entry.lt}")
-        elif isinstance(entry, MinLen) and entry.min_length:
-            words.append("not empty")
-        elif isinstance(entry, MaxLen):
-            words.append(f"at most {entry.max_length} long")
+        if type(entry) in _BOUNDS:
+            words.append(_BOUNDS[type(entry)].format(entry))
         elif pattern := getattr(entry, "pattern", None):
             words.append(f"matches `{pattern}`")
     return f", {', '.join(words)}" if words else ""

@@ -109,27 +109,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _evaluated_windows(self) -> Config:
-        stride, length = self.eval.stride, self.eval.max_length
+        stride = self.eval.stride
         if stride is not None and stride > self.train.sequence_length:
             raise ValueError(
                 f"eval.stride: {stride} is more than train.sequence_length {self.train.sequence_length}, so tokens "
                 "between two windows would not count; lower it, or leave it out for windows that do not overlap"
             )
-        if length is not None and self.model.positions == "learned" and length > self.max_positions:
-            raise ValueError(
-                f"eval.max_length: {length} is more than the {self.max_positions} learned positions of the model "
-                "(model.max_positions, or the longest sequence_length); lower it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _served_positions(self) -> Config:
-        length = self.serve.max_length
-        if length is not None and self.model.positions == "learned" and length > self.max_positions:
-            raise ValueError(
-                f"serve.max_length: {length} is more than the {self.max_positions} learned positions of the model "
-                "(model.max_positions, or the longest sequence_length); lower it"
-            )
+        for key, length in (("eval", self.eval.max_length), ("serve", self.serve.max_length)):
+            if length is not None and self.model.positions == "learned" and length > self.max_positions:
+                raise ValueError(
+                    f"{key}.max_length: {length} is more than the {self.max_positions} learned positions of the model "
+                    "(model.max_positions, or the longest sequence_length); lower it"
+                )
         return self
 
     @property

@@ -38,7 +38,7 @@ Minutes = Annotated[int, BeforeValidator(parse_minutes, json_schema_input_type=i
 
 
 def is_profile_file(profile: str) -> bool:
-    """Whether a profile is a file, and not the name of one that ships."""
+    """True if a profile is a file, and not the name of one that ships."""
     return "/" in profile or profile.endswith((".yaml", ".yml"))
 
 
@@ -179,7 +179,7 @@ class SlurmConfig(Section):
 
     @property
     def tried(self) -> Path | None:
-        """Where else a file `profile` was looked for, in vain."""
+        """The other place in which a file `profile` was looked for, in vain."""
         return self._tried
 
     def note_tried(self, file: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""All that is measured on a checkpoint beside the held-out loss. Needs torch only where it is made."""
+"""Benchmarks of a checkpoint beside the held-out loss. Needs torch only where it is made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_benchmarks(
 
 
 def benchmarks_are_made(config: Config, step: int) -> bool:
-    """Whether there is nothing left to do for `run_benchmarks` at a step."""
+    """True if there is nothing left to do for `run_benchmarks` at a step."""
     from pipeline.eval.harness import harness_is_made
     from pipeline.eval.tasks import tasks_are_made
 
@@ -44,7 +44,7 @@ def benchmarks_are_made(config: Config, step: int) -> bool:
 
 
 def benchmarks_are_kept(config: Config, checkpoint: Checkpoint) -> bool:
-    """Whether there are results of this very checkpoint of all that `eval` names. Needs no torch.
+    """True if there are results of this very checkpoint of all that `eval` names. Needs no torch.
 
     What else they were made with is not looked at, which takes reading the tasks' files; see `benchmarks_are_made`.
     """

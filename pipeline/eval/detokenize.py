@@ -13,7 +13,7 @@ _CONTEXT = 16
 
 
 class TextTokenizer(Protocol):
-    """What generation needs of a tokenizer."""
+    """The part of a tokenizer that generation needs."""
 
     @property
     def end_of_document(self) -> int:
@@ -40,7 +40,7 @@ class Detokenizer:
         self._pending = 0
 
     def add(self, token: int) -> str:
-        """What is certain now of the text, and was not before."""
+        """The text that is certain with this token and was not before."""
         self._window.append(token)
         self._pending += 1
         text = self._tokenizer.decode(self._window)
@@ -60,7 +60,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """What was held back."""
+        """The rest of the text, which was held back."""
         return self._tokenizer.decode(self._window)[self._shown :] if self._pending else ""
 
 
@@ -78,7 +78,7 @@ class StopStrings:
         """A string has come: the text is over."""
 
     def add(self, text: str) -> str:
-        """What cannot be part of a stop string any more."""
+        """The text that cannot be part of a stop string any more."""
         if not self._strings or not text:
             return text
         known, text = len(self._held), self._held + text
@@ -95,11 +95,11 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back, where no more text comes."""
+        """The rest of the text, where no more comes."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters of the end of `text` the string begins with, but not all of it."""
+    """Number of characters at the end of `text` that the string begins with, but not all of it."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

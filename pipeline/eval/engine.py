@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from rich.console import Console
 
+from pipeline.common.console import progress
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.manager import Checkpoint
@@ -48,7 +50,7 @@ class GenerationEngine:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of all processes: the one that prints and writes."""
+        """True on rank 0 of all processes: the one that prints and writes."""
         return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -70,6 +72,32 @@ def open_engine(config: Config, step: int | None, ranks: Processes) -> Generatio
     with out_of_memory_means(lambda: advice):
         found = load_for_inference(config, step, ranks, parallel)
     return GenerationEngine(config, found.setup, found.model, found.runner, found.tokenizer, found.checkpoint)
+
+
+@contextmanager
+def measuring(
+    engine: GenerationEngine, console: Console, title: str, total: int, beat: Callable[[], None]
+) -> Iterator[Callable[[int], None]]:
+    """A progress bar over batches of `eval.batch_size`, which a message names where memory is too small for them.
+
+    Args:
+        engine: the model.
+        console: for the bar.
+        title: what is measured.
+        total: of the bar.
+        beat: called after each batch.
+
+    Yields:
+        A function that is to be called after each batch, with what was done in it.
+    """
+    advice = f"lower eval.batch_size ({engine.config.eval.batch_size} now)"
+    with progress(console, f"eval {title}", total) as advance, out_of_memory_means(lambda: advice):
+
+        def done(count: int) -> None:
+            advance(count)
+            beat()
+
+        yield done
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Token:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What a step adds to a text."""
+    """Text that a step adds."""
 
     text: str
     """It lags behind the tokens: incomplete characters and what may become a stop string are held back."""
@@ -216,7 +216,7 @@ class GenerationBatch:
         self._prompt_tokens.pop(key, None)
 
     def _chance(self, prompt_ids: Sequence[int], seed: int) -> torch.Generator:
-        """What a text's draws come from: the same wherever and whenever, and others for another prompt."""
+        """Generator of a text's draws: the same wherever and whenever, and another one for another prompt."""
         key = xxhash.xxh3_64_intdigest(np.asarray(prompt_ids, dtype="<i8").tobytes(), seed=seed % 2**64)
         return torch.Generator(self._device).manual_seed(key)
 
@@ -245,10 +245,10 @@ class GenerationBatch:
         scored = rows[0].sampling.prompt_logprobs
         begin = states.lengths[0]
         end = begin + (_SCORED_AT_ONCE if scored else _READ_AT_ONCE)
-        parts = [row.prompt[begin:end] for row in rows]
-        counts = [len(part) for part in parts]
+        prompts = [row.prompt[begin:end] for row in rows]
+        counts = [len(prompt) for prompt in prompts]
         # On the right, where causal attention does not see it.
-        padded = [[*part, *[0] * (max(counts) - len(part))] for part in parts]
+        padded = [[*prompt, *[0] * (max(counts) - len(prompt))] for prompt in prompts]
         tokens_RS = torch.tensor(padded, device=self._device)
         context = Context(states=states, counts=counts, last_only=not scored)
         logits_RSV = self._forward(tokens_RS, context)
@@ -261,8 +261,7 @@ class GenerationBatch:
         last_R = torch.tensor(counts, device=self._device) - 1
         index_R = torch.arange(len(rows), device=self._device)
         logits_RV = logits_RSV[index_R, last_R] if scored else logits_RSV[:, -1]
-        for row in rows:
-            self._prompt_tokens[row.key] = tuple(row.prompt_tokens)
+        self._prompt_tokens |= {row.key: tuple(row.prompt_tokens) for row in rows}
         pieces = self._continue(rows, logits_RV)
         self._states.join(states)
         before = len(self._rows)
@@ -297,18 +296,17 @@ class GenerationBatch:
     def _choose(self, rows: Sequence[_Row], logits_RV: Tensor) -> Tensor:
         """Ids [R], on the device; -1 where the logits are not finite."""
         finite_R = logits_RV.amax(-1).isfinite()
-        penalties = [row.sampling.repetition_penalty for row in rows]
         if any(row.seen_V is not None for row in rows):
             nothing_V = torch.zeros(logits_RV.shape[-1], dtype=torch.bool, device=self._device)
             seen = [nothing_V if row.seen_V is None else row.seen_V for row in rows]
-            logits_RV = penalize(logits_RV, torch.stack(seen), penalties)
+            logits_RV = penalize(logits_RV, torch.stack(seen), [row.sampling.repetition_penalty for row in rows])
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0 and row.sampling.max_tokens]
         taken_R = logits_RV.argmax(-1)
         if drawn:
             index_R = torch.tensor(drawn, device=self._device)
             logits_RV = logits_RV if len(drawn) == len(rows) else logits_RV[index_R]
-            shares_RV = probabilities(logits_RV, [rows[index].sampling for index in drawn])
-            taken_R[index_R] = draw(shares_RV, [rows[index].chance for index in drawn])
+            probabilities_RV = probabilities(logits_RV, [rows[index].sampling for index in drawn])
+            taken_R[index_R] = draw(probabilities_RV, [rows[index].chance for index in drawn])
         return taken_R.where(finite_R, -1)
 
     def _with_logprobs(
@@ -320,8 +318,7 @@ class GenerationBatch:
         if wanted:
             index_R = torch.tensor(wanted, device=self._device)
             counts = [rows[index].sampling.logprobs or 0 for index in wanted]
-            scored = self._scored(logits_RV[index_R], taken_R[index_R], counts)
-            found = dict(zip(wanted, scored, strict=True))
+            found = dict(zip(wanted, self._scored(logits_RV[index_R], taken_R[index_R], counts), strict=True))
         return [found.get(index) or Token(token, self._text(token), None, ()) for index, token in enumerate(ids)]
 
     def _score_prompt(self, row: _Row, logits_SV: Tensor, begin: int) -> None:
@@ -353,7 +350,7 @@ class GenerationBatch:
         return tokens
 
     def _take(self, row: _Row, token: Token) -> GeneratedText:
-        """The row goes on with a token, or ends."""
+        """Continue the row with a token, or end it."""
         if row.most == 0:
             return GeneratedText("", (), "length")
         if token.id == self._tokenizer.end_of_document and not row.sampling.ignore_end:
@@ -372,7 +369,7 @@ class GenerationBatch:
 
     @staticmethod
     def _rest(row: _Row) -> str:
-        """What was held back, where no token comes any more."""
+        """The rest of the text, where no token comes any more."""
         text = row.stop.add(row.detokenizer.finish())
         return text if row.stop.found else text + row.stop.finish()
 
@@ -448,5 +445,4 @@ def stream(model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Samp
 
 def _pieces(batch: GenerationBatch) -> Iterator[GeneratedText]:
     while not batch.free:
-        for _, piece in batch.step():
-            yield piece
+        yield from (piece for _, piece in batch.step())

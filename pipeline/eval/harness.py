@@ -26,7 +26,7 @@ from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path, kept_results
-from pipeline.eval.tasks import Row, benchmark_table, made_with_checkpoint
+from pipeline.eval.tasks import Row, made_with_checkpoint, print_results
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import barrier, broadcast_from_rank0
 from pipeline.train.out_of_memory import out_of_memory_means
@@ -74,15 +74,13 @@ def run_harness(
             path.parent.mkdir(exist_ok=True)
             storage.put_json(path, {**value, "others": _others(config, checkpoint, made_with)})
     if engine.is_first:
-        of = " of the moving average" if config.eval.weights == "ema" else ""
-        console.print(benchmark_table(f"lm-evaluation-harness{of} at step {checkpoint.step}", _rows(value)))
-        if keep:
-            say(console, f"kept in {path}")
+        title = "lm-evaluation-harness"
+        print_results(config, checkpoint, console, title, _rows(value), path if keep else None)
     return value
 
 
 def harness_is_made(config: Config, step: int) -> bool:
-    """Whether the tasks of `eval.harness` are made of this checkpoint already."""
+    """True if the tasks of `eval.harness` are made of this checkpoint already."""
     return config.eval.harness is None or _made(config, Checkpoints.of_run(config.run.dir).at(step)) is not None
 
 
@@ -278,14 +276,12 @@ def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The results of a checkpoint, if they are there and made of the same things."""
     kept = kept_results(config, checkpoint, "harness")
     made_with = _made_with(config, checkpoint) if kept else {}
-    for value in kept.values():
-        if value["made_with"] == made_with and isinstance(value.get("results"), dict):
-            return value  # type: ignore[no-any-return]
-    return None
+    same = (value for value in kept.values() if value["made_with"] == made_with)
+    return next((value for value in same if isinstance(value.get("results"), dict)), None)
 
 
 def _others(config: Config, checkpoint: Checkpoint, made_with: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is kept of the checkpoint of other tasks or with other settings."""
+    """Results that are kept of the checkpoint with other tasks or settings."""
 
     def settings(of: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in of.items() if key not in _STATE}
@@ -311,7 +307,7 @@ def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _files(harness: HarnessConfig) -> Iterator[list[str | int]]:
-    """What is in `include_path`, and in the folders of task files that are named: names, sizes, times.
+    """State of the files in `include_path` and in the folders of task files that are named: names, sizes, times.
 
     A task file may have code, other task files or data beside it.
     """

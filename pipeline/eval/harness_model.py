@@ -101,12 +101,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         # That nothing follows is certain, whatever the context.
-        answers = [(0.0, True)] * len(requests)
+        results = [(0.0, True)] * len(requests)
         asked = [number for number, (_, _, continuation) in enumerate(requests) if continuation]
         scored = self._score([truncated(*requests[number][1:], self.max_length) for number in asked], "likelihoods")
         for number, each in zip(asked, scored, strict=True):
-            answers[number] = (-each.nats, each.greedy)
-        return answers
+            results[number] = (-each.nats, each.greedy)
+        return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihood of each whole text, in disjoint windows."""

@@ -61,7 +61,7 @@ def encode_pair(
 
 
 def lambada_figures(scored: Sequence[Scored]) -> dict[str, float]:
-    """What people compare, from the scored last words."""
+    """Figures that people compare, from the scored last words."""
     count = len(scored)
     nats = sum(each.nats for each in scored)
     accuracy = sum(each.greedy for each in scored) / count

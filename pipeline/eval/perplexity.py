@@ -10,19 +10,18 @@ from typing import Any
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import Console, progress, say, warn
+from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import run_benchmarks
-from pipeline.eval.engine import GenerationEngine, open_engine, watched
+from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
 from pipeline.eval.reports import WINDOWS, report_path
 from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
 from pipeline.train.open_run import open_heldout
-from pipeline.train.out_of_memory import out_of_memory_means
 from pipeline.train.setup import ALONE, check_tokenizer, init_rank
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
@@ -134,15 +133,7 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
     losses: dict[str, HeldOutLoss] = {}
     sampled = sample(splits, config.eval.samples)
     for name, windows in sampled.items():
-        with (
-            progress(console, f"eval {name}", len(windows)) as advance,
-            out_of_memory_means(lambda: f"lower eval.batch_size ({config.eval.batch_size} now)"),
-        ):
-
-            def done(count: int, advance: Callable[[int], None] = advance) -> None:
-                advance(count)
-                beat()
-
+        with measuring(engine, console, name, len(windows), beat) as done:
             losses[name] = heldout_loss(
                 config,
                 engine.setup,
@@ -168,7 +159,7 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
 
 
 def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -> tuple[int, int | None]:
-    """Of the tokens that count in some windows: their documents, and the bytes of their original text if known."""
+    """Documents of the tokens that count in some windows, and the bytes of their original text if known."""
     dataset = split.dataset
     if len(windows) == len(split):
         return dataset.documents, dataset.text_bytes
@@ -257,7 +248,7 @@ def _table(report: EvalReport) -> Table:
 
 
 def _how(made_with: dict[str, Any]) -> str:
-    """Which windows, where they are not the usual ones."""
+    """Description of the windows, where they are not the usual ones."""
     words = []
     if made_with["documents"]:
         words.append("each document by itself")

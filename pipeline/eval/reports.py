@@ -26,7 +26,7 @@ Scores = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a report says."""
+    """An evaluation, as a report has it."""
 
     step: int
     tokens: int | None
@@ -47,7 +47,7 @@ class Evaluation:
 
 
 def report_path(config: Config, step: int) -> Path:
-    """Where the evaluation of a checkpoint is kept, or that of the average of its weights."""
+    """Path of the report on a checkpoint, or on the average of its weights."""
     of = "-ema" if config.eval.weights == "ema" else ""
     return RunFiles(config.run.dir).evaluations / f"step-{step:08d}{of}.json"
 
@@ -65,7 +65,7 @@ def report_files(run: Path) -> list[Path]:
 
 
 def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
-    """What the reports of a run say, by step; and the files that say nothing, being damaged."""
+    """Evaluations in the reports of a run, by step; and the damaged files."""
     sound: list[tuple[Any, float]] = []
     damaged = []
     for path in report_files(run):
@@ -145,13 +145,13 @@ def _known(run: Path, steps: set[int]) -> tuple[dict[int, int], dict[int, str]]:
 
 
 def benchmark_path(config: Config, step: int, kind: Literal["tasks", "harness"]) -> Path:
-    """Where results of a checkpoint are kept: beside its report, under a name that is no report's."""
+    """Path of the results of benchmarks of a checkpoint, beside its report."""
     path = report_path(config, step)
     return path.with_name(f"{kind}-{path.name}")
 
 
 def kept_results(config: Config, checkpoint: Checkpoint, kind: Literal["tasks", "harness"]) -> dict[str, Any]:
-    """What is kept of this very checkpoint, however it was made; nothing of a damaged file.
+    """Results that are kept of this very checkpoint, however they were made; none of a damaged file.
 
     Returns:
         For `tasks` what each was made with and its figures, by its name. For `harness` what the harness said, the

@@ -1,4 +1,4 @@
-"""How the next token is chosen: settings of a text, and draws for many texts at once.
+"""Choice of the next token: settings of a text, and draws for many texts at once.
 
 Shapes: R rows, each with settings of its own; V vocabulary.
 """
@@ -20,7 +20,7 @@ _ONE = 2**40
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one text is continued.
+    """Settings by which one text is continued.
 
     Logits go through the repetition penalty, temperature, top-k, top-p and min-p, in this order, as in transformers.
     Each cut looks at what those before it have left. Equal logits stay or go together.
@@ -92,8 +92,7 @@ def probabilities(logits_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits_RV.device)[:, None]
 
     # The largest is taken off first: divided by a small temperature it would be infinite.
-    tiny = torch.finfo(torch.float32).tiny
-    temperature_R1 = by_row([max(each.temperature, tiny) for each in settings])
+    temperature_R1 = by_row([max(each.temperature, torch.finfo(torch.float32).tiny) for each in settings])
     logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature_R1
     vocab = logits_RV.shape[-1]
     top_k = [min(each.top_k or vocab, vocab) for each in settings]
@@ -109,10 +108,10 @@ def probabilities(logits_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:
         logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -math.inf)
         if cuts_p:
             ordered_RC = ordered_RC.masked_fill(ordered_RC < least_R1, -math.inf)
-            share_RC = _in_units((ordered_RC - logits_RV.logsumexp(-1, keepdim=True)).exp())
+            fraction_RC = _in_units((ordered_RC - logits_RV.logsumexp(-1, keepdim=True)).exp())
             # A token stays if those before it have not reached top_p yet: the first one always does.
             enough_R1 = torch.tensor([[max(1, round(p * _ONE))] for p in top_p], device=logits_RV.device)
-            stays_RC = (share_RC.cumsum(-1) - share_RC < enough_R1) & (share_RC > 0)
+            stays_RC = (fraction_RC.cumsum(-1) - fraction_RC < enough_R1) & (fraction_RC > 0)
             last_R1 = stays_RC.sum(-1, keepdim=True) - 1
             least_R1 = ordered_RC.gather(1, last_R1).where(by_row(top_p) < 1, -math.inf)
             logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -math.inf)
@@ -136,8 +135,7 @@ def draw(probabilities_RV: Tensor, chances: Sequence[torch.Generator]) -> Tensor
     waiting_RV = torch.empty_like(probabilities_RV, dtype=torch.float64)  # in fp32, rare tokens would never be first
     for waiting_V, chance in zip(waiting_RV, chances, strict=True):
         waiting_V.exponential_(generator=chance)
-    tiny = torch.finfo(torch.float64).tiny
-    return (probabilities_RV / waiting_RV.clamp_(min=tiny)).argmax(-1)
+    return (probabilities_RV / waiting_RV.clamp_(min=torch.finfo(torch.float64).tiny)).argmax(-1)
 
 
 def _in_units(probabilities: Tensor) -> Tensor:

@@ -44,12 +44,12 @@ class Request:
     tokens: Sequence[int]
     """2 <= length <= max_length + 1: the last one is no input."""
     scored: int
-    """The last so many are predicted, each from all before it; 1 <= scored < length."""
+    """Number of tokens at the end that are predicted, each from all before it; 1 <= scored < length."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """How probable the predicted tokens of a request are."""
+    """Probability of the predicted tokens of a request."""
 
     nats: float
     """Sum of -log p over them, fp64."""
@@ -152,9 +152,9 @@ def score(
                 misses.index_add_(0, request, missed.double())
 
     with _evaluation_mode(engine):
-        for part in _rounds(engine, rows, batch_size):
-            _evaluate(engine, part, len(requests), measure)
-            advance(len({request for row in part for _, _, request in row.asked}))
+        for chosen in _rounds(engine, rows, batch_size):
+            _evaluate(engine, chosen, len(requests), measure)
+            advance(len({request for row in chosen for _, _, request in row.asked}))
     sums = torch.stack((nats, misses))
     dist.all_reduce(sums)
     return [Scored(sum_, miss == 0) for sum_, miss in zip(*sums[:, :-1].tolist(), strict=True)]
@@ -247,7 +247,7 @@ def _row(requests: Sequence[Request], numbers: Sequence[int]) -> _Row:
 
 
 def _rounds(engine: GenerationEngine, order: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
-    """What all ranks work on at the same time: a batch on each, and as many as there are stages, so that all work."""
+    """Rounds of work for all ranks: a batch on each, and as many as there are stages, so that all work."""
     most = batch_size * engine.setup.mesh.size("batch") * len(engine.model.stages)
     for first in range(0, len(order), most):
         yield order[first : first + most]
@@ -266,10 +266,10 @@ def _evaluate(
     cut = engine.model.cut
     batches = [_batch(rows[start : start + size], size, length, dummy).to(engine.setup.device) for start in starts]
     contexts = [make_context(batch, False, cut=cut) for batch in batches]
-    engine.runner.evaluate([_share_of(batch, cut, dummy) for batch in batches], contexts, measure)
+    engine.runner.evaluate([_sequence_shard(batch, cut, dummy) for batch in batches], contexts, measure)
 
 
-def _share_of(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
+def _sequence_shard(batch: Batch, cut: SequenceCut | None, dummy: int) -> Batch:
     """With this rank's share of the texts, and of what is asked of them."""
     if cut is None:
         return batch
@@ -290,7 +290,7 @@ def _nothing(dummy: int) -> tuple[int, int, int, int]:
 
 
 def _length(longest: int, max_length: int, multiple: int) -> int:
-    """Positions of a batch whose longest text has so many: one of few lengths, so that shapes come again.
+    """Positions of a batch with a longest text of `longest`: one of few lengths, so that shapes come again.
 
     It is a power of two or one and a half of one, a multiple of `multiple` (the residual stream may be cut along the
     sequence), and not more than the model has.
@@ -343,7 +343,7 @@ def _evaluation_mode(engine: GenerationEngine) -> Iterator[None]:
 
 
 def _agree(engine: GenerationEngine, what: Sequence[Sequence[int]]) -> None:
-    """Whether all ranks have the same: if not, some would wait for others for ever.
+    """Check that all ranks have the same: if not, some would wait for others for ever.
 
     Raises:
         MachineError: they have not.

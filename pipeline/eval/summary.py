@@ -1,4 +1,4 @@
-"""The end of `pipeline run`: what went in, what came out, and what to do next. Also as `summary.json`."""
+"""The summary at the end of `pipeline run`: figures, and commands to try next. Also as `summary.json`."""
 
 from __future__ import annotations
 
@@ -84,24 +84,29 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
-    trained = f"{number('trained_tokens', ',')} trained on in {number('steps', ',')} steps"
-    table.add_row("documents", number("documents", ","))
-    table.add_row("tokens", number("tokens", ","), trained)
-    table.add_row(
-        "bytes per token", f"{summary['bytes'] / summary['tokens']:.2f}", f"{summary['bytes']:,} bytes of text"
-    )
-    table.add_row(
-        "training loss", f"{number('loss_first', '.3f')} → {number('loss_last', '.3f')}", "first and last step"
-    )
     of = ", moving average of the weights" if summary["weights"] == "ema" else ""
-    table.add_row("held-out loss", number("heldout_loss", ".4f"), f"nats a token{of}")
-    table.add_row("perplexity", number("perplexity", ",.2f"), "a token")
-    table.add_row("bits per byte", number("bits_per_byte", ".3f"), "this model")
-    table.add_row("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens")
-    table.add_row("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated")
-    for stage in ("preprocess", "train", "eval"):
-        if stage in summary["seconds"]:
-            table.add_row(f"{stage} time", f"{summary['seconds'][stage]:.1f} s")
+    seconds = summary["seconds"]
+    for row in (
+        ("documents", number("documents", ",")),
+        (
+            "tokens",
+            number("tokens", ","),
+            f"{number('trained_tokens', ',')} trained on in {number('steps', ',')} steps",
+        ),
+        ("bytes per token", f"{summary['bytes'] / summary['tokens']:.2f}", f"{summary['bytes']:,} bytes of text"),
+        ("training loss", f"{number('loss_first', '.3f')} → {number('loss_last', '.3f')}", "first and last step"),
+        ("held-out loss", number("heldout_loss", ".4f"), f"nats a token{of}"),
+        ("perplexity", number("perplexity", ",.2f"), "a token"),
+        ("bits per byte", number("bits_per_byte", ".3f"), "this model"),
+        ("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens"),
+        ("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated"),
+        *(
+            (f"{stage} time", f"{seconds[stage]:.1f} s")
+            for stage in ("preprocess", "train", "eval")
+            if stage in seconds
+        ),
+    ):
+        table.add_row(*row)
     console.print(table)
     say(console, f"run folder: {config.run.dir} (these figures: {RunFiles.summary})")
     program = _program()
@@ -117,7 +122,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
 
 
 def _program() -> str:
-    """How this program was started: by its name, or by a path if its folder is not on the search path."""
+    """The command that started this program: its name, or a path if its folder is not on the search path."""
     started = Path(sys.argv[0])
     found = shutil.which(started.name)
     if started.name != "pipeline" or (found is not None and Path(found).resolve() == started.resolve()):

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import progress, say
+from pipeline.common.console import say
 from pipeline.common.hashing import file_hash
 from pipeline.config import Config
 from pipeline.config.eval import TaskConfig
-from pipeline.eval.engine import GenerationEngine
+from pipeline.eval.engine import GenerationEngine, measuring
 from pipeline.eval.lambada import lambada_figures, last_word, read_passages
 from pipeline.eval.reports import benchmark_path, kept_results
 from pipeline.eval.scoring import score
 from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import broadcast_from_rank0
-from pipeline.train.out_of_memory import out_of_memory_means
 
 Row = tuple[str, str, float | None, float | None, str]
 """Of a table: task, figure, value, its standard error, and what else there is to say."""
@@ -67,21 +67,18 @@ def run_tasks(
             storage.put_json(path, {"step": checkpoint.step, "tasks": tasks})
     results = {task.title: made[task.title]["results"] for task in config.eval.tasks}
     if engine.is_first:
-        of = " of the moving average" if config.eval.weights == "ema" else ""
-        console.print(benchmark_table(f"tasks{of} at step {checkpoint.step}", _rows(config, results)))
-        if keep:
-            say(console, f"kept in {path}")
+        print_results(config, checkpoint, console, "tasks", _rows(config, results), path if keep else None)
     return results
 
 
 def tasks_are_made(config: Config, step: int) -> bool:
-    """Whether each task of `eval.tasks` is made of this checkpoint already."""
+    """True if each task of `eval.tasks` is made of this checkpoint already."""
     made = _made(config, Checkpoints.of_run(config.run.dir).at(step)) if config.eval.tasks else {}
     return all(task.title in made for task in config.eval.tasks)
 
 
 def made_with_checkpoint(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What all results of a checkpoint depend on."""
+    """Settings that all results of a checkpoint depend on."""
     return {
         "checkpoint": checkpoint.fingerprint,
         "weights": config.eval.weights,
@@ -90,10 +87,12 @@ def made_with_checkpoint(config: Config, checkpoint: Checkpoint) -> dict[str, An
     }
 
 
-def benchmark_table(title: str, rows: Iterable[Row]) -> Table:
-    """A line a figure, for the screen."""
-    rows = list(rows)
-    table = Table("task", "figure", title=title, title_justify="left")
+def print_results(
+    config: Config, checkpoint: Checkpoint, console: Console, title: str, rows: Iterable[Row], file: Path | None
+) -> None:
+    """Print the results of a checkpoint, a line for each figure, and the file that they are kept in, if any."""
+    of = " of the moving average" if config.eval.weights == "ema" else ""
+    table = Table("task", "figure", title=f"{title}{of} at step {checkpoint.step}", title_justify="left")
     table.add_column("value", justify="right")
     table.add_column("stderr", justify="right")
     table.add_column()
@@ -101,7 +100,9 @@ def benchmark_table(title: str, rows: Iterable[Row]) -> Table:
     for task, figure, value, stderr, words in rows:
         table.add_row("" if task == before else task, figure, _text(value), _text(stderr), words)
         before = task
-    return table
+    console.print(table)
+    if file is not None:
+        say(console, f"kept in {file}")
 
 
 def _text(value: float | None) -> str:
@@ -111,7 +112,7 @@ def _text(value: float | None) -> str:
 
 
 def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Of the tasks of a run file those whose results are there, made of the same things; a damaged file has none."""
+    """Results of those tasks of a run file that are there, made of the same things; a damaged file has none."""
     found = {}
     kept = kept_results(config, checkpoint, "tasks") if config.eval.tasks else {}
     for task in config.eval.tasks:
@@ -141,21 +142,12 @@ def _evaluate(
     engine: GenerationEngine, task: TaskConfig, texts: list[str], console: Console, beat: Callable[[], None]
 ) -> dict[str, float]:
     """The figures of a task on the texts of its file. Every rank calls this."""
-    tokenizer, batch_size = engine.tokenizer, engine.config.eval.batch_size
     if task.type == "lambada":
-        requests = [last_word(tokenizer, text, engine.max_length) for text in texts]
+        requests = [last_word(engine.tokenizer, text, engine.max_length) for text in texts]
     else:
-        requests = wikitext_requests(tokenizer, task, texts, engine.max_length)
-    with (
-        progress(console, f"eval {task.title}", len(requests)) as advance,
-        out_of_memory_means(lambda: f"lower eval.batch_size ({batch_size} now)"),
-    ):
-
-        def done(count: int) -> None:
-            advance(count)
-            beat()
-
-        scored = score(engine, requests, batch_size=batch_size, advance=done)
+        requests = wikitext_requests(engine.tokenizer, task, texts, engine.max_length)
+    with measuring(engine, console, task.title, len(requests), beat) as done:
+        scored = score(engine, requests, batch_size=engine.config.eval.batch_size, advance=done)
     return lambada_figures(scored) if task.type == "lambada" else wikitext_figures(task, texts, requests, scored)
 
 

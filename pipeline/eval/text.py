@@ -21,7 +21,7 @@ _SLOTS = 32
 
 
 def sampling_of(config: GenerateConfig, logprobs: int | None = None) -> Sampling:
-    """What the `generate:` section says."""
+    """Sampling by the `generate:` section."""
     return Sampling(
         max_tokens=config.max_tokens,
         temperature=config.temperature,

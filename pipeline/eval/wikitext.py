@@ -124,7 +124,7 @@ def record_text(path: Path, number: int, line: str, keys: Sequence[str]) -> str:
 
 
 def words_and_bytes(pages: Sequence[str], *, documents: bool) -> tuple[int, int]:
-    """What the nats are divided by.
+    """Words and bytes that the nats are divided by.
 
     Args:
         pages: of the file, before they are detokenized.
@@ -139,7 +139,7 @@ def words_and_bytes(pages: Sequence[str], *, documents: bool) -> tuple[int, int]
 
 
 def wikitext_requests(tokenizer: Tokenizer, task: TaskConfig, pages: Sequence[str], max_length: int) -> list[Request]:
-    """What is to be scored: each token of each page once, the first after an end-of-document token.
+    """Requests that score each token of each page once, the first after an end-of-document token.
 
     Args:
         tokenizer: of the model.

@@ -99,7 +99,7 @@ def place(loader: Loader, data: StepData) -> dict[str, Any]:
     """Place of a step in the run and its data; also of one that is skipped."""
     step = data.step + 1
     return {
-        "tokens": loader.tokens(step),
+        "tokens": loader.journal.tokens(step),
         "tokens_by_source": loader.tokens_by_source(step),
         "epochs_by_source": loader.epochs_by_source(step),
         "order_hash": f"{data.order_hash:016x}",

@@ -20,7 +20,7 @@ from pipeline.config.load import dump
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.heldout import HeldOut
 from pipeline.data.loading.loader import Loader, open_loader
-from pipeline.data.loading.local_copy import staged
+from pipeline.data.loading.local_copy import copy_locally
 from pipeline.data.loading.prefetch import copied
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.train.checkpoint import dcp_storage
@@ -438,7 +438,7 @@ def train(config: Config, console: Console | None = None) -> int:
         heldout = open_validation(config, plan.tokenizer, check=ranks.rank == 0)
         # Copying may take long, and is interrupted at once: nothing of it needs to be saved.
         watchdog.pause()
-        plan = replace(plan, datasets=staged(config, plan.datasets, plan.journal, first_step=folder.step))
+        plan = replace(plan, datasets=copy_locally(config, plan.datasets, plan.journal, first_step=folder.step))
         # Here too: where all is there already, the other ranks are waited for without a limit.
         process_group.wait_for_all()
         watchdog.phase("init")

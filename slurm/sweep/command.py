@@ -94,7 +94,7 @@ def _check(found: Sweep, where: Where | None) -> list[Checked]:
 
 def _examined(member: Member, where: Where | None) -> Checked:
     """Lay a run out and plan it."""
-    from pipeline.data.plan.build import make_plan
+    from pipeline.data.plan.build import make_data_plan
     from pipeline.train.layout_check import planned_spec, world_size
     from pipeline.train.model.flops import num_parameters
     from pipeline.train.optim.lr_schedule import Schedule
@@ -112,7 +112,7 @@ def _examined(member: Member, where: Where | None) -> Checked:
     check_layout(config, processes)
     check_evaluation_layout(config, config.eval.processes)
     schedule, duration = config.train.schedule, config.train.duration
-    course = make_plan(
+    course = make_data_plan(
         config,
         hashed_steps=0,
         check=lambda journal, steps: Schedule(schedule, duration, steps, journal.tokens),

@@ -166,7 +166,6 @@ WRITE_NOTHING = (
     "pipeline.config.load",  # the run file
     "pipeline.config.reference",
     "pipeline.data.loading.batch",
-    "pipeline.data.order.phases",
     "pipeline.eval.report.facts",
     "pipeline.train.checkpoint.dcp_metadata",
     "pipeline.train.distributed.process_group",

@@ -22,7 +22,7 @@ from pipeline.data.datasets.open import open_datasets
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.provenance.run import ask
+from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.fork import fork
@@ -95,7 +95,7 @@ def test_another_blend_from_the_middle_of_a_run(root: Path, parent: Path) -> Non
     assert weights_hash(root / "blend", 12) == weights_hash(whole, 12)
     # Its data can be asked for, before the fork and after it.
     for folder, step in ((parent, 3), (whole, 9)):
-        mine, other = ask(root / "blend"), ask(folder)
+        mine, other = open_view(root / "blend"), open_view(folder)
         for run in (mine, other):
             assert not run.warnings
         assert where(mine, step, say=print).json["samples"] == where(other, step, say=print).json["samples"]
@@ -147,7 +147,7 @@ def test_steps_that_the_parent_passes_over_because_of_a_fault_are_passed_over(ro
     assert exact(root / "fault")[0] == exact(parent)[6]
     state = orjson.loads((root / "fault/checkpoints/step-00000012/state.json").read_bytes())
     assert state["journal"]["skips"] == [{**journal.to_json()["skips"][0]}]
-    masked = where(ask(root / "fault"), 8, say=print)
+    masked = where(open_view(root / "fault"), 8, say=print)
     assert any("passed over because of the fault at step 9" in line for line in masked.lines())
 
 

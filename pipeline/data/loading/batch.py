@@ -1,4 +1,4 @@
-"""What a step trains on, as tensors."""
+"""Batches and steps of training data, as tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Batch:
         return self._with(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
-        """What is on a GPU keeps its memory until a stream has done what it is given up to the end of this object."""
+        """Keep the memory on a GPU until a stream has done what it is given up to the end of this object."""
         self._with(lambda tensor: _used_by(tensor, stream), but="starts")
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
@@ -78,7 +78,7 @@ def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StepData:
-    """What a step trains on."""
+    """Training data of a step."""
 
     step: int
     """Counted from 0."""
@@ -89,13 +89,13 @@ class StepData:
     tokens_by_source: dict[str, int]
     """Targets that the global batch draws from each source, masked ones included."""
     order_hash: int
-    """xxh3-64 over (global index, xxh3-64 of the source's name, lap, position) of the global batch's samples, each a
+    """xxh3-64 over (global index, xxh3-64 of the source's name, epoch, position) of the global batch's samples, each a
     little-endian u64; equal on all ranks."""
     data_hash: int
     """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over
     ranks does not depend on how the step is split."""
     skipped: bool = False
-    """The step is passed over: nothing of it was read, and the weights stay as they are."""
+    """The step is skipped: nothing of it was read, and the weights stay as they are."""
 
     def pin(self) -> StepData:
         """The same in page-locked memory."""

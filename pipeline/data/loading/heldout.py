@@ -53,7 +53,7 @@ class HeldOut:
         return [i * len(self) // count for i in range(count)] if count < len(self) else list(range(len(self)))
 
     def targets(self, windows: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Which tokens of the dataset are targets of each window, [len(windows), 3]: first, first that counts, end."""
+        """Targets of each window as tokens of the dataset, [len(windows), 3]: first, first that counts, end."""
         window = np.asarray(windows, np.int64)
         text = np.searchsorted(self._windows, window, side="right") - 1
         number = window - self._windows[text]
@@ -66,8 +66,7 @@ class HeldOut:
         if len(self._texts) <= 2:
             return windows
         places = self.targets(windows)
-        order = np.argsort(places[:, 0] - places[:, 2], kind="stable")
-        return [windows[index] for index in order]
+        return [windows[index] for index in np.argsort(places[:, 0] - places[:, 2], kind="stable")]
 
     def length_of(self, windows: Sequence[int], multiple: int) -> int:
         """Targets of the longest of some windows, rounded up to a multiple, at most L."""

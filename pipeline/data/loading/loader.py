@@ -1,7 +1,7 @@
 """Steps of training samples for a data-parallel rank.
 
 A step is the same set of samples, under the same global indices, for any number of ranks and any micro-batch size;
-`locate.RankShare` says which of them a rank has. Where they lie is looked up for many steps at once, which leaves
+`locate.RankSamples` says which of them a rank has. Where they lie is looked up for many steps at once, which leaves
 copying tokens, hashing them and comparing them with the vocabulary to each step.
 """
 
@@ -27,9 +27,9 @@ from pipeline.data.loading.objectives import FloatArray, Objective, make_objecti
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks
 from pipeline.data.order.journal import Journal
-from pipeline.data.order.locate import Located, Lookup, RankShare
+from pipeline.data.order.locate import Located, Lookup, RankSamples
 from pipeline.data.order.phases import micro_batch_size, plan_journal
-from pipeline.data.order.sampler import End, Sampler
+from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.windows import Instances, bounds_of, windows_of
 
 _MAX_POSITIONS = 2**31 - 1
@@ -73,12 +73,12 @@ class Loader:
         self._vocab_size = vocab_size
         self._prefetch = prefetch
         self._pin = device is not None and device.type == "cuda"
-        self._shares = [
-            RankShare(segment.batch_size, micro, dp_rank, dp_size)
+        self._rank_samples = [
+            RankSamples(segment.batch_size, micro, dp_rank, dp_size)
             for segment, micro in zip(journal.segments, micro_batch_size, strict=True)
         ]
         self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])
-        self._lookup = Lookup(journal, self._sampler, instances, self._shares, everything=objective.masks)
+        self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=objective.masks)
         self._masks = Masks(journal, instances, objective)
         # By segment and index in `names`; a source that the segment does not have is None.
         self._by_index = [[by_name.get(name) for name in self.names] for by_name in instances]
@@ -88,7 +88,7 @@ class Loader:
 
     def micro_batch_size(self, step: int) -> int:
         """Samples of one micro-batch of a step on one rank."""
-        return self._shares[self.journal.segment_number(step)].micro_batch_size
+        return self._rank_samples[self.journal.segment_number(step)].micro_batch_size
 
     def batches(self, step: int) -> StepData:
         """The step's data; any step, in any order."""
@@ -103,16 +103,8 @@ class Loader:
 
         return read_ahead(read, first, last, self._prefetch)
 
-    def end(self) -> End | None:
-        """The first step that cannot be made; None if the order goes on for ever."""
-        return self._sampler.end()
-
-    def tokens(self, step: int) -> int:
-        """Targets drawn by all steps before `step`, masked ones included."""
-        return self.journal.tokens(step)
-
     def tokens_by_source(self, step: int) -> dict[str, int]:
-        """`tokens` by source, in closed form."""
+        """Targets drawn from each source by all steps before `step`, masked ones included; in closed form."""
         return self._sampler.targets(step)
 
     def epochs_by_source(self, step: int) -> dict[str, float]:
@@ -125,18 +117,18 @@ class Loader:
         return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
 
     def describe(self, step: int) -> list[dict[str, Any]]:
-        """The step's samples as JSON: global index, source, lap, position, and the pieces of documents in it."""
+        """The step's samples as JSON: global index, source, epoch, position, and the pieces of documents in it."""
         draws = self._sampler.step(step)
         instances = self._instances[self.journal.segment_number(step)]
         return [
             {
                 "sample": index,
                 "source": self.names[source],
-                "lap": lap,
+                "lap": epoch,
                 "position": position,
-                "spans": [span._asdict() for span in instances[self.names[source]].at(lap, position)],
+                "spans": [span._asdict() for span in instances[self.names[source]].at(epoch, position)],
             }
-            for index, source, lap, position in zip(
+            for index, source, epoch, position in zip(
                 self.journal.samples(step), *(array.tolist() for array in draws), strict=True
             )
         ]
@@ -156,11 +148,11 @@ class Loader:
             drawn = located.drawn
             weights = self._masks.of(step, located)
             micro_batches, data_hash = [], 0
-            for part in range(len(located.micro_batches)):
-                batch, hashes = self._batch(step, number, located, part, weights)
+            for micro_batch in range(len(located.micro_batches)):
+                batch, hashes = self._batch(step, number, located, micro_batch, weights)
                 micro_batches.append(batch)
                 data_hash += hashes
-            valid_targets = self._shares[number].batch_size * length
+            valid_targets = self._rank_samples[number].batch_size * length
             for weight in weights or ():
                 valid_targets -= 0 if weight is None else length - int(np.count_nonzero(weight))
         return StepData(
@@ -174,18 +166,17 @@ class Loader:
         )
 
     def _batch(
-        self, step: int, number: int, located: Located, part: int, weights: list[FloatArray | None] | None
+        self, step: int, number: int, located: Located, micro_batch: int, weights: list[FloatArray | None] | None
     ) -> tuple[Batch, int]:
         """A micro-batch, and the sum of its samples' hashes."""
-        rows, size = located.micro_batches[part], self._shares[number].micro_batch_size
+        rows, size = located.micro_batches[micro_batch], self._rank_samples[number].micro_batch_size
         length, first = self.journal.segments[number].sequence_length, self.journal.samples(step).start
         count = len(rows)
         sources = located.sources[rows.start : rows.stop]
-        starts = located.starts[part]
+        starts = located.starts[micro_batch]
         raw = np.empty((size, length + 1), self._dtypes[number])
-        by_index = self._by_index[number]
         for source, place, out in zip(sources.tolist(), located.places[rows.start : rows.stop], raw, strict=False):
-            by_index[source].fill(place, out)
+            self._by_index[number][source].fill(place, out)
         if count < size:
             raw[count:] = 0
             sources = np.concatenate([sources, np.full(size - count, -1)])
@@ -225,15 +216,14 @@ class Loader:
         return result
 
     def _outside_of_vocabulary(self, step: int, located: Located, rows: range, raw: npt.NDArray[Any]) -> UserError:
-        """What is wrong with a batch that has an id that the model does not know."""
+        """The error about a batch with an id that the model does not know."""
         row, column = (int(i) for i in np.argwhere((raw < 0) | (raw >= self._vocab_size))[0])
         sample = int(located.samples[rows[row]])
         draws = self._sampler.step(step)
         name = self.names[int(draws.source[sample])]
         instances = self._instances[self.journal.segment_number(step)][name]
-        spans = instances.at(int(draws.lap[sample]), int(draws.position[sample]))
-        ends = list(accumulate(span.length for span in spans))
-        document = spans[bisect_right(ends, column)].document
+        spans = instances.at(int(draws.epoch[sample]), int(draws.position[sample]))
+        document = spans[bisect_right([*accumulate(span.length for span in spans)], column)].document
         return UserError(
             f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
             f"model's vocabulary ends before {self._vocab_size}: the dataset is damaged or was made with another "
@@ -242,7 +232,7 @@ class Loader:
 
 
 def _has_unknown(ids: npt.NDArray[Any], vocab_size: int) -> bool:
-    """Whether an id lies outside of the vocabulary; as unsigned numbers, negative ones are above all others."""
+    """True if an id lies outside of the vocabulary; as unsigned numbers, negative ones are above all others."""
     unsigned = ids.view(ids.dtype.str.replace("i", "u"))
     return int(unsigned.max()) >= min(vocab_size, np.iinfo(ids.dtype).max + 1)
 

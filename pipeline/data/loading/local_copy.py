@@ -49,7 +49,7 @@ _ROOM = 2**24
 """Bytes that are left free: for what is written beside the parts, and for blocks that are not full."""
 
 
-def staged(
+def copy_locally(
     config: Config, datasets: Mapping[str, Dataset], journal: Journal, *, first_step: int = 0
 ) -> dict[str, Dataset]:
     """The datasets to train on: as they are, or with `stage.data: local` copies on this node.
@@ -83,9 +83,8 @@ def staged(
     if not all(copy.is_complete() for copy in copies.values()):
         with _alone(base):
             _make(base, list(copies.values()))
-    read = config.data.loader.read
     return {
-        name: copies[dataset.fingerprint].opened(dataset, read) if name in used else dataset
+        name: copies[dataset.fingerprint].opened(dataset, config.data.loader.read) if name in used else dataset
         for name, dataset in datasets.items()
     }
 
@@ -133,7 +132,7 @@ class _Copy:
         ]
 
     def row(self, file: _File) -> dict[str, Any]:
-        """What `checked.jsonl` has to say of a file as it is now."""
+        """The row of `checked.jsonl` for a file as it is now."""
         try:
             now = os.stat(file.target)
         except (FileNotFoundError, NotADirectoryError):
@@ -153,15 +152,15 @@ class _Copy:
                     path.unlink(missing_ok=True)
 
     def is_complete(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not self.missing()
 
     def opened(self, dataset: Dataset, read: ReadBy) -> Dataset:
         """The copy of a dataset of this fingerprint. Its manifest and the counts of its parts are in memory already."""
-        return _Staged(self.folder, dataset, self._parts, self._needed, read)
+        return _LocalCopy(self.folder, dataset, self._parts, self._needed, read)
 
 
-class _Staged(Dataset):
+class _LocalCopy(Dataset):
     """A copy of some parts of a dataset. The others are read where they came from, for the little that is asked there.
 
     That is where the slice of a phase that is over begins, say; or the steps of it that a run goes back to.
@@ -211,7 +210,7 @@ class _Transfer:
         say(console, f"copying {counted(len(self._missing), 'file')} of datasets, {size(total)}, to {self._base}")
         with ExitStack() as stack:
             self._advance = stack.enter_context(_shown(console, total))
-            pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="staging"))
+            pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="local-copy"))
             try:
                 for folder in {os.path.dirname(file.target) for _, file in self._missing}:
                     os.makedirs(folder, exist_ok=True)
@@ -336,15 +335,15 @@ def _shown(console: Console, total: int) -> Iterator[Callable[[int], object]]:
             yield lambda count: bar.advance(task, count)
         return
     done, began = 0, time.monotonic()
-    told, lock = began, threading.Lock()
+    printed, lock = began, threading.Lock()
 
     def advance(count: int) -> None:
-        nonlocal done, told
+        nonlocal done, printed
         with lock:
             done += count
             now = time.monotonic()
-            if now - told > _LINE_EVERY_S:
-                told = now
+            if now - printed > _LINE_EVERY_S:
+                printed = now
                 say(console, f"copied {size(done)} of {size(total)}, {size(done / (now - began))}/s")
 
     yield advance

@@ -37,17 +37,15 @@ def sample_key(seed: int, index: int) -> int:
 
 
 class Objective(Protocol):
-    """What a model is asked to predict in an instance: of L + 1 tokens, each of the last L from those before it."""
+    """Prediction task in an instance: of L + 1 tokens, each of the last L from those before it."""
 
     @property
     def masks(self) -> bool:
-        """Whether a target can have weight 0."""
-        ...
+        """True if a target can have weight 0."""
 
     @property
     def rearranges(self) -> bool:
-        """Whether `rearrange` does anything."""
-        ...
+        """True if `rearrange` does anything."""
 
     def weight(self, bounds: IntArray, key: int) -> FloatArray:
         """Loss weights [L]; 0 where a target does not count. Known without the tokens.
@@ -56,7 +54,6 @@ class Objective(Protocol):
             bounds: [L + 1], from `Instances.bounds`.
             key: The sample's `sample_key`.
         """
-        ...
 
     def rearrange(self, ids: IntArray, bounds: IntArray, key: int) -> None:
         """Change the tokens in place. Bounds, and what `weight` says, stay right.
@@ -66,7 +63,6 @@ class Objective(Protocol):
             bounds: [L + 1], from `Instances.bounds`.
             key: The sample's `sample_key`.
         """
-        ...
 
 
 class Causal:
@@ -132,7 +128,7 @@ class FillInTheMiddle(Causal):
         mask_document_start: bool = False,
     ) -> None:
         super().__init__(mask_document_start=mask_document_start)
-        # Shares in units of 2**-53, of which any float from 0 to 1 is a whole number or rounds to one.
+        # Fractions in units of 2**-53, of which any float from 0 to 1 is a whole number or rounds to one.
         self._rate = np.uint64(rate * 2**53)
         self._spm_rate = np.uint64(spm_rate * 2**53)
         self._prefix, self._suffix, self._middle = sentinels
@@ -142,14 +138,14 @@ class FillInTheMiddle(Causal):
         """Rearrange the pieces that the key chooses."""
         starts = np.flatnonzero(bounds == np.arange(len(bounds)))
         draws = mix(np.arange(_DRAWS * len(starts), dtype=np.uint64), key).reshape(-1, _DRAWS)
-        shares = draws[:, :2] >> np.uint64(11)
+        fractions = draws[:, :2] >> np.uint64(11)
         ends = np.append(starts[1:], len(ids))
-        for piece in np.flatnonzero(shares[:, 0] < self._rate).tolist():
+        for piece in np.flatnonzero(fractions[:, 0] < self._rate).tolist():
             text = ids[starts[piece] : ends[piece]]
             if text[-1] == self._end:
                 text = text[:-1]
             if len(text) >= _SHORTEST:
-                self._rearrange(text, bool(shares[piece, 1] < self._spm_rate), draws[piece, 2:].tolist())
+                self._rearrange(text, bool(fractions[piece, 1] < self._spm_rate), draws[piece, 2:].tolist())
 
     def _rearrange(self, text: IntArray, is_spm: bool, cuts: list[int]) -> None:
         """Rearrange one piece in place, given without its end-of-document token."""

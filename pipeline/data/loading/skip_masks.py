@@ -1,4 +1,4 @@
-"""Which targets of a step count: what an objective masks, and what the run's skips do."""
+"""Weights of the targets of a step: those that an objective or the run's skips mask have 0."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class Masks:
     ) -> FloatArray | None:
         """The weights with what a skip masks of sample `index`, which lies at `place` of source `name`."""
         length = self._journal.segments[number].sequence_length
+        masked = [(0, length)]
         if skip.samples is not None:
-            masked = [(0, length)] if skip.samples[0] <= index < skip.samples[1] else []
+            masked = masked if skip.samples[0] <= index < skip.samples[1] else []
         elif skip.source != name:
             masked = []
         elif skip.documents:
@@ -65,8 +66,6 @@ class Masks:
             if (number, id(skip)) not in self._ranges:
                 self._ranges[number, id(skip)] = instances.ranges_of(skip.documents)
             masked = instances.targets_of(place, self._ranges[number, id(skip)])
-        else:
-            masked = [(0, length)]
         if masked:
             weight = np.ones(length, np.float32) if weight is None else weight.copy()
             for first, end in masked:

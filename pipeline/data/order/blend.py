@@ -82,8 +82,8 @@ def integer_weights(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
     return result
 
 
-def share_of_epochs(epochs: float, tokens: int) -> int:
-    """Whole tokens of so many epochs; 0.1 means one tenth."""
+def tokens_of_epochs(epochs: float, tokens: int) -> int:
+    """Whole tokens of a number of epochs; 0.1 means one tenth."""
     return int(_exact(epochs) * tokens)
 
 
@@ -174,7 +174,7 @@ class Order:
         return [b + int(n) for b, n in zip(before, np.bincount(source, minlength=len(before)), strict=True)]
 
     def position_of(self, source: int, draws: IntArray) -> IntArray:
-        """Where draws of a source come in the blend: the inverse of `at`.
+        """Positions of draws of a source in the blend: the inverse of `at`.
 
         Args:
             source: Index into `names`.
@@ -202,7 +202,7 @@ class Order:
         return result
 
     def carry(self, position: int) -> list[int | None]:
-        """What the sources are owed after `position` samples, as the offsets of a blend that follows this one.
+        """Offsets of a blend that follows this one after `position` samples: what its sources are owed.
 
         With the same weights the two together are this blend without an end; with others each source still gets its
         share over both.

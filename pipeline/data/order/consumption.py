@@ -1,8 +1,9 @@
-"""What a run has drawn from each source at any step, in closed form: tokens, epochs, unique tokens, what is left.
+"""Consumption of each source at any step of a run, in closed form: tokens, epochs, unique tokens, what is left.
 
-The targets of a lap are a circular interval of the source's tokens, cut into windows, and a partial lap has drawn those
-at the first positions of its permutation. So what was seen is known from the laps, without going through the steps.
-`docs/sampler.md` has the mathematics of windows and laps.
+The targets of an epoch are a circular interval of the source's tokens, cut into windows, and a partial epoch has drawn
+those at the first positions of its permutation. So what was seen is known from the epochs, without going through the
+steps.
+`docs/sampler.md` has the mathematics of windows and epochs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import SourceState
-from pipeline.data.order.windows import lap_permutation, lap_phase
+from pipeline.data.order.windows import epoch_permutation, epoch_phase
 
 Documents = tuple[int, int] | None
 """A slice: documents [first, end) of the dataset; None for all of them."""
@@ -25,7 +26,7 @@ Documents = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class SliceAccount:
-    """What was drawn from one slice of a source. Tokens are targets; masked ones and those of skipped steps count."""
+    """Consumption of one slice of a source. Tokens are targets; masked ones and those of skipped steps count."""
 
     documents: Documents
     """The slice."""
@@ -34,15 +35,15 @@ class SliceAccount:
     drawn: int
     """Tokens drawn."""
     lap: int
-    """The lap that the next window is in."""
+    """The epoch that the next window is in."""
     lap_share: float
-    """Share of that lap's windows that were drawn."""
+    """Share of that epoch's windows that were drawn."""
     unique: int
     """Tokens that were drawn at least once."""
     exact: bool
-    """Whether `unique` is exact. With several partial laps and no complete one it is the expected value."""
+    """Whether `unique` is exact. With several partial epochs and no complete one it is the expected value."""
     unseen: int
-    """Tokens not drawn in laps that ended early, because the sequence length or the slice changed."""
+    """Tokens not drawn in epochs that ended early, because the sequence length or the slice changed."""
     remaining: int | None
     """Tokens in whole windows until `max_epochs`; None without a limit."""
     exhausted: int | None
@@ -50,13 +51,13 @@ class SliceAccount:
 
     @property
     def epochs(self) -> float:
-        """How often the slice was read."""
+        """Epochs of the slice: tokens drawn over its tokens."""
         return self.drawn / self.tokens
 
 
 @dataclass(frozen=True)
 class Account:
-    """What was drawn from a source: sums over its slices. Where slices overlap, a token is one of each of them."""
+    """Consumption of a source: sums over its slices. Where slices overlap, a token is one of each of them."""
 
     slices: tuple[SliceAccount, ...]
     """In the order in which they were first drawn from."""
@@ -66,82 +67,81 @@ class Account:
     @property
     def tokens(self) -> int:
         """Tokens of the slices."""
-        return sum(part.tokens for part in self.slices)
+        return sum(each.tokens for each in self.slices)
 
     @property
     def drawn(self) -> int:
         """Tokens drawn."""
-        return sum(part.drawn for part in self.slices)
+        return sum(each.drawn for each in self.slices)
 
     @property
     def epochs(self) -> float:
-        """How often the source was read: tokens drawn over tokens of the slices."""
+        """Epochs of the source: tokens drawn over tokens of the slices."""
         return self.drawn / self.tokens
 
     @property
     def unique(self) -> int:
         """Tokens that were drawn at least once."""
-        return sum(part.unique for part in self.slices)
+        return sum(each.unique for each in self.slices)
 
     @property
     def exact(self) -> bool:
-        """Whether `unique` is exact."""
-        return all(part.exact for part in self.slices)
+        """True if `unique` is exact."""
+        return all(each.exact for each in self.slices)
 
     @property
     def unseen(self) -> int:
-        """Tokens not drawn in laps that ended early."""
-        return sum(part.unseen for part in self.slices)
+        """Tokens not drawn in epochs that ended early."""
+        return sum(each.unseen for each in self.slices)
 
 
 @dataclass
 class SliceStretch:
-    """Laps of one slice with one sequence length, one after the other, the last of them perhaps partial."""
+    """Epochs of one slice with one sequence length, one after the other, the last of them perhaps partial."""
 
     state: SourceState
     """Of the source where the stretch begins."""
     length: int
     """Sequence length."""
     windows: int = 0
-    """Windows drawn, from the first position of the first lap on."""
+    """Windows drawn, from the first position of the first epoch on."""
     closed: int | None = None
-    """The segment that ended the last lap early."""
+    """The segment that ended the last epoch early."""
     limit: int | None = None
     """Windows that its last segment can still give; None for no limit."""
     exhausted: int | None = None
     """The segment with the last window that `max_epochs` allows."""
-    first_lap: int = field(init=False)
-    lap_windows: int = field(init=False)
-    """Windows of a lap."""
+    first_epoch: int = field(init=False)
+    epoch_windows: int = field(init=False)
+    """Windows of an epoch."""
 
     def __post_init__(self) -> None:
         assert self.state.cursor == 0, "a stretch begins with a lap"
-        self.first_lap = self.state.lap
-        self.lap_windows = self.state.tokens // self.length
+        self.first_epoch = self.state.lap
+        self.epoch_windows = self.state.tokens // self.length
 
     @property
     def full(self) -> int:
-        """Complete laps."""
-        return self.windows // self.lap_windows
+        """Complete epochs."""
+        return self.windows // self.epoch_windows
 
     @property
     def rest(self) -> int:
-        """Windows drawn of the lap after them."""
-        return self.windows % self.lap_windows
+        """Windows drawn of the epoch after them."""
+        return self.windows % self.epoch_windows
 
     @property
     def unseen(self) -> int:
-        """Tokens not drawn in the lap that ended early."""
-        missing = self.lap_windows - self.rest
-        return missing * self.length if self.closed is not None and self.rest else 0
+        """Tokens not drawn in the epoch that ended early."""
+        return (self.epoch_windows - self.rest) * self.length if self.closed is not None and self.rest else 0
 
-    def goes_on_with(self, state: SourceState, length: int) -> bool:
-        """Whether a later segment of the source goes on where this ends."""
+    def is_continued_by(self, state: SourceState, length: int) -> bool:
+        """True if a later segment of the source continues this stretch."""
         return (state.documents, state.tokens, length) == (self.state.documents, self.state.tokens, self.length)
 
 
 def accounts(sampler: Sampler, step: int) -> dict[str, Account]:
-    """What the steps before `step` have drawn from each source of the journal, by name.
+    """Consumption of each source of the journal by the steps before `step`, by name.
 
     The time it takes does not depend on the step or on the size of the sources.
 
@@ -160,22 +160,22 @@ def accounts_of(journal: Journal, stretches: Mapping[str, list[SliceStretch]]) -
         by_slice: dict[Documents, list[SliceStretch]] = {}
         for stretch in row:
             by_slice.setdefault(stretch.state.documents, []).append(stretch)
-        parts = {documents: _account(journal.seed, name, found) for documents, found in by_slice.items()}
-        result[name] = Account(tuple(parts.values()), parts[row[-1].state.documents])
+        slices = {documents: _account(journal.seed, name, found) for documents, found in by_slice.items()}
+        result[name] = Account(tuple(slices.values()), slices[row[-1].state.documents])
     return result
 
 
 def stretches_of(journal: Journal, step: int) -> dict[str, list[SliceStretch]]:
-    """What the steps before `step` have drawn by source, in the order of the run."""
+    """Stretches that the steps before `step` have drawn, by source, in the order of the run."""
     found: dict[str, list[SliceStretch]] = {}
     for number, (segment, samples) in enumerate(journal.drawn(step)):
         length = segment.sequence_length
         counts = dict(zip(segment.sources, segment.order().counts(samples), strict=True))
         for name, state in segment.sources.items():
             row = found.setdefault(name, [])
-            if row and row[-1].goes_on_with(state, length):
+            if row and row[-1].is_continued_by(state, length):
                 stretch = row[-1]
-                assert stretch.first_lap + stretch.full == state.lap and stretch.rest == state.cursor, name
+                assert stretch.first_epoch + stretch.full == state.lap and stretch.rest == state.cursor, name
             else:
                 if row:
                     row[-1].closed = number
@@ -189,22 +189,22 @@ def stretches_of(journal: Journal, step: int) -> dict[str, list[SliceStretch]]:
 
 
 def _first_stretch(journal: Journal, name: str) -> SliceStretch:
-    """Of a source that has not begun."""
+    """The stretch of a source that has not begun."""
     segment = next(segment for segment in journal.segments if name in segment.sources)
     state = segment.sources[name]
     return SliceStretch(state, segment.sequence_length, limit=state.cap)
 
 
 def _account(seed: int, name: str, stretches: list[SliceStretch]) -> SliceAccount:
-    """Of one slice."""
+    """The account of one slice."""
     last = stretches[-1]
     unique, exact = _unique(seed, name, stretches)
     return SliceAccount(
         documents=last.state.documents,
         tokens=last.state.tokens,
         drawn=sum(stretch.windows * stretch.length for stretch in stretches),
-        lap=last.first_lap + last.full,
-        lap_share=last.rest / last.lap_windows,
+        lap=last.first_epoch + last.full,
+        lap_share=last.rest / last.epoch_windows,
         unique=unique,
         exact=exact,
         unseen=sum(stretch.unseen for stretch in stretches),
@@ -220,43 +220,43 @@ def _unique(seed: int, name: str, stretches: list[SliceStretch]) -> tuple[int, b
     partial = [stretch for stretch in stretches if stretch.rest]
     if complete:
         # Fewer tokens than a window has are left to be looked at, one by one.
-        unseen = _left_by_laps(seed, name, complete[0])
+        unseen = _left_by_epochs(seed, name, complete[0])
         for stretch in complete[1:]:
-            unseen = np.intersect1d(unseen, _left_by_laps(seed, name, stretch), assume_unique=True)
+            unseen = np.intersect1d(unseen, _left_by_epochs(seed, name, stretch), assume_unique=True)
         for stretch in partial:
-            unseen = unseen[~_seen_in_last_lap(seed, name, stretch, unseen)]
+            unseen = unseen[~_seen_in_last_epoch(seed, name, stretch, unseen)]
         return tokens - unseen.size, True
     if len(partial) <= 1:
         return sum(stretch.rest * stretch.length for stretch in partial), True
-    # Each lap has drawn its windows independently of the others.
+    # Each epoch has drawn its windows independently of the others.
     missed = 1.0
     for stretch in partial:
         missed *= 1 - stretch.rest * stretch.length / tokens
     return round(tokens * (1 - missed)), False
 
 
-def _left_by_laps(seed: int, name: str, stretch: SliceStretch) -> IntArray:
-    """The tokens that no complete lap of the stretch has among its targets, fewer than a window."""
+def _left_by_epochs(seed: int, name: str, stretch: SliceStretch) -> IntArray:
+    """The tokens that no complete epoch of the stretch has among its targets, fewer than a window."""
     tokens, length = stretch.state.tokens, stretch.length
     rest = tokens % length
-    # A lap with phase p leaves [p + 1 - rest, p + 1). All of these lie within [1 - rest, length + 1), at most once
+    # An epoch with phase p leaves [p + 1 - rest, p + 1). All of these lie within [1 - rest, length + 1), at most once
     # around the circle, so their intersection is that of intervals on a line.
     low, high = length, 0
-    for lap in range(stretch.first_lap, stretch.first_lap + stretch.full):
-        phase = lap_phase(seed, name, lap, length)
+    for epoch in range(stretch.first_epoch, stretch.first_epoch + stretch.full):
+        phase = epoch_phase(seed, name, epoch, length)
         low, high = min(low, phase), max(high, phase)
         if high - low >= rest:
             break
     return np.arange(high + 1 - rest, low + 1) % tokens
 
 
-def _seen_in_last_lap(seed: int, name: str, stretch: SliceStretch, tokens: IntArray) -> npt.NDArray[np.bool_]:
-    """Which of these tokens were targets in the partial lap at the end of the stretch."""
-    lap = stretch.first_lap + stretch.full
-    window = (tokens - lap_phase(seed, name, lap, stretch.length) - 1) % stretch.state.tokens // stretch.length
-    inside = window < stretch.lap_windows
+def _seen_in_last_epoch(seed: int, name: str, stretch: SliceStretch, tokens: IntArray) -> npt.NDArray[np.bool_]:
+    """Mask of those of the tokens that were targets in the partial epoch at the end of the stretch."""
+    epoch = stretch.first_epoch + stretch.full
+    window = (tokens - epoch_phase(seed, name, epoch, stretch.length) - 1) % stretch.state.tokens // stretch.length
+    inside = window < stretch.epoch_windows
     numbers, inverse = np.unique(window[inside], return_inverse=True)
-    permutation = lap_permutation(seed, name, lap, stretch.lap_windows)
+    permutation = epoch_permutation(seed, name, epoch, stretch.epoch_windows)
     seen = np.zeros(tokens.size, bool)
     seen[inside] = (permutation.inverse(numbers) < stretch.rest)[inverse]
     return seen

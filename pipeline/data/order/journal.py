@@ -48,7 +48,7 @@ class Journal(Record):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types; equal journals give equal JSON with sorted keys."""
+        """The journal as JSON types; equal journals give equal JSON with sorted keys."""
         value = self.model_dump(mode="json")
         # What most runs do not have is not there, as in those that were written before there was such a thing.
         if not self.fork_step:
@@ -125,7 +125,7 @@ class Journal(Record):
         return segment.first_step + (sample - segment.first_sample) // segment.batch_size
 
     def step_at(self, tokens: int) -> int:
-        """The first step boundary at or after so many targets: the smallest step s with tokens(s) >= tokens."""
+        """The first step boundary at or after a number of targets: the smallest step s with tokens(s) >= tokens."""
         if tokens <= 0:
             return 0
         number = bisect_left(self._first_tokens, tokens) - 1
@@ -135,10 +135,9 @@ class Journal(Record):
 
     def drawn(self, step: int) -> list[tuple[Segment, int]]:
         """The segments that begin before `step`, each with its number of samples before `step`."""
-        ends = [*self._first_steps[1:], step]
         return [
             (segment, (min(end, step) - segment.first_step) * segment.batch_size)
-            for segment, end in zip(self.segments, ends, strict=True)
+            for segment, end in zip(self.segments, [*self._first_steps[1:], step], strict=True)
             if segment.first_step < step
         ]
 
@@ -153,11 +152,11 @@ class Journal(Record):
         return [skip for skip in self.skips if skip.steps is None]
 
     def is_skipped(self, step: int) -> bool:
-        """Whether the whole step is passed over."""
+        """True if the whole step is skipped."""
         return self.why_skipped(step) is not None
 
     def why_skipped(self, step: int) -> Skip | None:
-        """What passes the whole step over; what the run file says comes first. None for a step that is made."""
+        """The skip of the whole step; those of the run file come first. None for a step that is made."""
         found = [skip for skip in self._skipped_steps if skip.holds(step) and _contains(skip.steps, step)]
         return min(found, key=lambda skip: skip.fault, default=None)
 
@@ -215,7 +214,7 @@ class Journal(Record):
         return {what: _union(intervals) for what, intervals in found.items()}
 
     def passing_over(self, steps: Interval, step: int) -> Journal:
-        """This plan with further steps that are passed over, up to one that went wrong. It lasts whatever is resumed.
+        """This plan with further steps that are skipped, up to one that went wrong. It lasts whatever is resumed.
 
         Args:
             steps: [first, end), from 0; the last one is the one that went wrong.
@@ -304,7 +303,7 @@ _PLACE = {"offset", "lap", "cursor", "cap", "stops"}
 
 
 def _goes_on(stretch: Stretch, segment: Segment) -> bool:
-    """Whether a segment gives the samples that the stretch before it would have given without an end."""
+    """True if a segment gives the samples that the stretch before it would have given without an end."""
     return (stretch.batch_size, stretch.sequence_length) == (segment.batch_size, segment.sequence_length) and (
         {name: source.model_dump(exclude=_PLACE) for name, source in stretch.sources.items()}
         == {name: source.model_dump(exclude=_PLACE) for name, source in segment.sources.items()}

@@ -1,4 +1,4 @@
-"""What to say of a plan that gives other steps than a run was trained on."""
+"""The message for a plan that gives other steps than a run was trained on."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from pipeline.data.order.segments import DecidedSteps, Interval, What
 
 
 class Past(Protocol):
-    """What is compared of two journals."""
+    """The part of a journal that is compared with another one's."""
 
     def seen(self, step: int) -> DecidedSteps:
         """All that decided the steps before `step`."""
-        ...
 
     def samples(self, step: int) -> range:
         """Global indices of the samples of `step`."""
-        ...
 
     def tokens(self, step: int) -> int:
         """Targets drawn by all steps before `step`."""
-        ...
 
 
 def changed_past(saved: Past, now: Past, step: int) -> str:
-    """Which of the first `step` steps is the first that differs, and in what."""
+    """The message about the first of the first `step` steps that differs."""
     # What decided fewer steps is a part of what decided more, so the first step that differs is found by bisection.
     same, other = 0, step
     while other - same > 1:
@@ -44,7 +41,7 @@ def changed_past(saved: Past, now: Past, step: int) -> str:
 
 
 def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[str], str]:
-    """What differs between two pasts that are equal but for their last step, and what to do."""
+    """Differences between two pasts that are equal but for their last step, and advice."""
     if old.seed != new.seed:
         return [f"run.seed {old.seed} -> {new.seed}"], f"Set run.seed to {old.seed} again."
     one, two = old.stretches[-1], new.stretches[-1]
@@ -62,7 +59,7 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
     for name in sorted(one.sources.keys() & two.sources.keys()):
         a, b = one.sources[name], two.sources[name]
         if a.weight != b.weight:
-            found.append(f"share of {name!r} {_share(a.weight, b.weight)} -> {_share(b.weight, a.weight)}")
+            found.append(f"share of {name!r} {_fraction(a.weight, b.weight)} -> {_fraction(b.weight, a.weight)}")
         if a.documents != b.documents:
             found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
         elif a.tokens != b.tokens:
@@ -90,7 +87,7 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
     return ["where its sources stand"], "Go on with the run file and the version of the code that the run has had."
 
 
-def _share(weight: int, other: int) -> str:
+def _fraction(weight: int, other: int) -> str:
     return f"{weight / UNIT:.4g}" if f"{weight / UNIT:.4g}" != f"{other / UNIT:.4g}" else f"{weight}/2**32"
 
 

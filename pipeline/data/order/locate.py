@@ -1,4 +1,4 @@
-"""Where the samples of steps lie and where documents begin in them, for many steps at once and without their tokens.
+"""Places of the samples of steps and of the documents in them, for many steps at once and without their tokens.
 
 A look-up in NumPy costs little more for a thousand windows than for one, so neighbouring steps are looked up together.
 The first group is one step. Each next one is twice as large while that is quick: so a run starts at once, and a file
@@ -26,11 +26,11 @@ _QUICK_S = 0.02
 """A group that takes longer is followed by a smaller one."""
 
 
-class RankShare:
+class RankSamples:
     """A rank's samples of every step of a segment.
 
     The samples of a step, padded with masked ones to a multiple of ranks x micro-batch size, are cut in their order
-    into micro-batches of ranks x micro-batch size, and each of those into contiguous shares, one a rank.
+    into micro-batches of ranks x micro-batch size, and each of those into contiguous pieces, one for each rank.
 
     Args:
         batch_size: Samples of a step, over all ranks.
@@ -46,19 +46,17 @@ class RankShare:
         firsts = range(rank * micro_batch_size, padded, micro_batch_size * ranks)
         self.micro_batches = [range(min(i, batch_size), min(i + micro_batch_size, batch_size)) for i in firsts]
         """Numbers in the step of the samples of each micro-batch; what is missing is padding."""
+        firsts_in_samples = accumulate((len(one) for one in self.micro_batches), initial=0)
         self.rows = [
-            range(place, place + len(one)) for place, one in zip(self._places(), self.micro_batches, strict=True)
+            range(first, first + len(one)) for first, one in zip(firsts_in_samples, self.micro_batches, strict=False)
         ]
         """Where these stand in `samples`."""
         self.samples = np.array([sample for samples in self.micro_batches for sample in samples], np.int64)
         """All of them, ascending."""
 
-    def _places(self) -> list[int]:
-        return [0, *accumulate(len(samples) for samples in self.micro_batches)][:-1]
-
 
 class Located(NamedTuple):
-    """What is known of a step without its tokens. R rows: the samples of the rank, or all if there may be masks."""
+    """A step without its tokens. R rows: the samples of the rank, or all if there may be masks."""
 
     samples: IntArray
     """[R] numbers in the step, ascending."""
@@ -82,13 +80,12 @@ class Located(NamedTuple):
         return self.begins[self.splits[row] : self.splits[row + 1]]
 
 
-class _Group:
-    """Steps that were looked up together."""
+class _Group(NamedTuple):
+    """Steps [first, end) that were looked up together, but for skipped ones."""
 
-    def __init__(self, first: int, end: int, steps: dict[int, Located]) -> None:
-        self.first = first
-        self.end = end
-        self.steps = steps
+    first: int
+    end: int
+    steps: dict[int, Located]
 
 
 class Lookup:
@@ -98,7 +95,7 @@ class Lookup:
         journal: The run's plan.
         sampler: Of that plan.
         instances: For each segment by source.
-        shares: This rank's, for each segment.
+        rank_samples: This rank's samples, for each segment.
         everything: Whether other ranks' samples are looked up in all steps; they are where the journal masks some.
     """
 
@@ -107,14 +104,14 @@ class Lookup:
         journal: Journal,
         sampler: Sampler,
         instances: Sequence[Mapping[str, Instances]],
-        shares: Sequence[RankShare],
+        rank_samples: Sequence[RankSamples],
         *,
         everything: bool,
     ) -> None:
         self._journal = journal
         self._sampler = sampler
         self._instances = instances
-        self._shares = shares
+        self._rank_samples = rank_samples
         self._everything = everything
         self._end = sampler.end()
         self._group = _Group(0, 0, {})
@@ -149,24 +146,24 @@ class Lookup:
     def _look_up(self, first: int, last: int | None) -> _Group:
         journal = self._journal
         number = journal.segment_number(first)
-        share, length = self._shares[number], journal.segments[number].sequence_length
+        mine, length = self._rank_samples[number], journal.segments[number].sequence_length
         everything = self._everything or bool(journal.masks(first))
-        samples = np.arange(share.batch_size) if everything else share.samples
-        micro_batches = share.micro_batches if everything else share.rows
+        samples = np.arange(mine.batch_size) if everything else mine.samples
+        micro_batches = mine.micro_batches if everything else mine.rows
         rows = len(samples)
         steps, end = self._steps(first, last, number, rows, everything)
 
         draws = [self._sampler.step(step) for step in steps]
         source = np.concatenate([draw.source[samples] for draw in draws])
-        lap = np.concatenate([draw.lap[samples] for draw in draws])
+        epoch = np.concatenate([draw.epoch[samples] for draw in draws])
         position = np.concatenate([draw.position[samples] for draw in draws])
-        places, row, begin = self._locate(number, source, lap, position)
+        places, row, begin = self._locate(number, source, epoch, position)
 
         every = np.arange(len(source) + 1)
         splits = np.searchsorted(row, every).tolist()
         # The last token of an instance is a target only. Each micro-batch begins at a multiple of its size.
         inputs = begin < length
-        column_of = np.tile(samples % share.micro_batch_size * length, len(steps))
+        column_of = np.tile(samples % mine.micro_batch_size * length, len(steps))
         starts = (column_of[row[inputs]] + begin[inputs]).astype(np.int32)
         start_splits = np.searchsorted(row[inputs], every).tolist()
         place_list = places.tolist()
@@ -180,7 +177,7 @@ class Lookup:
                 place_list[i : i + rows],
                 begin,
                 splits[i : i + rows + 1],
-                [starts[start_splits[i + part.start] : start_splits[i + part.stop]] for part in micro_batches],
+                [starts[start_splits[i + each.start] : start_splits[i + each.stop]] for each in micro_batches],
                 np.bincount(draw.source, minlength=len(journal.names)).tolist(),
             )
         return _Group(first, end, found)
@@ -206,7 +203,7 @@ class Lookup:
         return steps, end
 
     def _locate(
-        self, number: int, source: IntArray, lap: IntArray, position: IntArray
+        self, number: int, source: IntArray, epoch: IntArray, position: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Places of samples; and, ascending, (sample, token) of each document that begins in one, and each sample."""
         places = np.empty(len(source), np.int64)
@@ -214,7 +211,7 @@ class Lookup:
         for index in np.unique(source).tolist():
             chosen = np.flatnonzero(source == index)
             instances = self._instances[number][self._journal.names[index]]
-            places[chosen] = instances.places(lap[chosen], position[chosen])
+            places[chosen] = instances.places(epoch[chosen], position[chosen])
             row, token = instances.starts(places[chosen])
             rows.append(chosen[row])
             tokens.append(token)

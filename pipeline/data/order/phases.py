@@ -11,7 +11,7 @@ from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.blend import Bound, PhaseConfig
 from pipeline.config.data import SourceConfig
-from pipeline.data.order.blend import integer_weights, keyed_offset, share_of_epochs, tempered
+from pipeline.data.order.blend import integer_weights, keyed_offset, tempered, tokens_of_epochs
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.segments import Interval, Segment, Sized, Skip, SourceState
 
@@ -64,8 +64,8 @@ def micro_batch_size(config: Config, journal: Journal, number: int, ranks: int) 
     """
     segment = journal.segments[number]
     phase = _phases(config)[_phase_of(config, journal, number)]
-    share = -(-segment.batch_size // ranks)
-    return min(phase.micro_batch_size or config.train.micro_batch_size or share, share)
+    most = -(-segment.batch_size // ranks)
+    return min(phase.micro_batch_size or config.train.micro_batch_size or most, most)
 
 
 MUCH_PADDING = 0.1
@@ -91,7 +91,7 @@ def padding_warning(where: str, batch_size: int, micro_batch_size: int, ranks: i
 
 
 def label(config: Config, journal: Journal, number: int) -> str:
-    """What tables call the phase of a segment: its number from 1, and its name; `parent` before a fork."""
+    """Label of a segment's phase in tables: its number from 1, and its name; `parent` before a fork."""
     if journal.segment_number(journal.fork_step) > number:
         return "parent"
     phase = _phase_of(config, journal, number)
@@ -147,11 +147,9 @@ def _check_past(saved: Journal, step: int, datasets: Mapping[str, Sized]) -> Non
 
 
 def _goes_on(one: Segment, two: Segment) -> bool:
-    """Whether a segment is only the rest of the one before it."""
+    """True if a segment is only the rest of the one before it."""
     samples = two.first_sample - one.first_sample
-    if one.model_dump(include={"batch_size", "sequence_length"}) != two.model_dump(
-        include={"batch_size", "sequence_length"}
-    ):
+    if (one.batch_size, one.sequence_length) != (two.batch_size, two.sequence_length):
         return False
     counts = dict(zip(one.sources, one.order().counts(samples), strict=True))
     return one.sources.keys() == two.sources.keys() and all(
@@ -164,14 +162,14 @@ def _goes_on(one: Segment, two: Segment) -> bool:
 
 @dataclass
 class _Standing:
-    """Where a source stands between two segments."""
+    """Position of a source between two segments."""
 
     offset: int | None = None
     """Carried over; None before its first sample, and when it is exhausted."""
-    lap: int = 0
+    epoch: int = 0
     cursor: int = 0
     text: tuple[Interval | None, int] | None = None
-    """Slice and sequence length of its lap; None before its first one."""
+    """Slice and sequence length of its epoch; None before its first one."""
 
 
 class _Planner:
@@ -193,12 +191,12 @@ class _Planner:
             for name, state in segment.sources.items():
                 standing = self._standing[name]
                 standing.text = state.documents, segment.sequence_length
-                standing.lap, standing.cursor = state.lap, state.cursor
+                standing.epoch, standing.cursor = state.lap, state.cursor
             closed = self._close(segment, samples // segment.batch_size)
             assert closed, f"the run that this one was forked from ended before step {step}"
 
     def is_over(self, until: Duration) -> bool:
-        """Whether a phase that ends there ends here or has ended."""
+        """True if a phase that ends there ends here or has ended."""
         return self._steps_until(until, 1) <= 0
 
     def add(self, number: int, phase: PhaseConfig) -> bool:
@@ -289,8 +287,8 @@ class _Planner:
         for name, weight in weights.items():
             standing, (documents, tokens) = self._standing[name], texts[name]
             if standing.text not in (None, (documents, length)):
-                # The lap is closed; if anything of it was drawn, nothing else may be drawn under its number.
-                standing.lap, standing.cursor = standing.lap + (standing.cursor > 0), 0
+                # The epoch is closed; if anything of it was drawn, nothing else may be drawn under its number.
+                standing.epoch, standing.cursor = standing.epoch + (standing.cursor > 0), 0
             standing.text = documents, length
             source = self._sources[name]
             sources[name] = SourceState(
@@ -298,7 +296,7 @@ class _Planner:
                 documents=documents,
                 weight=weight,
                 offset=keyed_offset(self._config.run.seed, name) if standing.offset is None else standing.offset,
-                lap=standing.lap,
+                lap=standing.epoch,
                 cursor=standing.cursor,
                 cap=self._cap(source, documents, tokens, length),
                 stops=source.on_exhausted == "stop",
@@ -315,23 +313,20 @@ class _Planner:
         """Samples that are left to a source by max_epochs."""
         if source.max_epochs is None or source.on_exhausted == "repeat":
             return None
-        left = share_of_epochs(source.max_epochs, tokens) - self._drawn.get((source.name, documents), 0)
-        return left // length
+        return (tokens_of_epochs(source.max_epochs, tokens) - self._drawn.get((source.name, documents), 0)) // length
 
     def _close(self, segment: Segment, steps: int) -> bool:
-        """Go on to the end of the segment after so many steps; False if the order ends before that."""
+        """Continue to the end of the segment after `steps` steps; False if the order ends before that."""
         order, samples = segment.order(), steps * segment.batch_size
         if order.capacity is not None and samples > order.capacity:
             return False
-        counts = order.counts(samples)
-        rows = list(zip(segment.sources.items(), counts, order.carry(samples), strict=True))
+        rows = list(zip(segment.sources.items(), order.counts(samples), order.carry(samples), strict=True))
         if any(state.stops and state.cap is not None and count > state.cap for (_, state), count, _ in rows):
             return False
-        windows = segment.windows
         for (name, state), count, offset in rows:
             standing = self._standing[name]
-            laps, standing.cursor = divmod(state.cursor + count, windows[name])
-            standing.lap, standing.offset = state.lap + laps, offset
+            epochs, standing.cursor = divmod(state.cursor + count, segment.windows[name])
+            standing.epoch, standing.offset = state.lap + epochs, offset
             text = name, state.documents
             self._drawn[text] = self._drawn.get(text, 0) + count * segment.sequence_length
         self._step += steps

@@ -1,4 +1,4 @@
-"""What a run comes to: how long it is, where sources drop out, and what somebody should know before paying for it."""
+"""Preview of a run: how long it is, where sources drop out, and what somebody should know before paying for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is."""
+    """Length of a run."""
 
     steps: int
     """Steps in all."""
@@ -76,7 +76,7 @@ def check_end(sampler: Sampler, done: int) -> None:
 
 
 def exhaustions(sampler: Sampler, steps: int) -> list[tuple[int, str]]:
-    """Where sources drop out of the blend because they have reached their max_epochs, in the order of the run.
+    """Exhaustions of sources that reach their max_epochs and drop out of the blend, in the order of the run.
 
     Args:
         sampler: The order of the run.
@@ -92,7 +92,7 @@ def exhaustions(sampler: Sampler, steps: int) -> list[tuple[int, str]]:
 
 
 def warnings(config: Config, journal: Journal, sampler: Sampler, last_step: int, first_step: int = 0) -> list[str]:
-    """What somebody should know about the blend before paying for it, a line each.
+    """Warnings about the blend, a line each.
 
     Args:
         config: The run file.
@@ -121,7 +121,7 @@ def warnings(config: Config, journal: Journal, sampler: Sampler, last_step: int,
 
 
 class _Exhaustion(NamedTuple):
-    """Where a source drops out."""
+    """The exhaustion of a source."""
 
     step: int
     """The step with its last window, from 0."""
@@ -131,7 +131,7 @@ class _Exhaustion(NamedTuple):
 
 
 def _exhaustions(sampler: Sampler, stretches: Mapping[str, list[SliceStretch]]) -> list[_Exhaustion]:
-    """Where sources drop out, in the order of the run."""
+    """Exhaustions of sources, in the order of the run."""
     return sorted(
         _Exhaustion(last_window_step(sampler, name, segment), name, segment, stretch.state.documents)
         for name, row in stretches.items()
@@ -145,8 +145,8 @@ def last_window_step(sampler: Sampler, name: str, segment: int) -> int:
     journal = sampler.journal
     state = journal.segments[segment].sources[name]
     assert state.cap
-    laps, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].windows[name])
-    (sample,) = sampler.find(name, segment, state.lap + laps, np.array([position]))
+    epochs, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].windows[name])
+    (sample,) = sampler.find(name, segment, state.lap + epochs, np.array([position]))
     return journal.step_of(int(sample))
 
 
@@ -176,14 +176,15 @@ def _repeated(config: Config, found: Mapping[str, Account]) -> Iterator[str]:
             if account.current.remaining == 0:
                 why = f"max_epochs {source.max_epochs:g} of its {account.current.tokens:,} tokens is less than a window"
             yield f"source {source.name!r} gives no window in the whole run: {why}"
-        for part in account.slices:
-            where = f"source {source.name!r}" + (f" ({documents_text(part.documents)})" if part.documents else "")
+        for found_slice in account.slices:
+            documents, epochs = found_slice.documents, found_slice.epochs
+            text = f"source {source.name!r}" + (f" ({documents_text(documents)})" if documents else "")
             limit = source.max_epochs if source.on_exhausted == "repeat" else None
-            if limit is not None and part.epochs > limit:
-                yield f"{where} is read {part.epochs:.2f} times, beyond max_epochs {limit:g} (on_exhausted: repeat)"
-            elif part.epochs > config.blend.warn_epochs:
+            if limit is not None and epochs > limit:
+                yield f"{text} is read {epochs:.2f} times, beyond max_epochs {limit:g} (on_exhausted: repeat)"
+            elif epochs > config.blend.warn_epochs:
                 yield (
-                    f"{where} is read {part.epochs:.2f} times, more than blend.warn_epochs "
+                    f"{text} is read {epochs:.2f} times, more than blend.warn_epochs "
                     f"{config.blend.warn_epochs:g}: lower its weight, give it more documents, set a lower max_epochs, "
                     "or raise warn_epochs"
                 )
@@ -193,13 +194,13 @@ def _dropped(
     config: Config, journal: Journal, found: Mapping[str, Account], last_step: int, first_step: int
 ) -> Iterator[str]:
     """Sources that have a share in a phase and nothing left for it."""
-    told = set()
+    warned = set()
     for number, (segment, _) in enumerate(journal.drawn(last_step)):
         if segment.first_step < first_step:
             continue
         for name, state in segment.sources.items():
-            if state.cap == 0 and not state.stops and found[name].drawn and name not in told:
-                told.add(name)
+            if state.cap == 0 and not state.stops and found[name].drawn and name not in warned:
+                warned.add(name)
                 yield (
                     f"source {name!r} has nothing left for phase {label(config, journal, number)}, since it has "
                     f"reached max_epochs: the others share its {percent(state.weight / UNIT)}"
@@ -235,7 +236,7 @@ def _common(one: Documents, two: Documents) -> tuple[int, int]:
 def _closed(
     config: Config, journal: Journal, stretches: Mapping[str, list[SliceStretch]], first_step: int
 ) -> Iterator[str]:
-    """Laps that a change of the sequence length ended early, a line for each phase that does so."""
+    """Epochs that a change of the sequence length ended early, a line for each phase that does so."""
     ended: dict[tuple[int, int, int], list[tuple[str, SliceStretch]]] = {}
     for name, row in stretches.items():
         for stretch, after in pairwise(row):
@@ -247,7 +248,7 @@ def _closed(
             continue
         sources.sort(key=lambda entry: -entry[1].unseen)
         shown = [
-            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.lap_windows)} of the lap)"
+            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.epoch_windows)} of the lap)"
             for name, stretch in sources[:_NAMED]
         ]
         if more := sum(stretch.unseen for _, stretch in sources[_NAMED:]):
@@ -297,7 +298,7 @@ def _steps_of(journal: Journal, skip: Skip, last_step: int) -> tuple[int, int]:
 
 
 def _is_read(journal: Journal, skip: Skip, last_step: int) -> bool:
-    """Whether a segment that ends after an entry begins to hold reads any of its documents."""
+    """True if a segment that ends after an entry begins to hold reads any of its documents."""
     for segment, samples in journal.drawn(last_step):
         state = segment.sources.get(skip.source or "")
         if state is not None and segment.first_step + samples // segment.batch_size > skip.first_step:
@@ -308,7 +309,7 @@ def _is_read(journal: Journal, skip: Skip, last_step: int) -> bool:
 
 
 def _all_skipped(journal: Journal, last_step: int) -> Iterator[str]:
-    """Whether from some step to the end of the run no source is trained on."""
+    """A warning if from some step to the end of the run no source is trained on."""
     begin = last_step
     whole: dict[str, int] = {}
     for skip in journal.skips:

@@ -1,4 +1,4 @@
-"""The order of the run: global sample index -> (source, lap, position), and back. A pure function of the journal."""
+"""The order of the run: global sample index -> (source, epoch, position), and back. A pure function of the journal."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _BLOCK = 1024
 
 
 class Draws(NamedTuple):
-    """What samples are made of; three arrays of one length."""
+    """Contents of samples; three arrays of one length."""
 
     source: IntArray
     """Index into `Journal.names`."""
-    lap: IntArray
-    """Lap of the source."""
+    epoch: IntArray
+    """Epoch of the source."""
     position: IntArray
-    """Position in the lap."""
+    """Position in the epoch."""
 
 
 class End(NamedTuple):
-    """Where an order ends."""
+    """The end of an order."""
 
     step: int
     """The first step that cannot be made, counted from 0."""
@@ -58,7 +58,7 @@ class Sampler:
 
     Args:
         journal: The plan.
-        counts: Instances in a lap, for each segment by source name; for windows `Segment.windows`.
+        counts: Instances in an epoch, for each segment by source name; for windows `Segment.windows`.
     """
 
     @classmethod
@@ -86,14 +86,14 @@ class Sampler:
             UserError: All sources are exhausted before its last sample.
         """
         block, rows = self._rows(step)
-        source, lap, position = block.draws
-        return Draws(source[rows], lap[rows], position[rows])
+        source, epoch, position = block.draws
+        return Draws(source[rows], epoch[rows], position[rows])
 
     def order_hash(self, step: int) -> int:
         """A hash of which samples the step is made of.
 
         Returns:
-            xxh3-64 over the samples in their order: global index, xxh3-64 of the source's name, lap, position, each a
+            xxh3-64 over the samples in their order: global index, xxh3-64 of the source's name, epoch, position, each a
             little-endian u64.
 
         Raises:
@@ -115,14 +115,14 @@ class Sampler:
             total[name] += count * segment.sequence_length
         return total
 
-    def find(self, source: str, segment: int, lap: int, positions: IntArray) -> IntArray:
-        """Where instances come in the run: the inverse of `step`.
+    def find(self, source: str, segment: int, epoch: int, positions: IntArray) -> IntArray:
+        """Samples of the run that instances are: the inverse of `step`.
 
         Args:
             source: Name of a source.
             segment: Index in `Journal.segments`.
-            lap: Lap of the source.
-            positions [n]: Positions in that lap.
+            epoch: Epoch of the source.
+            positions [n]: Positions in that epoch.
 
         Returns:
             [n]: global sample indices; -1 for instances that are not drawn in that segment. The last segment of a
@@ -132,7 +132,7 @@ class Sampler:
         state = self.journal.segments[segment].sources.get(source)
         if state is None:
             return result
-        draws = (lap - state.lap) * self._counts[segment][source] + positions - state.cursor
+        draws = (epoch - state.lap) * self._counts[segment][source] + positions - state.cursor
         drawn = np.flatnonzero(draws >= 0)
         order, first = self._orders[segment], self._first_samples[segment]
         places = order.position_of(order.names.index(source), draws[drawn])
@@ -142,7 +142,7 @@ class Sampler:
         return result
 
     def end(self) -> End | None:
-        """Where the order ends; None if it goes on for ever."""
+        """End of the order; None if it has none."""
         for number, (segment, order) in enumerate(zip(self.journal.segments, self._orders, strict=True)):
             ends: list[tuple[int, Literal["stop", "exhausted"], str]] = []
             for index, (name, source) in enumerate(segment.sources.items()):
@@ -194,16 +194,16 @@ class Sampler:
         index, draw = order.at(start, max(0, min([size, *(limit - start for limit in limits)])))
         states = list(segment.sources.values())
         place = np.array([state.cursor for state in states])[index] + draw
-        in_lap = np.array([counts[name] for name in order.names])[index]
-        lap = np.array([state.lap for state in states])[index] + place // in_lap
-        position = place % in_lap
+        in_epoch = np.array([counts[name] for name in order.names])[index]
+        epoch = np.array([state.lap for state in states])[index] + place // in_epoch
+        position = place % in_epoch
         source = np.array([bisect_right(self.journal.names, name) - 1 for name in order.names])[index]
         records = np.empty((len(index), 4), "<u8")
         records[:, 0] = np.arange(segment.first_sample + start, segment.first_sample + start + len(index))
         records[:, 1] = self._name_hashes[source]
-        records[:, 2] = lap
+        records[:, 2] = epoch
         records[:, 3] = position
-        return _Block(Draws(source, lap, position), records)
+        return _Block(Draws(source, epoch, position), records)
 
     @cached_property
     def _targets_before(self) -> list[dict[str, int]]:

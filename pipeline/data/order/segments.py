@@ -16,21 +16,18 @@ What = str | tuple[str | None, tuple[Interval, ...]]
 
 
 class Sized(Protocol):
-    """What a plan needs to know of a dataset."""
+    """A dataset as a plan needs it: its sizes."""
 
     @property
     def tokens(self) -> int:
         """Tokens in all."""
-        ...
 
     @property
     def documents(self) -> int:
         """Documents in all."""
-        ...
 
     def document_start(self, document: int) -> int:
         """Offset of a document's first token; of the document after the last one, the number of tokens."""
-        ...
 
 
 class Record(BaseModel):
@@ -43,7 +40,7 @@ class SourceState(Record):
     """A source in a segment."""
 
     tokens: int = Field(ge=1)
-    """Tokens of one lap's circular text: of the slice, if there is one."""
+    """Tokens of one epoch's circular text: of the slice, if there is one."""
     documents: tuple[int, int] | None = None
     """The slice: documents [first, end) of the dataset; None for all of them."""
     weight: int = Field(ge=1, le=UNIT)
@@ -51,16 +48,16 @@ class SourceState(Record):
     offset: int = Field(ge=0)
     """v: how far from due its first sample of the segment is."""
     lap: int = Field(ge=0)
-    """Lap of its first sample of the segment."""
+    """Epoch of its first sample of the segment."""
     cursor: int = Field(ge=0)
-    """Position in that lap of its first sample of the segment."""
+    """Position in that epoch of its first sample of the segment."""
     cap: int | None = Field(default=None, ge=0)
     """Samples that it can give in this segment; None for no limit."""
     stops: bool = False
     """Whether the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
     def exhausted(self, samples: int) -> bool:
-        """Whether it has dropped out of the blend after so many samples of the segment."""
+        """True if it has dropped out of the blend after that many samples of the segment."""
         return not self.stops and samples == self.cap
 
 
@@ -87,7 +84,7 @@ class Segment(Record):
 
     @property
     def windows(self) -> dict[str, int]:
-        """Windows in a lap of each source."""
+        """Windows in an epoch of each source."""
         return {name: source.tokens // self.sequence_length for name, source in self.sources.items()}
 
     def order(self) -> Order:
@@ -123,11 +120,11 @@ class Skip(Record):
 
     @property
     def what(self) -> Hashable:
-        """What is skipped, whenever that is."""
+        """The data that is skipped, whenever that is."""
         return self.steps, self.samples, self.source, self.documents
 
     def holds(self, step: int) -> bool:
-        """Whether it is in force in this step."""
+        """True if it is in force in this step."""
         return self.first_step <= step and (self.end_step is None or step < self.end_step)
 
 

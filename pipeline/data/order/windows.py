@@ -1,9 +1,11 @@
-"""Instances: what a position of a lap is made of. Here: windows of equal length over a source's circular text.
+"""Instances, the samples at the positions of an epoch. Here: windows of equal length over a source's circular text.
 
-A source is the circular concatenation of its documents, T tokens, each document closed by the end-of-document token.
-With sequence length L, lap e has n = T // L windows; window p is the L + 1 tokens from (phase(e) + p * L) mod T, of
-which the last L are targets. phase(e) is a keyed hash mod L and phase(0) is 0, so each lap cuts documents at other
-places. Position j of a lap is window pi(j), with pi a bijection of [0, n) keyed by seed, source and lap.
+An epoch is a pass over a source, which a change of the sequence length or the slice may cut short; the journal and
+messages call it a lap. A source is the circular concatenation of its documents, T tokens, each document closed by the
+end-of-document token.
+With sequence length L, epoch e has n = T // L windows; window p is the L + 1 tokens from (phase(e) + p * L) mod T, of
+which the last L are targets. phase(e) is a keyed hash mod L and phase(0) is 0, so each epoch cuts documents at other
+places. Position j of an epoch is window pi(j), with pi a bijection of [0, n) keyed by seed, source and epoch.
 """
 
 from __future__ import annotations
@@ -37,39 +39,32 @@ class Span(NamedTuple):
 
 
 class Instances(Protocol):
-    """Samples of one source. A position is a place in the source's lap, in [0, count)."""
+    """Samples of one source. A position is a place in the source's epoch, in [0, count)."""
 
     @property
     def count(self) -> int:
-        """Instances in a lap."""
-        ...
+        """Instances in an epoch."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a lap."""
-        ...
+        """Tokens of an epoch."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the token ids."""
-        ...
+        """Dtype of the token ids."""
 
     @property
     def folder(self) -> Path:
-        """Where the dataset is, for messages."""
-        ...
+        """Folder of the dataset, for messages."""
 
-    def at(self, lap: int, position: int) -> list[Span]:
+    def at(self, epoch: int, position: int) -> list[Span]:
         """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all."""
-        ...
 
-    def containing(self, lap: int, document: int) -> IntArray:
+    def containing(self, epoch: int, document: int) -> IntArray:
         """The positions at which tokens of `document` are targets, in the document's order."""
-        ...
 
-    def places(self, lap: IntArray, position: IntArray) -> IntArray:
-        """Where instances lie, as the other methods take it; arrays of one length."""
-        ...
+    def places(self, epoch: IntArray, position: IntArray) -> IntArray:
+        """Places of instances, as the other methods take them; arrays of one length."""
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """The tokens at which a document begins in an instance, the first one of each instance included.
@@ -77,7 +72,6 @@ class Instances(Protocol):
         Returns:
             Index into `places`, ascending, and index in the instance, ascending within it.
         """
-        ...
 
     def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
         """The targets [first, end) of an instance, numbered from 0, that belong to some documents.
@@ -86,15 +80,12 @@ class Instances(Protocol):
             place: From `places`.
             ranges: From `ranges_of`.
         """
-        ...
 
     def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
         """Documents [first, end), as `targets_of` takes them."""
-        ...
 
     def fill(self, place: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids of an instance into `out` [L + 1], which has room for the dtype."""
-        ...
 
 
 class Windows:
@@ -129,18 +120,18 @@ class Windows:
         self._permutation = lru_cache(maxsize=4)(self._permutation_of)
         self._block = lru_cache(maxsize=4)(self._block_of)
 
-    def phase(self, lap: int) -> int:
-        """Offset of the lap's first window, in [0, L)."""
-        return lap_phase(self._seed, self._source, lap, self._length)
+    def phase(self, epoch: int) -> int:
+        """Offset of the epoch's first window, in [0, L)."""
+        return epoch_phase(self._seed, self._source, epoch, self._length)
 
-    def window(self, lap: int, position: int) -> int:
-        """Number of the window at a position of the lap, in [0, count)."""
-        return (self._place(lap, position) - self.phase(lap)) % self.tokens // self._length
+    def window(self, epoch: int, position: int) -> int:
+        """Number of the window at a position of the epoch, in [0, count)."""
+        return (self._place(epoch, position) - self.phase(epoch)) % self.tokens // self._length
 
-    def at(self, lap: int, position: int) -> list[Span]:
+    def at(self, epoch: int, position: int) -> list[Span]:
         """The pieces of documents in the window, L + 1 tokens in all."""
         spans = []
-        for start, count in self._stretches(lap, position):
+        for start, count in self._stretches(epoch, position):
             document, offset = self._dataset.document_at(start), start
             while offset < start + count:
                 end = min(self._dataset.document_start(document + 1), start + count)
@@ -149,39 +140,39 @@ class Windows:
                 document, offset = document + 1, end
         return spans
 
-    def containing(self, lap: int, document: int) -> IntArray:
-        """Positions of the lap's windows that have targets in `document`, in the document's order.
+    def containing(self, epoch: int, document: int) -> IntArray:
+        """Positions of the epoch's windows that have targets in `document`, in the document's order.
 
-        Empty if the document has no tokens or all of them are among the T - n * L that this lap leaves unseen.
+        Empty if the document has no tokens or all of them are among the T - n * L that this epoch leaves unseen.
         """
         first, end = self._dataset.document_start(document), self._dataset.document_start(document + 1)
         if first == end:
             return np.empty(0, np.int64)
-        # Targets counted from the first one of the lap; the document may wrap around the end of the lap.
-        begin = (first - self.phase(lap) - 1) % self.tokens
+        # Targets counted from the first one of the epoch; the document may wrap around the end of the epoch.
+        begin = (first - self.phase(epoch) - 1) % self.tokens
         windows = []
         for low, high in ((begin, min(begin + end - first, self.tokens)), (0, begin + end - first - self.tokens)):
             if low < high:
                 windows.append(np.arange(low // self._length, min((high - 1) // self._length + 1, self.count)))
         numbers = np.concatenate(windows)
         _, index = np.unique(numbers, return_index=True)  # a document may begin and end in one window
-        return self._permutation(lap).inverse(numbers[np.sort(index)])
+        return self._permutation(epoch).inverse(numbers[np.sort(index)])
 
-    def places(self, lap: IntArray, position: IntArray) -> IntArray:
+    def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Offset in the text of each window's first token."""
         assert position.size == 0 or (position.min() >= 0 and position.max() < self.count), self.count
         result = np.empty(len(position), np.int64)
-        for number in np.unique(lap).tolist():
-            chosen = np.flatnonzero(lap == number)
-            of_lap = position[chosen]
-            low, high = int(of_lap.min()), int(of_lap.max())
+        for number in np.unique(epoch).tolist():
+            chosen = np.flatnonzero(epoch == number)
+            of_epoch = position[chosen]
+            low, high = int(of_epoch.min()), int(of_epoch.max())
             if high - low >= _BLOCK // 4:
-                result[chosen] = self._places(number, of_lap)
+                result[chosen] = self._places(number, of_epoch)
                 continue
             # A source's positions are asked for one after the other, so its neighbours will be needed as well.
             for block in range(low // _BLOCK, high // _BLOCK + 1):
-                inside = of_lap // _BLOCK == block
-                result[chosen[inside]] = self._block(number, block)[of_lap[inside] - block * _BLOCK]
+                inside = of_epoch // _BLOCK == block
+                result[chosen[inside]] = self._block(number, block)[of_epoch[inside] - block * _BLOCK]
         return result
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
@@ -230,46 +221,46 @@ class Windows:
             self._dataset.fill(place, out[:before])
             self._dataset.fill(0, out[before:])
 
-    def bounds(self, lap: int, position: int) -> IntArray:
+    def bounds(self, epoch: int, position: int) -> IntArray:
         """For each of the L + 1 tokens the index in the window at which its document begins there."""
-        _, columns = self.starts(np.array([self._place(lap, position)]))
+        _, columns = self.starts(np.array([self._place(epoch, position)]))
         return bounds_of(columns, self._length + 1)
 
-    def read(self, lap: int, position: int) -> tuple[IntArray, IntArray]:
+    def read(self, epoch: int, position: int) -> tuple[IntArray, IntArray]:
         """Token ids [L + 1] and bounds [L + 1] of the window."""
         ids = np.empty(self._length + 1, np.int64)
-        self.fill(self._place(lap, position), ids)
-        return ids, self.bounds(lap, position)
+        self.fill(self._place(epoch, position), ids)
+        return ids, self.bounds(epoch, position)
 
-    def _place(self, lap: int, position: int) -> int:
-        return int(self.places(np.array([lap]), np.array([position]))[0])
+    def _place(self, epoch: int, position: int) -> int:
+        return int(self.places(np.array([epoch]), np.array([position]))[0])
 
-    def _stretches(self, lap: int, position: int) -> Iterator[tuple[int, int]]:
+    def _stretches(self, epoch: int, position: int) -> Iterator[tuple[int, int]]:
         """The window as (start, count) of tokens that lie together in the dataset: two where the text wraps around."""
-        start = self._place(lap, position)
+        start = self._place(epoch, position)
         count = min(self._length + 1, self.tokens - start)
         yield start, count
         if count < self._length + 1:
             yield 0, self._length + 1 - count
 
-    def _permutation_of(self, lap: int) -> Permutation:
-        return lap_permutation(self._seed, self._source, lap, self.count)
+    def _permutation_of(self, epoch: int) -> Permutation:
+        return epoch_permutation(self._seed, self._source, epoch, self.count)
 
-    def _block_of(self, lap: int, block: int) -> IntArray:
-        return self._places(lap, np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count)))
+    def _block_of(self, epoch: int, block: int) -> IntArray:
+        return self._places(epoch, np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count)))
 
-    def _places(self, lap: int, position: IntArray) -> IntArray:
-        return (self.phase(lap) + self._permutation(lap).forward(position) * self._length) % self.tokens
-
-
-def lap_phase(seed: int, source: str, lap: int, length: int) -> int:
-    """Offset of the first window of a lap of windows of L = `length` targets, in [0, L)."""
-    return key("phase", seed, source, lap) % length if lap else 0
+    def _places(self, epoch: int, position: IntArray) -> IntArray:
+        return (self.phase(epoch) + self._permutation(epoch).forward(position) * self._length) % self.tokens
 
 
-def lap_permutation(seed: int, source: str, lap: int, count: int) -> Permutation:
-    """The window at each position of a lap of so many windows."""
-    return Permutation(count, key("permutation", seed, source, lap))
+def epoch_phase(seed: int, source: str, epoch: int, length: int) -> int:
+    """Offset of the first window of an epoch of windows of L = `length` targets, in [0, L)."""
+    return key("phase", seed, source, epoch) % length if epoch else 0
+
+
+def epoch_permutation(seed: int, source: str, epoch: int, count: int) -> Permutation:
+    """The window at each position of an epoch of `count` windows."""
+    return Permutation(count, key("permutation", seed, source, epoch))
 
 
 def bounds_of(starts: IntArray, size: int) -> IntArray:

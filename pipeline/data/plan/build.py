@@ -44,7 +44,7 @@ from pipeline.data.order.segments import Sized
 from pipeline.data.order.windows import Windows
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_plan import check_settings
-from pipeline.data.provenance.run import checkpoint_steps, saved_journal
+from pipeline.data.provenance.run import checkpoint_steps, saved_journal, shortened
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 HASHED_STEPS = 1000
@@ -135,7 +135,7 @@ class PreviewRow:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Everything that `pipeline data plan` says."""
+    """The data plan of a run, all that `pipeline data plan` prints."""
 
     run: Path
     ranks: int
@@ -158,7 +158,7 @@ class DataPlan:
     preview: list[PreviewRow]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """The data plan as JSON types."""
         value = {**asdict(self), "run": str(self.run)}
         for row, json in zip(self.sources, value["sources"], strict=True):
             for name, account in (("so_far", row.so_far), ("end", row.end)):
@@ -167,7 +167,7 @@ class DataPlan:
         return value
 
 
-def make_plan(
+def make_data_plan(
     config: Config,
     *,
     ranks: int = 1,
@@ -176,7 +176,7 @@ def make_plan(
     assume: Sequence[str] = (),
     check: Callable[[Journal, int], object] = lambda journal, steps: None,
 ) -> DataPlan:
-    """The plan of a run.
+    """The data plan of a run.
 
     Args:
         config: The run file.
@@ -297,11 +297,11 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
 def order_hash(sampler: Sampler, steps: int) -> int:
     """xxh3-64 of the order hashes of the first `steps` steps, each a little-endian u64."""
     digest = xxhash.xxh3_64()
-    started, told = time.monotonic(), False
+    started, is_announced = time.monotonic(), False
     for step in range(steps):
         digest.update(struct.pack("<Q", sampler.order_hash(step)))
-        if not told and time.monotonic() - started > _PATIENCE_S:
-            told = True
+        if not is_announced and time.monotonic() - started > _PATIENCE_S:
+            is_announced = True
             say(Console(stderr=True), f"hashing the order of {steps:,} steps, {step + 1:,} done ...")
     return digest.intdigest()
 
@@ -333,12 +333,12 @@ def _padding_warnings(rows: Sequence[SegmentRow], ranks: int) -> Iterator[str]:
     """Phases in which many of the samples that are computed are masked ones, a line each with the worst of a ramp."""
     worst: dict[str, tuple[float, SegmentRow]] = {}
     for row in rows:
-        share = row.padding / (row.batch_size + row.padding)
-        if share > max(MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
-            worst[row.phase] = share, row
-    for phase, (share, row) in worst.items():
-        where = f"phase {phase} from step {row.first_step:,} on"
-        yield padding_warning(where, row.batch_size, row.micro_batch_size, ranks, share)
+        fraction = row.padding / (row.batch_size + row.padding)
+        if fraction > max(MUCH_PADDING, worst.get(row.phase, (0.0, row))[0]):
+            worst[row.phase] = fraction, row
+    for phase, (fraction, row) in worst.items():
+        text = f"phase {phase} from step {row.first_step:,} on"
+        yield padding_warning(text, row.batch_size, row.micro_batch_size, ranks, fraction)
 
 
 def _slice_rows(
@@ -351,23 +351,23 @@ def _slice_rows(
     now = {} if done is None else accounts(sampler, done)
     rows = []
     for source in config.data.sources:
-        for part in ends[source.name].slices if source.name in ends else ():
-            first, end = part.documents or (0, sized[source.name].documents)
-            text = source.name, part.documents
+        for account in ends[source.name].slices if source.name in ends else ():
+            first, end = account.documents or (0, sized[source.name].documents)
+            text, exhausted = (source.name, account.documents), account.exhausted
             rows.append(
                 SliceRow(
                     source=source.name,
-                    documents=part.documents,
+                    documents=account.documents,
                     document_count=end - first,
                     assumed=isinstance(sized[source.name], Assumed),
                     weights=weights.get(text, {}),
                     shares={phase: _nine_digits(n / samples[phase]) for phase, n in drawn.get(text, {}).items()},
-                    share=_nine_digits(part.drawn / journal.tokens(length.steps)),
+                    share=_nine_digits(account.drawn / journal.tokens(length.steps)),
                     max_epochs=source.max_epochs,
                     on_exhausted=source.on_exhausted,
-                    exhausted_step=_exhausted_step(sampler, source.name, part),
-                    so_far=_same_slice(now.get(source.name), part),
-                    end=part,
+                    exhausted_step=None if exhausted is None else last_window_step(sampler, source.name, exhausted) + 1,
+                    so_far=_same_slice(now.get(source.name), account),
+                    end=account,
                 )
             )
     return rows
@@ -392,18 +392,13 @@ def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _
     return weights, drawn, total
 
 
-def _nine_digits(share: float) -> float:
-    """What a run file would say: weights are integers of 32 bits, so a share of 0.7 is one a little beside it."""
-    return float(f"{share:.9g}")
+def _nine_digits(fraction: float) -> float:
+    """The fraction as a run file has it: weights are integers of 32 bits, so that 0.7 is stored as one beside it."""
+    return float(f"{fraction:.9g}")
 
 
-def _same_slice(account: Account | None, part: SliceAccount) -> SliceAccount | None:
-    return next((other for other in account.slices if other.documents == part.documents), None) if account else None
-
-
-def _exhausted_step(sampler: Sampler, name: str, part: SliceAccount) -> int | None:
-    """The step, from 1, in which a source gives the last window that max_epochs allows; None if it does not."""
-    return None if part.exhausted is None else last_window_step(sampler, name, part.exhausted) + 1
+def _same_slice(account: Account | None, end: SliceAccount) -> SliceAccount | None:
+    return next((other for other in account.slices if other.documents == end.documents), None) if account else None
 
 
 def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], count: int) -> Iterator[PreviewRow]:
@@ -417,16 +412,16 @@ def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], coun
         number, first = journal.segment_number(step), journal.samples(step).start
         draws = sampler.step(step)
         name = journal.names[int(draws.source[sample - first])]
-        lap, position = int(draws.lap[sample - first]), int(draws.position[sample - first])
+        epoch, position = int(draws.epoch[sample - first]), int(draws.position[sample - first])
         dataset, documents = sized[name], journal.segments[number].sources[name].documents
         pieces, shown = [], None
         if isinstance(dataset, Dataset):
             assert tokenizer is not None
             text = dataset if documents is None else Slice(dataset, *documents)
             windows = Windows(text, journal.segments[number].sequence_length, journal.seed, name)
-            pieces = [(span.document, span.start, span.length) for span in windows.at(lap, position)]
+            pieces = [(span.document, span.start, span.length) for span in windows.at(epoch, position)]
             ids = [dataset.read(dataset.document_start(d) + start, length) for d, start, length in pieces]
             # Four tokens a character is the most: one for each byte of it.
             decoded = tokenizer.decode(np.concatenate(ids)[: 4 * SHOWN_CHARACTERS])
-            shown = decoded[:SHOWN_CHARACTERS] + ("…" if len(decoded) > SHOWN_CHARACTERS else "")
-        yield PreviewRow(sample, step + 1, name, lap, position, pieces, shown)
+            shown = shortened(decoded, SHOWN_CHARACTERS)
+        yield PreviewRow(sample, step + 1, name, epoch, position, pieces, shown)

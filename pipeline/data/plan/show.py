@@ -1,4 +1,4 @@
-"""Print the plan of a run: tables for people, or JSON."""
+"""Printing of the data plan of a run: tables for people, or JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import range_text
-from pipeline.data.plan.build import HASHED_STEPS, DataPlan, PreviewRow, SegmentRow, SliceRow, make_plan
+from pipeline.data.plan.build import HASHED_STEPS, DataPlan, PreviewRow, SegmentRow, SliceRow, make_data_plan
 from pipeline.data.sources.records import printable
 
 _WIDE = 1000
@@ -29,7 +29,7 @@ _SEGMENTS = 40
 """That are all shown; JSON has all of more."""
 
 
-def print_plan(
+def print_data_plan(
     config: Config,
     console: Console,
     *,
@@ -40,7 +40,7 @@ def print_plan(
     as_json: bool = False,
     check: Callable[[Journal, int], object] = lambda journal, steps: None,
 ) -> None:
-    """Print the plan of a run.
+    """Print the data plan of a run.
 
     Args:
         config: The run file.
@@ -55,7 +55,7 @@ def print_plan(
     Raises:
         UserError: The run would be refused.
     """
-    plan = make_plan(config, ranks=ranks, hashed_steps=hashed_steps, preview=preview, assume=assume, check=check)
+    plan = make_data_plan(config, ranks=ranks, hashed_steps=hashed_steps, preview=preview, assume=assume, check=check)
     if as_json:
         say(console, orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode())
     else:
@@ -63,7 +63,7 @@ def print_plan(
 
 
 def show(plan: DataPlan, console: Console) -> None:
-    """Print a plan for people."""
+    """Print a data plan for people."""
     say(console, f"run: {plan.run}")
     say(console, f"length: {plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens ({plan.ends})")
     if plan.steps_so_far is not None:
@@ -139,12 +139,9 @@ def _segments_table(plan: DataPlan) -> Table:
     columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
     table = _table(f"segments{ranks}", *columns)
     first, left_out, last = shortened(plan.segments, _SEGMENTS)
-    for row in first:
-        _add(table, *_segment_cells(row))
-    if left_out:
-        _add(table, left_out)
-    for row in last:
-        _add(table, *_segment_cells(row))
+    middle = [(left_out,)] if left_out else []
+    for cells in (*map(_segment_cells, first), *middle, *map(_segment_cells, last)):
+        _add(table, *cells)
     return table
 
 
@@ -197,8 +194,8 @@ def _slice(row: SliceRow) -> str:
     return "all" if row.documents is None else range_text(*row.documents)
 
 
-def _weight(share: float | None) -> str:
-    return "-" if share is None else percent(share)
+def _weight(fraction: float | None) -> str:
+    return "-" if fraction is None else percent(fraction)
 
 
 def _count(number: int) -> str:
@@ -206,10 +203,10 @@ def _count(number: int) -> str:
     return rounded(number, 4) if number >= 10**7 else f"{number:,}"
 
 
-def _percent(part: int, whole: int) -> str:
+def _percent(count: int, whole: int) -> str:
     """Rounded down: what is shown as 100 % is all of it. What is shown as 0 % is nothing."""
-    thousandths = 1000 * part // whole
-    return f"{thousandths / 10:g} %" if thousandths or not part else "< 0.1 %"
+    thousandths = 1000 * count // whole
+    return f"{thousandths / 10:g} %" if thousandths or not count else "< 0.1 %"
 
 
 def _show_window(row: PreviewRow, console: Console) -> None:

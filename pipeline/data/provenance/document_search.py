@@ -21,7 +21,7 @@ _HASH = re.compile(r"xxh3:([0-9a-f]{16})")
 
 
 def hash_of_id(id: str) -> int:
-    """What `.prov` has of a document's id. No document has an id that is not UTF-8, but people may ask for one."""
+    """The hash of a document's id, as `.prov` has it. No document has an id that is not UTF-8, but one may be given."""
     return xxhash.xxh3_64_intdigest(id.encode(errors="surrogateescape"))
 
 
@@ -54,7 +54,7 @@ def documents_of_record(folder: Path, manifest: Manifest, unit: int, row: int) -
     Raises:
         UserError: a `.prov` file is missing or cut.
     """
-    # A part is a unit's, or a link's of it, unless all documents of the source were shuffled.
+    # A part is a unit's, or a chunk's of it, unless all documents of the source were shuffled.
     is_shuffled = manifest.settings.get("data.preprocess.shuffle") == "global"
     return _find(folder, manifest, {"row": row, "unit": unit}, None if is_shuffled else unit)
 

@@ -64,7 +64,7 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Gap:
-    """Tokens of a document that are no targets in a lap.
+    """Tokens of a document that are no targets in an epoch.
 
     Attributes:
         due: first and last step, from 1, at which they would come in a longer run; None if the run's end is not why.
@@ -91,7 +91,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Without:
-    """Steps in which no lap has a document: from 1, both ends included."""
+    """Steps in which no epoch has a document: from 1, both ends included."""
 
     first_step: int
     last_step: int
@@ -108,8 +108,8 @@ class Times:
     Attributes:
         seen: with weight.
         masked: without, or passed over.
-        unseen: what the laps that the run reaches leave out.
-        without: the steps that have none of these laps.
+        unseen: what the epochs that the run reaches leave out.
+        without: the steps that have none of these epochs.
     """
 
     about: DocumentInfo
@@ -121,17 +121,16 @@ class Times:
     @property
     def json(self) -> dict[str, Any]:
         """For `--json`."""
-        seen = [{name: value for name, value in vars(one).items() if name != "masked"} for one in self.seen]
         return self.about.json | {
-            "seen": seen,
+            "seen": [{name: value for name, value in vars(one).items() if name != "masked"} for one in self.seen],
             "masked": [vars(one) for one in self.masked],
             "unseen": [vars(one) for one in self.unseen],
             "without": [vars(one) for one in self.without],
         }
 
     def summary(self) -> str:
-        """How much of the document, in how many steps."""
-        parts: list[str] = []
+        """Tokens of the document that are trained on, to come or masked, and in how many steps."""
+        texts: list[str] = []
         for what, found in (
             ("trained on", [seen for seen in self.seen if seen.done]),
             ("to come", [seen for seen in self.seen if not seen.done]),
@@ -140,18 +139,18 @@ class Times:
             tokens, end = 0, 0
             for first, after in sorted(seen.tokens for seen in found):
                 tokens, end = tokens + max(0, after - max(first, end)), max(end, after)
-            if found or not parts:
+            if found or not texts:
                 steps = f", in {counted(len({seen.step for seen in found}), 'step')}" if found else ""
-                of = "" if parts else f" of {counted(self.about.tokens, 'token')}"
-                parts.append(f"{what}: {tokens:,}{of}{steps}")
-        return "; ".join(parts)
+                of = "" if texts else f" of {counted(self.about.tokens, 'token')}"
+                texts.append(f"{what}: {tokens:,}{of}{steps}")
+        return "; ".join(texts)
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         yield self.summary()
-        told: list[Occurrence | Gap] = [*self.seen, *self.masked, *self.unseen]
-        told.sort(key=lambda one: one.lap)
-        lines = [*map(str, told), *map(str, self.without)]
+        by_epoch: list[Occurrence | Gap] = [*self.seen, *self.masked, *self.unseen]
+        by_epoch.sort(key=lambda one: one.lap)
+        lines = [*map(str, by_epoch), *map(str, self.without)]
         yield from lines[:_LINES]
         if len(lines) > _LINES:
             yield f"and {counted(len(lines) - _LINES, 'more line')}: --json has all"
@@ -212,7 +211,7 @@ def when(
     ids: bool = False,
     say: Say,
 ) -> When:
-    """The steps at which tokens of documents are targets, in every lap that the run reaches.
+    """The steps at which tokens of documents are targets, in every epoch that the run reaches.
 
     Args:
         run: the run.
@@ -280,7 +279,7 @@ def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:
 
 
 def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str) -> str:
-    """Why a record is no document of the training split."""
+    """Reason why a record is not in the training split."""
     if reason := origins.rejected(key):
         return f"the record was rejected: {reason}"
     split = _split_of(folder, lambda other: documents_of_record(other, read_manifest(other), *key))
@@ -290,7 +289,7 @@ def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str
 
 
 def _split_of(folder: Path, find: Callable[[Path], list[int]]) -> str:
-    """Which split beside a dataset has documents that `find` finds."""
+    """The split beside a dataset that has documents which `find` finds."""
     for other in datasets_below(folder.parent):
         if other != folder and (found := find(other)):
             return f"it is document {found[0]} of the split {other.name!r}"
@@ -304,18 +303,18 @@ class _Search:
         self._run = run
         self._source = source
         self._times = Times(about)
-        # By lap: the positions that were not drawn yet, each with the document's targets there.
+        # By epoch: the positions that were not drawn yet, each with the document's targets there.
         self._open: dict[int, dict[int, list[Range]]] = {}
-        # By lap: why the positions that are open will stay so, and whether anything can still change that.
+        # By epoch: why the positions that are open will stay so, and whether anything can still change that.
         self._why: dict[int, str] = {}
         self._closed: set[int] = set()
-        # By lap: slice and sequence length.
+        # By epoch: slice and sequence length.
         self._text: dict[int, tuple[Range | None, int]] = {}
-        # Laps and positions that come after all that max_epochs allows.
+        # Epochs and positions that come after all that max_epochs allows.
         self._beyond: set[tuple[int, int]] = set()
-        # By lap and position: the step at which it would be drawn, were the run longer.
+        # By epoch and position: the step at which it would be drawn, were the run longer.
         self._due: dict[tuple[int, int], int] = {}
-        # Steps [first, stop) in which no lap has the document, and why.
+        # Steps [first, stop) in which no epoch has the document, and why.
         self._without: list[tuple[int, int, str]] = []
 
     def times(self) -> Times:
@@ -325,22 +324,21 @@ class _Search:
         for number, segment in enumerate(segments):
             if segment.first_step >= run.steps:
                 break
-            end = segments[number + 1].first_step if number + 1 < len(segments) else run.steps
-            stop = min(end, run.steps)
-            self._close_laps(segment)
+            stop = min(segments[number + 1].first_step, run.steps) if number + 1 < len(segments) else run.steps
+            self._close_epochs(segment)
             if reason := self._not_in(segment) or self._look(number, segment, stop):
                 first = segment.first_step
                 if self._without and self._without[-1][1:] == (first, reason):
                     first = self._without.pop()[0]
                 self._without.append((first, stop, reason))
-        for lap, positions in self._open.items():
+        for epoch, positions in self._open.items():
             for position, ranges in positions.items():
-                why, due = self._why[lap], None
-                if lap not in self._closed and (lap, position) in self._beyond:
+                why, due = self._why[epoch], None
+                if epoch not in self._closed and (epoch, position) in self._beyond:
                     why = _BEYOND
-                elif (step := self._due.get((lap, position))) is not None:
+                elif (step := self._due.get((epoch, position))) is not None:
                     why, due = f"after the end of the run (step {run.steps:,})", (step + 1, step + 1)
-                times.unseen += [Gap(lap, tokens, why, due) for tokens in ranges]
+                times.unseen += [Gap(epoch, tokens, why, due) for tokens in ranges]
         for seen in (times.seen, times.masked):
             seen.sort(key=lambda one: (one.lap, one.step, one.sample))
         merged: list[Gap] = []
@@ -352,7 +350,7 @@ class _Search:
         return times
 
     def _not_in(self, segment: Segment) -> str:
-        """Why a segment cannot have the document; empty if it can."""
+        """Reason why a segment cannot have the document; empty if it can."""
         state, document = segment.sources.get(self._source), self._times.about.document
         if state is None:
             return "the source is not in the blend"
@@ -360,27 +358,27 @@ class _Search:
             return f"the slice has {numbered('document', state.documents[0], state.documents[1] - 1)} only"
         return ""
 
-    def _close_laps(self, segment: Segment) -> None:
-        """Say why laps end before a segment that has other ones. One that was drawn to its end has nothing open."""
+    def _close_epochs(self, segment: Segment) -> None:
+        """Say why epochs end before a segment that has other ones. One that was drawn to its end has nothing open."""
         state = segment.sources.get(self._source)
         if state is None:
             return
-        for lap in self._open.keys() - self._closed:
-            (documents, length), before = self._text[lap], f"before step {segment.first_step + 1:,}"
+        for epoch in self._open.keys() - self._closed:
+            (documents, length), before = self._text[epoch], f"before step {segment.first_step + 1:,}"
             changed = ["slice"] if documents != state.documents else []
             changed += ["sequence_length"] if length != segment.sequence_length else []
             if changed:
                 verb = "changes" if len(changed) == 1 else "change"
-                self._closed.add(lap)
-                self._why[lap] = f"the lap was closed {before}, where {' and '.join(changed)} {verb}"
+                self._closed.add(epoch)
+                self._why[epoch] = f"the lap was closed {before}, where {' and '.join(changed)} {verb}"
 
     def _look(self, number: int, segment: Segment, stop: int) -> str:
-        """Find the document in the laps of a segment, up to step `stop`. Returns why there is no lap; empty if any."""
+        """Find the document in the epochs of a segment, up to step `stop`; returns why there is none, empty if any."""
         run, state = self._run, segment.sources[self._source]
         windows = run.windows[number][self._source]
         before, after = (run.sampler.targets(step)[self._source] for step in (segment.first_step, stop))
         drawn = (after - before) // segment.sequence_length
-        # A segment that goes on with the lap, or closes it, says another reason.
+        # A segment that goes on with the epoch, or closes it, says another reason.
         why = f"not drawn by step {stop:,}, " + (
             "the end of the run" if stop == run.steps else "after which the source is not in the blend"
         )
@@ -389,47 +387,49 @@ class _Search:
         self._why |= dict.fromkeys(self._open.keys() - self._closed, why)
         if drawn == 0:
             return _EXHAUSTED if state.cap == 0 else "the source is not drawn"
-        for lap in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):
-            self._open_lap(windows, segment.sequence_length, lap)
-            self._text[lap] = state.documents, segment.sequence_length
-            self._why[lap] = why
-            positions = np.array(list(self._open[lap]), np.int64)
-            found = run.sampler.find(self._source, number, lap, positions)
-            before_lap = (lap - state.lap) * windows.count - state.cursor
+        for epoch in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):
+            self._open_epoch(windows, segment.sequence_length, epoch)
+            self._text[epoch] = state.documents, segment.sequence_length
+            self._why[epoch] = why
+            positions = np.array(list(self._open[epoch]), np.int64)
+            found = run.sampler.find(self._source, number, epoch, positions)
+            before_epoch = (epoch - state.lap) * windows.count - state.cursor
             for position, sample in zip(positions.tolist(), found.tolist(), strict=True):
-                if state.cap is not None and before_lap + position >= state.cap:
-                    self._beyond.add((lap, position))
+                if state.cap is not None and before_epoch + position >= state.cap:
+                    self._beyond.add((epoch, position))
                     continue
                 if sample < 0:
                     continue
                 step = run.journal.step_of(sample)
                 if step >= stop:
-                    self._due[lap, position] = step
+                    self._due[epoch, position] = step
                     continue
                 masked = run.masked(step, sample, self._source, self._times.about.document)
                 into = self._times.seen if masked is None else self._times.masked
-                for tokens in self._open[lap].pop(position):
-                    into.append(Occurrence(lap, step + 1, sample, tokens, step < run.done, masked))
+                into += [
+                    Occurrence(epoch, step + 1, sample, tokens, step < run.done, masked)
+                    for tokens in self._open[epoch].pop(position)
+                ]
         if drawn == state.cap:
             self._closed |= self._open.keys()
         return ""
 
-    def _open_lap(self, windows: Windows, length: int, lap: int) -> None:
-        """Note where in a lap the document is, and what of it the lap leaves unseen."""
-        if lap in self._open:
+    def _open_epoch(self, windows: Windows, length: int, epoch: int) -> None:
+        """Note where in an epoch the document is, and what of it the epoch leaves unseen."""
+        if epoch in self._open:
             return
         about = self._times.about
         positions: dict[int, list[Range]] = {}
-        for position in windows.containing(lap, about.document).tolist():
+        for position in windows.containing(epoch, about.document).tolist():
             positions[position] = [
                 (span.start + (place == 0), span.start + span.length)
-                for place, span in enumerate(windows.at(lap, position))
+                for place, span in enumerate(windows.at(epoch, position))
                 if span.document == about.document and span.length > (place == 0)
             ]
-        self._open[lap] = positions
+        self._open[epoch] = positions
         why = f"among the {windows.tokens - windows.count * length:,} tokens that the lap leaves out"
         end = 0
         for first, after in [*sorted(itertools.chain(*positions.values())), (about.tokens, about.tokens)]:
             if first > end:
-                self._times.unseen.append(Gap(lap, (end, first), why))
+                self._times.unseen.append(Gap(epoch, (end, first), why))
             end = max(end, after)

@@ -14,13 +14,14 @@ from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, datasets_below
+from pipeline.data.provenance.run import shortened
 from pipeline.data.provenance.source_location import open_origins
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 SHOWN_CHARACTERS = 300
 HISTOGRAM_DOCUMENTS = 20_000
-"""Lengths of at most so many documents, evenly spaced, are looked at."""
+"""Documents at most, evenly spaced, whose lengths are counted."""
 _BAR = 40
 
 
@@ -86,13 +87,9 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         console.print(Text(about, style="dim"), soft_wrap=True)
         if metadata := dataset.metadata(document):
             kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())
-            console.print(Text(printable(_shortened(kept)), style="dim"), soft_wrap=True)
-        say(console, printable(_shortened(text), keep="\n\t"))
+            console.print(Text(printable(shortened(kept, SHOWN_CHARACTERS)), style="dim"), soft_wrap=True)
+        say(console, printable(shortened(text, SHOWN_CHARACTERS), keep="\n\t"))
     console.print()
-
-
-def _shortened(text: str) -> str:
-    return text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
 
 
 def document_lengths(dataset: Dataset, limit: int) -> npt.NDArray[np.int64]:

@@ -71,8 +71,7 @@ class DocumentInfo(NamedTuple):
         if self.damage:
             return "origin unknown"
         id = f"xxh3:{self.id_hash:016x}" if self.id is None else printable(shortened(self.id, _ID_CHARACTERS))
-        place = f"{printable(str(self.origin))}, " if self.origin else ""
-        return f"{place}id {id}"
+        return f"{printable(str(self.origin))}, id {id}" if self.origin else f"id {id}"
 
 
 @dataclass
@@ -83,8 +82,8 @@ class RunView:
         config: its run file.
         folder: its folder.
         journal: what it has trained by, and what its next start will go on with.
-        warnings: what is to be known before any answer is read.
-        about: what else is to be said of the journal with any answer.
+        warnings: what is to be known before any result is read.
+        about: what else is to be said of the journal with any result.
         datasets: training split of each source.
         windows: what positions are windows of, for each segment by source.
         sampler: the order of the run.
@@ -116,7 +115,7 @@ class RunView:
 
     @property
     def notes(self) -> list[str]:
-        """What else is to be said with any answer."""
+        """Notes that go with any result."""
         notes = [*self.about]
         if self.config.train.objective.type == "fim":
             notes.append(
@@ -138,7 +137,7 @@ class RunView:
         return self.datasets[source]
 
     def origins(self, source: str) -> Origins | AdoptedOrigins | None:
-        """Where the documents of a source came from."""
+        """Origins of the documents of a source."""
         return self._origins(source)
 
     @cached_property
@@ -155,7 +154,7 @@ class RunView:
         return lambda source: opened(self.datasets[source].manifest.tokenizer.fingerprint)
 
     def describe(self, source: str, documents: Iterable[int], ids: bool, say: Say) -> dict[int, DocumentInfo]:
-        """What is known of documents, by their number in the source's dataset.
+        """Descriptions of documents, by their number in the source's dataset.
 
         Args:
             source: of all of them.
@@ -185,12 +184,11 @@ class RunView:
         described = {}
         for document in [*records, *damage]:
             tokens = dataset.document_start(document + 1) - dataset.document_start(document)
-            if document in damage:
-                described[document] = DocumentInfo(document, tokens, None, None, None, None, None, damage[document])
-                continue
-            unit, row, _, id_hash = records[document]
-            place = places.get((unit, row))
-            described[document] = DocumentInfo(document, tokens, unit, row, known[document], id_hash, place)
+            unit, row, _, id_hash = records.get(document, (None, None, None, None))
+            place = None if unit is None or row is None else places.get((unit, row))
+            described[document] = DocumentInfo(
+                document, tokens, unit, row, known.get(document), id_hash, place, damage.get(document, "")
+            )
         return described
 
     def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
@@ -217,7 +215,7 @@ class RunView:
         return shortened(text)
 
     def masked(self, step: int, sample: int, source: str, document: int | None = None) -> str | None:
-        """Why the targets of a sample have no weight; with `document`, those of the document in it. None if they have.
+        """Reason why the targets of a sample, or those of a document in it, have no weight; None if they have.
 
         Args:
             step: counted from 0.
@@ -239,25 +237,21 @@ class RunView:
         return None
 
 
-class Answer(Protocol):
-    """What a question is answered with."""
+class Printable(Protocol):
+    """The result of a question about a run, for people and programs."""
 
     @property
     def json(self) -> dict[str, Any]:
         """For programs."""
-        ...
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        ...
 
 
-def answer(given: Answer, as_json: bool) -> None:
-    """Print an answer."""
-    if as_json:
-        echo(orjson.dumps(given.json, option=orjson.OPT_INDENT_2).decode())
-        return
-    for line in given.lines():
+def print_result(result: Printable, as_json: bool) -> None:
+    """Print a result, line by line or as JSON."""
+    lines = [orjson.dumps(result.json, option=orjson.OPT_INDENT_2).decode()] if as_json else result.lines()
+    for line in lines:
         echo(line)
 
 
@@ -272,7 +266,7 @@ def in_brackets(tokens: Range) -> str:
 
 
 def unknown_origins(described: Iterable[DocumentInfo]) -> list[str]:
-    """What to say of documents whose `.prov` records cannot be read."""
+    """A note about documents whose `.prov` records cannot be read."""
     damage = {about.document: about.damage for about in described if about.damage}
     if not damage:
         return []
@@ -280,7 +274,7 @@ def unknown_origins(described: Iterable[DocumentInfo]) -> list[str]:
 
 
 def hint_of_ids(described: Iterable[DocumentInfo], ids: bool) -> list[str]:
-    """What to say to people where ids are not known and have not been asked for."""
+    """A hint for people where ids are not known and were not asked for."""
     if ids or not any(about.id is None and about.origin and about.origin.file for about in described):
         return []
     return ["xxh3:... is the hash of an id that only the source files have: --ids reads them"]
@@ -294,7 +288,7 @@ def _inclusive(noun: str, half_open: tuple[int, int]) -> str:
     return numbered(noun, half_open[0], half_open[1] - 1)
 
 
-def ask(run: Path, overrides: Sequence[str] = ()) -> RunView:
+def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
     """Open a run to ask about its data.
 
     Args:
@@ -348,7 +342,7 @@ def ask(run: Path, overrides: Sequence[str] = ()) -> RunView:
 
 
 def _check_end(journal: Journal, done: int) -> None:
-    """What lies behind an end is not planned, so it cannot be compared."""
+    """Refuse a plan that ends before the steps that are done: what lies behind an end is not planned."""
     end = Sampler.of_windows(journal).end()
     if end is not None and end.step < done:
         raise UserError(
@@ -357,7 +351,7 @@ def _check_end(journal: Journal, done: int) -> None:
 
 
 def read_journal(run: Path) -> Journal:
-    """What a run wrote down of its plan when it last started or went back.
+    """The journal that a run has written when it last started or went back.
 
     Raises:
         FileNotFoundError: it has not.
@@ -403,7 +397,7 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
 
 
 def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """What to say if datasets were made again since the newest checkpoint, with as many tokens as before."""
+    """Warnings about datasets that were made again since the newest checkpoint, with as many tokens as before."""
     for name, fingerprint in _newest_state(folder).get("fingerprints", {}).get("data", {}).items():
         if name in datasets and datasets[name].fingerprint != fingerprint:
             yield (
@@ -415,12 +409,8 @@ def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
 
 def checkpoint_steps(folder: Path) -> dict[int, Path]:
     """The committed checkpoints of a run by the steps they were saved after, ascending."""
-    found = {}
-    for path in sorted(RunFiles(folder).checkpoints.glob("step-*")):
-        number = path.name.removeprefix("step-")
-        if number.isdecimal():
-            found[int(number)] = path
-    return dict(sorted(found.items()))
+    names = {path.name.removeprefix("step-"): path for path in RunFiles(folder).checkpoints.glob("step-*")}
+    return dict(sorted((int(number), path) for number, path in names.items() if number.isdecimal()))
 
 
 def _steps_done(folder: Path) -> int:
@@ -440,7 +430,7 @@ def newest_ranks(folder: Path) -> int | None:
 
 
 def _newest_state(folder: Path) -> dict[str, Any]:
-    """What the newest checkpoint says of the run; empty without one."""
+    """State of the newest checkpoint; empty without one."""
     steps = checkpoint_steps(folder)
     try:
         return dict(storage.get_json(steps[max(steps)] / CHECKPOINT_STATE, "layout")) if steps else {}

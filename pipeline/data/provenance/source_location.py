@@ -1,4 +1,4 @@
-"""Where a document came from: (unit, row) of its `.prov` record <-> file and line or row.
+"""Origins of documents: (unit, row) of a `.prov` record <-> file and line or row.
 
 `plan.json` beside a dataset has the files and how they were cut into units; the receipts have the numbers of lines and
 records of each piece. Where these are equal, line and row differ by a constant; else (blank lines, damaged files) the
@@ -60,10 +60,10 @@ class Origin(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """What a link of a unit has of a piece of a file."""
+    """The records that a chunk of a unit has of a piece of a file."""
 
     unit: int
-    link: int
+    chunk: int
     piece: int
     """Its number in the unit."""
     row: int
@@ -74,7 +74,7 @@ class _Stretch(NamedTuple):
     direct: bool
     """Whether each line or row of the file is a record, and so the numbers of both differ by a constant."""
     damaged: bool
-    """Whether something in the link could not be read."""
+    """Whether something in the chunk could not be read."""
     start: Position
     """Where reading it begins."""
 
@@ -95,7 +95,7 @@ class Origins:
     def places(
         self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
     ) -> dict[Key, Origin]:
-        """Where documents came from.
+        """Places of documents.
 
         Args:
             keys: of the documents.
@@ -118,20 +118,15 @@ class Origins:
                 report(f"reading {file.path}, for {len(rows)} {'record' if len(rows) == 1 else 'records'} of it")
             try:
                 documents = self._read(stretch, set(rows))
+                note = "the file has changed, it has no such record now"
             except (UserError, OSError) as error:
-                why = str(error) if isinstance(error, UserError) else f"{file.path}: {error.strerror}"
-                for row in rows:
-                    place = found[stretch.unit, row]
-                    found[stretch.unit, row] = place._replace(note=why)
-                continue
+                documents = {}
+                note = str(error) if isinstance(error, UserError) else f"{file.path}: {error.strerror}"
             for row in rows:
-                document = documents.get(row)
-                if document is None:
-                    note = "the file has changed, it has no such record now"
-                    found[stretch.unit, row] = found[stretch.unit, row]._replace(note=note)
-                    continue
-                number = self._number(stretch, document)
-                found[stretch.unit, row] = found[stretch.unit, row]._replace(number=number, id=document.id)
+                known: dict[str, Any] = {"note": note}
+                if (document := documents.get(row)) is not None:
+                    known = {"number": self._number(stretch, document), "id": document.id}
+                found[stretch.unit, row] = found[stretch.unit, row]._replace(**known)
         return found
 
     def find(self, file: str, number: int | None) -> Key:
@@ -173,17 +168,17 @@ class Origins:
             raise UserError(f"--row: row {number} of {path} holds no record: the file was damaged, and rows of it lost")
         if wanted < end:
             raise UserError(f"--row: line {number} of {path} holds no record: the line is blank")
-        if not self._is_complete(index):
+        if not all(self._has_all_receipts(unit) for _, unit, _ in self._pieces[index]):
             raise self._without_receipts(path)
         raise UserError(f"--row: {path} had {end:,} {self._kind}s when it was read, so it has no {self._kind} {number}")
 
     def rejected(self, key: Key) -> str | None:
-        """Why a record was rejected; None if it was not."""
+        """Reason why a record was rejected; None if it was not."""
         unit, row = key
         stretch = self._stretch_of(unit, row)
-        if stretch is None or not any(self._receipts(unit)[stretch.link]["rejected"].values()):
+        if stretch is None or not any(self._receipts(unit)[stretch.chunk]["rejected"].values()):
             return None
-        with storage.open_regular(rejected_path(self.folder, unit, stretch.link)) as lines:
+        with storage.open_regular(rejected_path(self.folder, unit, stretch.chunk)) as lines:
             for record in map(orjson.loads, lines):
                 if record["row"] == row:
                     return f"{record['reason']} ({record['detail']})" if record["detail"] else str(record["reason"])
@@ -195,7 +190,7 @@ class Origins:
         return self._reader.id_key if self._reader.has_keys else None
 
     def is_of(self, manifest: Manifest) -> bool:
-        """Whether the plan is the one that a dataset was made by."""
+        """True if the plan is the one that a dataset was made by."""
         return bool(self._plan["config_hash"] == manifest.config_hash)
 
     @cached_property
@@ -231,9 +226,8 @@ class Origins:
         files = self._plan["files"]
         exact = [number for number, (name, path, _) in enumerate(files) if text in (name, path)]
         ends = exact or [number for number, (_, path, _) in enumerate(files) if path.endswith(f"/{text}")]
-        if not ends:
-            absolute = os.path.abspath(os.path.expanduser(text))
-            ends = [number for number, (_, path, _) in enumerate(files) if path == absolute]
+        absolute = os.path.abspath(os.path.expanduser(text))
+        ends = ends or [number for number, (_, path, _) in enumerate(files) if path == absolute]
         if not ends:
             shown = _some([path for _, path, _ in files])
             raise UserError(f"--row: {text} is none of the files that {self.folder} was made from: {shown}")
@@ -306,9 +300,6 @@ class Origins:
         receipts = self._receipts(unit)
         return bool(receipts) and bool(receipts[-1]["last"])
 
-    def _is_complete(self, file: int) -> bool:
-        return all(self._has_all_receipts(unit) for _, unit, _ in self._pieces[file])
-
     def _without_receipts(self, path: str) -> UserError:
         return UserError(f"--row: receipts of {path} are missing in {self.folder / 'receipts'}; {REPAIR}")
 
@@ -317,7 +308,7 @@ class Origins:
         return self._places(self._file_of(stretch)).get(stretch)
 
     def _place(self, stretch: _Stretch, row: int) -> Origin:
-        """Where a record is as far as the receipts tell."""
+        """Place of a record as far as the receipts tell."""
         file = self._file(self._file_of(stretch))
         if self._kind == "text":
             return Origin(file.path, "text", id=file.name)
@@ -406,7 +397,7 @@ class AdoptedOrigins:
 
 
 def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins | None:
-    """Where the documents of a dataset came from; None if nothing beside it says so.
+    """Origins of the documents of a dataset; None if nothing beside it says so.
 
     Args:
         folder: of the dataset.
@@ -422,5 +413,4 @@ def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins |
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

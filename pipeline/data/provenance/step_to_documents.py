@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import numbered
-from pipeline.data.order.locate import RankShare
+from pipeline.data.order.locate import RankSamples
 from pipeline.data.order.phases import micro_batch_size
 from pipeline.data.provenance.run import (
     DocumentInfo,
@@ -55,7 +55,7 @@ class SampleInfo:
 
     sample: int
     source: str
-    lap: int
+    epoch: int
     position: int
     micro_batch: int | None
     masked: str | None
@@ -64,7 +64,7 @@ class SampleInfo:
 
 @dataclass(frozen=True)
 class Where:
-    """What a step is made of.
+    """Documents of a step.
 
     Attributes:
         step: from 1.
@@ -110,7 +110,7 @@ class Where:
                 {
                     "sample": sample.sample,
                     "source": sample.source,
-                    "lap": sample.lap,
+                    "lap": sample.epoch,
                     "position": sample.position,
                     **({} if sample.micro_batch is None else {"micro_batch": sample.micro_batch}),
                     "masked": sample.masked,
@@ -146,7 +146,7 @@ class Where:
             micro_batch = "" if sample.micro_batch is None else f", micro-batch {sample.micro_batch:,}"
             masked = f"; masked: {sample.masked}" if sample.masked else ""
             yield (
-                f"sample {sample.sample:,}: {sample.source}, lap {sample.lap:,}, position {sample.position:,}"
+                f"sample {sample.sample:,}: {sample.source}, lap {sample.epoch:,}, position {sample.position:,}"
                 f"{micro_batch}{masked}"
             )
             for piece in sample.pieces:
@@ -188,22 +188,22 @@ def where(
     samples, draws = journal.samples(step), run.sampler.step(step)
     number = journal.segment_number(step)
     chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
-    share = _share(run, number, rank, ranks)
-    if share is not None:
-        micro_batches = RankShare(len(samples), share[2], *share[:2]).micro_batches
-        chosen = [(index, micro_batch) for micro_batch, part in enumerate(micro_batches) for index in part]
+    only = _chosen_rank(run, number, rank, ranks)
+    if only is not None:
+        micro_batches = RankSamples(len(samples), only[2], *only[:2]).micro_batches
+        chosen = [(index, micro_batch) for micro_batch, indices in enumerate(micro_batches) for index in indices]
     drawn = []
     for index, micro_batch in chosen:
         name = journal.names[int(draws.source[index])]
-        lap, position = int(draws.lap[index]), int(draws.position[index])
-        spans = run.windows[number][name].at(lap, position)
-        drawn.append((samples[index], name, lap, position, micro_batch, spans))
+        epoch, position = int(draws.epoch[index]), int(draws.position[index])
+        spans = run.windows[number][name].at(epoch, position)
+        drawn.append((samples[index], name, epoch, position, micro_batch, spans))
     wanted: dict[str, set[int]] = defaultdict(set)
     for _, name, _, _, _, spans in drawn:
         wanted[name].update(span.document for span in spans)
     described = {name: run.describe(name, sorted(documents), ids, say) for name, documents in wanted.items()}
     shown = []
-    for sample, name, lap, position, micro_batch, spans in drawn:
+    for sample, name, epoch, position, micro_batch, spans in drawn:
         pieces = []
         for place, span in enumerate(spans):
             tokens = span.start, span.start + span.length
@@ -217,7 +217,7 @@ def where(
                     run.masked(step, sample, name, span.document),
                 )
             )
-        shown.append(SampleInfo(sample, name, lap, position, micro_batch, run.masked(step, sample, name), pieces))
+        shown.append(SampleInfo(sample, name, epoch, position, micro_batch, run.masked(step, sample, name), pieces))
     everything = [about for of_source in described.values() for about in of_source.values()]
     return Where(
         step=step + 1,
@@ -226,7 +226,7 @@ def where(
         skipped=journal.is_skipped(step),
         samples=(samples.start, samples.stop),
         tokens=(journal.tokens(step), journal.tokens(step + 1)),
-        rank=share,
+        rank=only,
         shown=shown,
         warnings=[*run.warnings],
         notes=[*unknown_origins(everything), *run.notes],
@@ -234,7 +234,7 @@ def where(
     )
 
 
-def _share(run: RunView, segment: int, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
+def _chosen_rank(run: RunView, segment: int, rank: int | None, ranks: int | None) -> tuple[int, int, int] | None:
     """(rank, ranks, micro-batch size) that were asked for; None if nothing was."""
     if rank is None and ranks is None:
         return None

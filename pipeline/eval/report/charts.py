@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Axis, Line, LineChart, Look, Marks, Table
-from pipeline.eval.report.series import Curve, Floats, Validation, curve
+from pipeline.eval.report.series import Curve, Floats, curve
 from pipeline.eval.report.words import NONE, count, figure, seconds
 
 T = TypeVar("T")
@@ -25,20 +25,20 @@ _UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7_200.0, 3_600.0, "hours"), (120.0,
 
 @dataclass(frozen=True)
 class Scale:
-    """What lies on the horizontal axis."""
+    """Scale of the horizontal axis."""
 
     axis: Axis
     label: str
     unit: float = 1.0
 
     def of(self, facts: RunFacts) -> Floats:
-        """Where the steps of a run are."""
+        """Positions of the steps of a run."""
         if self.axis == "tokens":
             return np.asarray(facts.columns.tokens)
         return (np.asarray(facts.columns.time) - (facts.start or 0.0)) / self.unit
 
     def at(self, facts: RunFacts, step: int, time: float) -> float:
-        """Where something is that happened after a step, at a time."""
+        """Position of something that happened after a step, at a time."""
         return _tokens_at(facts, step) if self.axis == "tokens" else (time - (facts.start or 0.0)) / self.unit
 
 
@@ -52,14 +52,14 @@ def scales(runs: Sequence[RunFacts]) -> tuple[Scale, Scale]:
 
 def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     """The charts that follow the steps of the runs."""
-    yield _loss(runs, scale)
+    yield _by_step(runs, scale, "loss", "Loss", "nats a token", line="training", validation=True, logarithmic=True)
     yield from _losses_by_source(runs, scale)
     yield from _validations_by_source(runs, scale)
-    yield _number(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True)
-    yield _number(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
-    yield _number(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
+    yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True)
+    yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
+    yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
     if any(np.isfinite(each.columns.column("mfu")).any() for each in runs):
-        yield _number(runs, scale, "mfu", "Model FLOP utilization", "share of the peak", from_zero=True)
+        yield _by_step(runs, scale, "mfu", "Model FLOP utilization", "share of the peak", from_zero=True)
 
 
 def _tokens_at(facts: RunFacts, step: int) -> float:
@@ -68,28 +68,20 @@ def _tokens_at(facts: RunFacts, step: int) -> float:
     return columns.tokens[at] if at >= 0 else 0.0
 
 
-def _over(scale: Scale) -> str:
-    return f"over {scale.label}"
-
-
-def _named(runs: Sequence[RunFacts], facts: RunFacts, what: str) -> str:
-    return facts.name if len(runs) > 1 else what
-
-
 def _begun(runs: Sequence[RunFacts], facts: RunFacts) -> list[float]:
     """When attempts began that are shown."""
     return [each.begin for each in facts.tries[1:]] if len(runs) == 1 else []
 
 
 def _rules(runs: Sequence[RunFacts], scale: Scale) -> tuple[tuple[float, str], ...]:
-    """Where attempts began, of one run; of several it would not be seen whose they are."""
+    """Positions at which attempts of a single run began; of several it would not be seen whose they are."""
     if len(runs) > 1 or len(runs[0].tries) < 2:
         return ()
     return tuple((scale.at(runs[0], each.first_step, each.begin), f"{each.number}") for each in runs[0].tries[1:])
 
 
 def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
-    """Spikes, skipped steps and those passed over, of all runs."""
+    """Spikes, steps not applied and skipped steps, of all runs."""
     found = []
     for label, key, symbol, slot in (
         ("spike", "spikes", "^", "ink"),
@@ -106,66 +98,66 @@ def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
     return tuple(found)
 
 
-def _loss(runs: Sequence[RunFacts], scale: Scale) -> LineChart:
-    lines, notes = [], []
-    for number, each in enumerate(runs):
-        look = Look.of(number) if len(runs) > 1 else Look("s0")
-        drawn = curve(scale.of(each), each.columns.column("loss"), each.columns.breaks)
-        lines.append(Line(_named(runs, each, "training"), drawn, look))
-        notes.append(drawn.note)
-        if each.columns.validations:
-            x = np.array([scale.at(each, v.step, v.time) for v in each.columns.validations])
-            y = np.array([v.loss for v in each.columns.validations])
-            of = f"{each.name}, validation" if len(runs) > 1 else "validation"
-            lines.append(Line(of, points_of(x, y), Look(look.slot if len(runs) > 1 else "s1", ":"), points=True))
-    return LineChart(
-        title="Loss",
-        description=f"Training and validation loss {_over(scale)}, nats a token. {_ends(runs, 'loss')}",
-        axis=scale.axis,
-        x_label=scale.label,
-        y_label="nats a token",
-        lines=tuple(lines),
-        table=_table(runs, "loss", validation=True),
-        marks=_marks(runs, scale),
-        rules=_rules(runs, scale),
-        logarithmic=True,
-        note=_joined(notes),
-    )
-
-
-def _number(
+def _by_step(
     runs: Sequence[RunFacts],
     scale: Scale,
     name: str,
     title: str,
     y_label: str,
     *,
+    line: str | None = None,
+    validation: bool = False,
     logarithmic: bool = False,
     from_zero: bool = False,
 ) -> LineChart:
-    """A number of each step."""
+    """The chart of a number of each step.
+
+    Args:
+        runs: one, or several that are compared.
+        scale: of the horizontal axis.
+        name: of the column.
+        title: of the chart.
+        y_label: of the vertical axis.
+        line: what the line of a single run is called; by default as the chart.
+        validation: whether the validation loss, and steps that were spikes or not applied, are drawn as well.
+        logarithmic: of the vertical axis.
+        from_zero: whether it begins at zero.
+    """
+    several = len(runs) > 1
     lines, notes = [], []
     for number, each in enumerate(runs):
+        look = Look.of(number)
         drawn = curve(scale.of(each), each.columns.column(name), each.columns.breaks)
-        lines.append(Line(_named(runs, each, title.lower()), drawn, Look.of(number) if len(runs) > 1 else Look("s0")))
+        lines.append(Line(each.name if several else line or title.lower(), drawn, look))
         notes.append(drawn.note)
+        if validation and each.columns.validations:
+            x = np.array([scale.at(each, v.step, v.time) for v in each.columns.validations])
+            y = np.array([v.loss for v in each.columns.validations])
+            label = f"{each.name}, validation" if several else "validation"
+            lines.append(Line(label, points_of(x, y), Look(look.slot if several else "s1", ":"), points=True))
+    shown = (
+        f"Training and validation loss over {scale.label}, {y_label}"
+        if validation
+        else f"{title} over {scale.label}: {y_label}"
+    )
     return LineChart(
         title=title,
-        description=f"{title} {_over(scale)}: {y_label}. {_ends(runs, name)}",
+        description=f"{shown}. {_ends(runs, name)}",
         axis=scale.axis,
         x_label=scale.label,
         y_label=y_label,
         lines=tuple(lines),
-        table=_table(runs, name),
+        table=_table(runs, name, validation=validation),
+        marks=_marks(runs, scale) if validation else (),
         rules=_rules(runs, scale),
         logarithmic=logarithmic,
         from_zero=from_zero,
-        note=_joined(notes),
+        note=" / ".join(dict.fromkeys(notes)),  # what is said of all runs once, else of each in order
     )
 
 
 def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
-    """Of one run all sources in a chart; of several a chart a source, in which they can be compared."""
+    """Charts of losses by source: of one run all sources in one, of several runs one for each source."""
     return _by_source(
         runs,
         scale,
@@ -226,7 +218,7 @@ def _by_source(
         note = "" if points else f"Means of {steps:,} steps." if steps > 1 else "Each point is a step."
         return LineChart(
             title=title,
-            description=f"{what.capitalize()} of each source {_over(scale)}, nats a token.",
+            description=f"{what.capitalize()} of each source over {scale.label}, nats a token.",
             axis=scale.axis,
             x_label=scale.label,
             y_label="nats a token",
@@ -255,21 +247,25 @@ def points_of(x: Floats, y: Floats) -> Curve:
     return Curve(x, np.where(np.isfinite(y), y, np.nan), 1)
 
 
-def _joined(notes: Sequence[str]) -> str:
-    """What is said of all runs once, else of each in order."""
-    return " / ".join(dict.fromkeys(notes))
-
-
 def _ends(runs: Sequence[RunFacts], name: str) -> str:
     """The first and last value of each run, for those who cannot see the chart."""
-    told = []
+    found = []
     for each in runs:
-        values = each.columns.column(name)
-        values = values[np.isfinite(values)]
+        values = _finite(each.columns.column(name))
         if values.size:
             of = f"{each.name}: " if len(runs) > 1 else ""
-            told.append(f"{of}from {figure(float(values[0]))} to {figure(float(values[-1]))}")
-    return "; ".join(told) + "." if told else "No step has it yet."
+            found.append(f"{of}from {figure(float(values[0]))} to {figure(float(values[-1]))}")
+    return "; ".join(found) + "." if found else "No step has it yet."
+
+
+def _finite(values: Floats) -> Floats:
+    return values[np.isfinite(values)]
+
+
+def _mean(values: Floats) -> str:
+    """The mean of the values that are finite."""
+    finite = _finite(values)
+    return figure(float(finite.mean()) if finite.size else None)
 
 
 def _some(values: Sequence[T], most: int = TABLE_ROWS) -> list[T]:
@@ -285,19 +281,15 @@ def _table(runs: Sequence[RunFacts], name: str, *, validation: bool = False) -> 
     for each in runs:
         columns = each.columns
         values = columns.column(name)
-        looks = {v.step: v for v in columns.validations}
-        steps = list(range(len(columns)))
+        known = list({v.step: v for v in columns.validations}.values())
         before, at = -1, 0
-        known: list[Validation] = list(looks.values())
-        for place in _some(steps):
-            since = values[before + 1 : place + 1]
-            since = since[np.isfinite(since)]
+        for place in _some(range(len(columns))):
             row = [
                 count(columns.step[place]),
                 count(columns.tokens[place]),
                 seconds(columns.time[place] - (each.start or 0.0)),
                 figure(float(values[place])),
-                figure(float(since.mean()) if since.size else None),
+                _mean(values[before + 1 : place + 1]),
             ]
             if validation:
                 newest = None
@@ -314,15 +306,11 @@ def _table(runs: Sequence[RunFacts], name: str, *, validation: bool = False) -> 
 def _source_rows(each: RunFacts, names: list[str]) -> list[tuple[str, ...]]:
     """Means of each source's loss since the row before."""
     columns, rows, before = each.columns, [], -1
-    for place in _some(list(range(len(columns)))):
-        cells = []
-        for name in names:
-            if name not in columns.loss_by_source:
-                cells.append(NONE)
-                continue
-            since = columns.source(name)[before + 1 : place + 1]
-            since = since[np.isfinite(since)]
-            cells.append(figure(float(since.mean()) if since.size else None))
+    for place in _some(range(len(columns))):
+        cells = [
+            _mean(columns.source(name)[before + 1 : place + 1]) if name in columns.loss_by_source else NONE
+            for name in names
+        ]
         rows.append((count(columns.step[place]), count(columns.tokens[place]), *cells))
         before = place
     return rows

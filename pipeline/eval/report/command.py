@@ -67,8 +67,8 @@ def sheet(runs: Sequence[RunFacts]) -> bytes:
     by_tokens, _ = scales(runs)
     lines = []
     for facts in runs:
-        told = {fact.label: fact for fact in headline(facts)}
+        by_label = {fact.label: fact for fact in headline(facts)}
         shown = ("step", "tokens trained on", "training loss", "validation loss", "throughput", "goodput")
-        parts = [f"{label} {told[label].value}" for label in shown]
+        parts = [f"{label} {by_label[label].value}" for label in shown]
         lines.append(f"{facts.name}: {facts.state.word}. " + " · ".join(parts))
     return png([*curves(runs, by_tokens), *others(runs)], ", ".join(facts.name for facts in runs), lines)

@@ -120,8 +120,7 @@ def _sheet(charts: Sequence[Chart], title: str, lines: Sequence[str], undrawn: S
         top.text(0.012, 0.93, _short(title, 90), size=17, weight="bold", va="top", color=LIGHT["ink"])
         top.text(0.012, 0.93 - 0.42 / head, "\n".join(lines), size=12, va="top", color=LIGHT["muted"], linespacing=1.5)
         for row, place in zip(rows, below, strict=True):
-            cells = place.subfigures(1, _SHEET_COLUMNS, squeeze=False)[0]
-            for chart, cell in zip(row, cells, strict=False):
+            for chart, cell in zip(row, place.subfigures(1, _SHEET_COLUMNS, squeeze=False)[0], strict=False):
                 axes = cell.add_subplot()
                 axes.set_title(_short(chart.title, 44), loc="left", size=13, weight="bold", color=LIGHT["ink"])
                 if any(chart is each for each in undrawn):
@@ -135,7 +134,7 @@ def _sheet(charts: Sequence[Chart], title: str, lines: Sequence[str], undrawn: S
 
 
 def height(chart: Chart) -> float:
-    """Of a chart, in inches."""
+    """Height of a chart in inches."""
     return _HEIGHT if isinstance(chart, LineChart) else _BAR_ROOM + _BAR_HEIGHT * 2 * max(1, len(chart.bars))
 
 
@@ -184,14 +183,13 @@ def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
             axes.fill_between(curve.x, low, high, color=colour, alpha=0.22, linewidth=0)
         if curve.each is not None and curve.each_x is not None:
             axes.plot(curve.each_x, _drawable(curve.each, chart), color=colour, linewidth=0.6, alpha=0.45)
-        alone = _alone(curve.mean)
         axes.plot(
             curve.x,
             _drawable(curve.mean, chart),
             color=colour,
             linestyle=line.look.dash,
             linewidth=1.7,
-            marker="o" if line.points or alone else None,
+            marker="o" if line.points or _alone(curve.mean) else None,
             markersize=3.6,
         )
     _limits(axes, chart)
@@ -265,7 +263,7 @@ def _drawable(values: Any, chart: LineChart) -> Any:
 
 
 def _alone(values: Any) -> bool:
-    """Whether a line would not be seen, having no two values beside each other."""
+    """True if a line would not be seen, having no two values beside each other."""
     finite = np.isfinite(values)
     return bool(finite.any()) and not bool((finite[1:] & finite[:-1]).any())
 
@@ -295,8 +293,9 @@ def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
     axes.set_yticks([])
     axes.set_xlabel(chart.x_label, color=colours["muted"])
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
-    share = chart.axis == "share"
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if share else si(value)))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:.0%}" if chart.axis == "share" else si(value))
+    )
 
 
 def _legend(cell: Any, chart: Chart) -> None:
@@ -306,15 +305,21 @@ def _legend(cell: Any, chart: Chart) -> None:
 
     handles: list[Any] = []
     if isinstance(chart, LineChart):
-        for line in {line.label: line for line in chart.lines}.values():
-            marker = "o" if line.points else None
-            handles.append(
-                Line2D([], [], color=LIGHT[line.look.slot], ls=line.look.dash, marker=marker, label=line.label)
+        handles = [
+            Line2D(
+                [],
+                [],
+                color=LIGHT[line.look.slot],
+                ls=line.look.dash,
+                marker="o" if line.points else None,
+                label=line.label,
             )
-        for marks in chart.marks:
-            handles.append(
-                Line2D([], [], color=LIGHT[marks.slot], linestyle="none", marker=marks.symbol, label=marks.label)
-            )
+            for line in {line.label: line for line in chart.lines}.values()
+        ]
+        handles += [
+            Line2D([], [], color=LIGHT[marks.slot], linestyle="none", marker=marks.symbol, label=marks.label)
+            for marks in chart.marks
+        ]
     else:
         handles = [
             Patch(
@@ -346,7 +351,7 @@ def _short(text: str, most: int) -> str:
 
 
 def _embeddable(text: str, key: str, chart: Chart) -> str:
-    """What matplotlib wrote, as a part of an HTML page: no prolog, no ids twice, the page's colours and fonts."""
+    """The SVG of matplotlib as a part of an HTML page: no prolog, no ids twice, the page's colours and fonts."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', text))

@@ -17,7 +17,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.provenance.run import read_journal
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Table
-from pipeline.eval.report.words import NONE, count, figure, moment, seconds, share, si
+from pipeline.eval.report.words import NONE, count, figure, moment, percent, seconds, si
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.goodput import number
@@ -36,12 +36,12 @@ class Fact:
     label: str
     value: str
     detail: str = ""
-    part: float | None = None
-    """Share of the whole, for a bar."""
+    fraction: float | None = None
+    """Fraction of the whole, for a bar."""
 
 
 def headline(facts: RunFacts) -> Iterator[Fact]:
-    """What somebody wants to know first, the same rows for every run."""
+    """Main figures of a run, the same rows for every run."""
     columns, spent = facts.columns, facts.goodput
     done = facts.step
     yield Fact(
@@ -70,8 +70,8 @@ def headline(facts: RunFacts) -> Iterator[Fact]:
     yield _held_out(facts)
     yield Fact("throughput", si(rate) if (rate := facts.recent("tokens_per_second")) else NONE, "tokens a second")
     if (mfu := facts.recent("mfu")) is not None:
-        yield Fact("MFU", share(mfu), "attention counted whole")
-    yield Fact("goodput", share(spent.share) if spent else NONE, f"of {seconds(spent.wall)}" if spent else "")
+        yield Fact("MFU", percent(mfu), "attention counted whole")
+    yield Fact("goodput", percent(spent.share) if spent else NONE, f"of {seconds(spent.wall)}" if spent else "")
     left = _left(facts)
     day, _, clock = moment(facts.start).partition(" ")
     yield Fact("started", day, f"{clock}, {seconds(left)} left" if left is not None else clock)
@@ -91,7 +91,7 @@ def _held_out(facts: RunFacts) -> Fact:
 
 
 def _left(facts: RunFacts) -> float | None:
-    """Seconds until the end, by the newest steps of the attempt that goes on: no pause lies between them."""
+    """Seconds until the end, by the newest steps of the attempt that is running: no pause lies between them."""
     columns = facts.columns
     if facts.state.word != "going on" or facts.steps is None or len(columns) < 2:
         return None
@@ -104,11 +104,10 @@ def _left(facts: RunFacts) -> float | None:
 
 
 def attempts_table(runs: Sequence[RunFacts]) -> tuple[Table, str]:
-    """How each attempt went, and what is left out."""
+    """Table of attempts, and a note on those left out."""
     rows = []
     for facts in runs:
-        tries = facts.tries[-_MOST_ATTEMPTS:]
-        for each in tries:
+        for each in facts.tries[-_MOST_ATTEMPTS:]:
             end = each.end if each.end is not None else facts.columns.time[-1] if len(facts.columns) else None
             where = each.host + (f", job {each.job}" if each.job else "")
             step = facts.step if each.end is None else each.step
@@ -124,7 +123,7 @@ def attempts_table(runs: Sequence[RunFacts]) -> tuple[Table, str]:
 
 
 def layout_table(runs: Sequence[RunFacts]) -> Table:
-    """What computed the runs: model, steps, processes, versions. A column a run."""
+    """Table of model, steps, processes and versions, a column for each run."""
     columns = [_layout(facts) for facts in runs]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = tuple((key, *(column.get(key, NONE) for column in columns)) for key in keys)
@@ -154,9 +153,8 @@ def _layout(facts: RunFacts) -> dict[str, str]:
     layout = facts.tries[-1].layout if facts.tries else {}
     if layout:
         found["processes"] = count(layout.get("world_size", 1))
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-            if axis in layout:
-                found[axis] = count(layout[axis])
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        found |= {axis: count(layout[axis]) for axis in axes if axis in layout}
     versions = facts.checkpoint.get("versions")
     for name, version in (versions if isinstance(versions, dict) else {}).items():
         if isinstance(version, dict):
@@ -168,7 +166,7 @@ def _layout(facts: RunFacts) -> dict[str, str]:
 
 
 def config_table(runs: Sequence[RunFacts]) -> Table:
-    """Of several runs the keys that differ, side by side; of one those that are not the default."""
+    """Table of keys: of several runs those that differ, of one those that are not the default."""
     if len(runs) == 1:
         config = runs[0].config
         changed = _flat(config.model_dump(mode="json", exclude_defaults=True)) if config else _flat(runs[0].values)
@@ -201,20 +199,18 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _shown(key: str, value: Any) -> str:
-    value = _open(key, value)
-    if isinstance(value, str):
-        return _cut(value)
-    return _cut(orjson.dumps(value, default=str).decode())
+    value = _without_secrets(key, value)
+    return _cut(value if isinstance(value, str) else orjson.dumps(value, default=str).decode())
 
 
-def _open(key: str, value: Any) -> Any:
+def _without_secrets(key: str, value: Any) -> Any:
     """A value without what is secret in it."""
     if is_secret_key(key) and value is not None:
         return "***"
     if isinstance(value, Mapping):
-        return {str(name): _open(str(name), below) for name, below in value.items()}
+        return {str(name): _without_secrets(str(name), below) for name, below in value.items()}
     if isinstance(value, list):
-        return [_open("", below) for below in value]
+        return [_without_secrets("", below) for below in value]
     return masked(value) if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""What the files of a run folder tell of a run, read without its lock and without disturbing it.
+"""Facts about a run from the files of its folder, read without its lock and without disturbing it.
 
 A run may be going on, may have failed, or may lack any of its files: what cannot be read is None, and said.
 """
@@ -22,7 +22,6 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load_run, no_run_folder, written_values
 from pipeline.data.order.consumption import Account, accounts
-from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.provenance.run import read_journal
@@ -57,7 +56,7 @@ class Consumption:
 
 @dataclass
 class RunFacts:
-    """What is known of a run."""
+    """Facts about a run."""
 
     folder: Path
     name: str
@@ -106,7 +105,7 @@ class RunFacts:
 
 
 def gather(run: Path) -> RunFacts:
-    """All that is known of a run.
+    """The facts about a run.
 
     Args:
         run: its run file or its folder.
@@ -137,17 +136,17 @@ def gather(run: Path) -> RunFacts:
         if not path.exists():
             problems.append(f"{path.name} is missing: {why}, or it was moved away")
     values: dict[str, Any] | None = read(RunFiles.config, lambda: written_values(files.config), None)
-    config: Config | None = None
-    if values is not None:
-        config = read(RunFiles.config, lambda: load_run(folder), None)
+    config: Config | None = None if values is None else read(RunFiles.config, lambda: load_run(folder), None)
     checkpoint: dict[str, Any] = read("the newest checkpoint", lambda: _checkpoint(folder), {})
     steps, tokens, why = _length(folder, config, read)
     no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
     evaluations, damaged = read("eval", lambda: read_evaluations(folder), no_evaluations)
     no_scores: tuple[list[ReportedScore], list[Path]] = ([], [])
     scores, damaged_scores = read("eval", lambda: read_scores(folder), no_scores)
-    damaged += damaged_scores
-    problems += [f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again" for path in damaged]
+    problems += [
+        f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again"
+        for path in (*damaged, *damaged_scores)
+    ]
     exit_state: dict[str, Any] = read(RunFiles.exit, files.read_exit, {})
     beats: dict[int, Beat] = read(RunFiles.heartbeats, lambda: read_beats(folder), {})
     problems += _contradictions(columns, tries, exit_state)
@@ -216,7 +215,7 @@ def _folder(run: Path) -> Path:
 
 
 class _Unread:
-    """How many lines of a file cannot be read."""
+    """Counter of the lines of a file that cannot be read."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -224,8 +223,8 @@ class _Unread:
     def __call__(self) -> None:
         self.lines += 1
 
-    def told(self, path: Path) -> list[str]:
-        """In words."""
+    def problems(self, path: Path) -> list[str]:
+        """A line for the list of problems, or none."""
         return [f"{self.lines:,} line{'s' * (self.lines > 1)} of {path.name} cannot be read"] if self.lines else []
 
 
@@ -235,7 +234,7 @@ def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> li
     unread = _Unread()
     lines = storage.json_lines(path, unread)
     begun: list[Any] = read(path.name, lambda: [x.get("attempt") for x in lines if x.get("event") == "attempt"], [])
-    problems += unread.told(path)
+    problems += unread.problems(path)
     tries: list[Attempt] = read(path.name, lambda: attempts(folder), [])
     sound = [each for each in tries if _is_sound(each)]
     numbers = [each.number for each in sound]
@@ -246,7 +245,6 @@ def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> li
 
 def _is_sound(attempt: Attempt) -> bool:
     times = (attempt.begin, attempt.begin if attempt.end is None else attempt.end)
-    whole = isinstance(attempt.layout, dict) and all(type(each) is int for each in attempt.layout.values())
     return (
         type(attempt.number) is int
         and is_step(attempt.first_step)
@@ -255,25 +253,26 @@ def _is_sound(attempt: Attempt) -> bool:
         and (attempt.code is None or type(attempt.code) is int)
         and isinstance(attempt.reason, str)
         and isinstance(attempt.host, str)
-        and whole
+        and isinstance(attempt.layout, dict)
+        and all(type(each) is int for each in attempt.layout.values())
     )
 
 
 def _contradictions(columns: Columns, tries: Sequence[Attempt], exit_state: dict[str, Any]) -> Iterator[str]:
-    """What metrics lack that other files speak of."""
+    """Steps and attempts that other files have and the metrics lack."""
     name, last = RunFiles.metrics, tries[-1] if tries else None
     strange = sorted(set(columns.attempt) - {each.number for each in tries})
     if strange:
         which = ", ".join(map(str, strange[:5])) + ", …" * (len(strange) > 5)
         yield f"{name} has steps of attempt {which}, of which {RunFiles.ledger} says nothing"
-    told: dict[str, Any] = {}
+    ends: dict[str, Any] = {}  # the last step by the file that has it
     # Of one that was killed the step is a guess by the heartbeat, which is ahead of the metrics.
     if last is not None and last.end is not None and last.code is not None:
-        told[RunFiles.ledger] = last.step
+        ends[RunFiles.ledger] = last.step
     if last is None or (last.end is not None and exit_state.get("attempt") == last.number):
-        told.setdefault(RunFiles.exit, exit_state.get("step"))
+        ends.setdefault(RunFiles.exit, exit_state.get("step"))
     done = columns.step[-1] if len(columns) else 0
-    file, step = max(told.items(), key=lambda item: item[1] if is_step(item[1]) else -1, default=("", 0))
+    file, step = max(ends.items(), key=lambda item: item[1] if is_step(item[1]) else -1, default=("", 0))
     if is_step(step) and step > done:
         yield f"{name} ends at step {done:,}, but {file} says that step {step:,} was made"
 
@@ -285,28 +284,21 @@ def _metrics(
     path = RunFiles(folder).metrics
     unread = _Unread()
 
-    def both() -> tuple[Columns, Goodput | None]:
-        columns = Columns(tries)
+    def read_rows(*, with_goodput: bool) -> tuple[Columns, Goodput | None]:
+        columns, unread.lines = Columns(tries), 0
         rows = columns.taking(storage.json_lines(path, unread))
-        spent = goodput(folder, tries, rows)
-        for _ in rows:  # without an attempt that is known nobody has taken them
+        spent = goodput(folder, tries, rows) if with_goodput else None
+        for _ in rows:  # those that the goodput has not taken, as without an attempt that is known
             pass
         columns.finish()
         return columns, spent
 
-    def alone() -> tuple[Columns, Goodput | None]:
-        columns, unread.lines = Columns(tries), 0
-        for _ in columns.taking(storage.json_lines(path, unread)):
-            pass
-        columns.finish()
-        return columns, None
-
-    found: tuple[Columns, Goodput | None] | None = read("the goodput", both, None)
+    found: tuple[Columns, Goodput | None] | None = read("the goodput", lambda: read_rows(with_goodput=True), None)
     if found is None:
-        found = read(path.name, alone, (Columns(), None))
+        found = read(path.name, lambda: read_rows(with_goodput=False), (Columns(), None))
     columns, spent = found
     unread.lines += columns.unread
-    problems += unread.told(path)
+    problems += unread.problems(path)
     if columns.untimed:
         without = f"{columns.untimed:,} line{'s have' if columns.untimed > 1 else ' has'} no time"
         problems.append(f"{path.name}: {without}; the goodput leaves them out")
@@ -348,8 +340,7 @@ def _consumption(found: RunFacts) -> list[Consumption]:
     by_now: dict[str, Account] = {}
     in_all: dict[str, Account] = {}
     if RunFiles(found.folder).journal.exists():
-        journal: Journal = read_journal(found.folder)
-        sampler = Sampler.of_windows(journal)
+        sampler = Sampler.of_windows(read_journal(found.folder))
         by_now = accounts(sampler, found.step)
         if found.steps is not None:
             in_all = accounts(sampler, found.steps)

@@ -1,4 +1,4 @@
-"""What a chart is, before it is drawn: the same for the page and for the picture."""
+"""Charts before they are drawn: the same for the page and for the picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DASHES = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class Look:
-    """How one of several things is drawn: by colour and by line, so that neither is needed alone."""
+    """Style of one of several things: colour and line, so that neither is needed alone."""
 
     slot: str
     """Name of a colour."""
@@ -23,7 +23,7 @@ class Look:
 
     @classmethod
     def of(cls, number: int) -> Look:
-        """Of the n-th thing. The colours come back with another line after `SLOTS`."""
+        """Style of the n-th thing. The colours come back with another line after `SLOTS`."""
         return cls(f"s{number % SLOTS}", _DASHES[(number + number // SLOTS) % len(_DASHES)])
 
     def dotted(self, number: int) -> Look:
@@ -43,7 +43,7 @@ class Table:
     """Whether the last column is words, too."""
 
     def is_words(self, column: int) -> bool:
-        """Whether a column has words."""
+        """True if a column has words."""
         return column < self.words or (self.last_words and column == len(self.head) - 1)
 
 

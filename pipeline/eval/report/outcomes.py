@@ -1,4 +1,4 @@
-"""The charts of what runs came to: where the time went, what was read of the data, how well checkpoints do."""
+"""Charts of the outcome of runs: time spent, data read, scores of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
 from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look, Table
-from pipeline.eval.report.words import NONE, count, figure, seconds, share, si
+from pipeline.eval.report.words import NONE, count, figure, percent, seconds, si
 from pipeline.eval.reports import WINDOWS, Evaluation
 
 _MOST_BARS = 12
@@ -42,8 +42,7 @@ def others(runs: Sequence[RunFacts]) -> Iterator[Chart]:
 
 
 def _goodput(runs: Sequence[RunFacts]) -> BarChart:
-    bars, rows = [], []
-    used = []
+    bars, rows, used = [], [], []
     for each in runs:
         spent = each.goodput
         if spent is None:
@@ -58,8 +57,7 @@ def _goodput(runs: Sequence[RunFacts]) -> BarChart:
             )
         )
         used += [key for key, _, _, value in parts if value > 0]
-        rows += [(each.name, label, seconds(value), share(value / wall)) for _, label, _, value in parts]
-    legend = tuple(BarPart(label, 0, Look(slot)) for key, label, slot in _SPENT if key in used)
+        rows += [(each.name, label, seconds(value), percent(value / wall)) for _, label, _, value in parts]
     return BarChart(
         title="Goodput",
         description="Where the time went: "
@@ -70,13 +68,13 @@ def _goodput(runs: Sequence[RunFacts]) -> BarChart:
         table=Table(("run", "part", "time", "share"), tuple(rows), 2),
         axis="share",
         note="Steps that count, out of all the time since the first start. " + _lost(runs),
-        legend=legend,
+        legend=tuple(BarPart(label, 0, Look(slot)) for key, label, slot in _SPENT if key in used),
     )
 
 
 def _lost(runs: Sequence[RunFacts]) -> str:
-    told = [f"{each.name}: " * (len(runs) > 1) + f"{each.columns.lost:,}" for each in runs if each.columns.lost]
-    return f"Steps that were made and lost: {', '.join(told)}." if told else ""
+    lost = [f"{each.name}: " * (len(runs) > 1) + f"{each.columns.lost:,}" for each in runs if each.columns.lost]
+    return f"Steps that were made and lost: {', '.join(lost)}." if lost else ""
 
 
 def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
@@ -97,8 +95,8 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
             count(row.drawn),
             count(row.by_now.drawn if row.by_now else None),
             count(row.in_all.drawn if row.in_all else None),
-            share(_drawn(row) / drawn),
-            share(row.in_all.drawn / planned if row.in_all else None),
+            percent(_drawn(row) / drawn),
+            percent(row.in_all.drawn / planned if row.in_all else None),
             f"{row.by_now.epochs:.4g}" if row.by_now else NONE,
             f"{row.in_all.epochs:.4g}" if row.in_all else NONE,
             count(row.by_now.unique if row.by_now else None),
@@ -130,17 +128,17 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
     """The held-out loss of checkpoints, all sources together and each of several. What differs is a line of its own."""
     lines: list[Line] = []
     cells = []
-    shown = [_asked(each, found) for each in runs for found in each.evaluations if not found.replaced]
+    shown = [_settings(each, found) for each in runs for found in each.evaluations if not found.replaced]
     differ = _differing(shown)
     for number, each in enumerate(runs):
         series: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for found in each.evaluations:
             if found.replaced:
                 continue
-            asked = _asked(each, found)
-            told = [f"{key} {_told(key, asked[key], values)}" for key, values in differ.items() if key in asked]
-            told += ["average of weights"] * (found.weights == "ema")
-            what = f"{found.split} ({', '.join(told)})" if told else found.split
+            asked = _settings(each, found)
+            words = [f"{key} {_setting(key, asked[key], values)}" for key, values in differ.items() if key in asked]
+            words += ["average of weights"] * (found.weights == "ema")
+            what = f"{found.split} ({', '.join(words)})" if words else found.split
             name = f"{each.name}, {what}" if len(runs) > 1 else what
             parts = {name: found.scores} | (
                 {f"{name}: {source}": scores for source, scores in found.sources.items()}
@@ -155,11 +153,9 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
                 )
         for place, ((label, _), points) in enumerate(series.items()):
             look = Look.of(place) if len(runs) == 1 else Look.of(number).dotted(place)
-            x, y = (np.array(values, float) for values in zip(*points, strict=True))
-            lines.append(Line(label, points_of(x, y), look, points=True))
-    notes = ["From `pipeline eval`."]
-    if all(asked.get("samples") is None for asked in shown):
-        notes = ["From `pipeline eval`: the whole split, where validation takes a sample."]
+            lines.append(_line(label, points, look))
+    is_whole = all(asked.get("samples") is None for asked in shown)
+    notes = ["From `pipeline eval`" + (": the whole split, where validation takes a sample." if is_whole else ".")]
     if differ:
         notes.append("Only what was evaluated in the same way can be compared.")
     if len(lines) > MOST_LINES:
@@ -177,8 +173,14 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
     )
 
 
-def _asked(facts: RunFacts, found: Evaluation) -> dict[str, Any]:
-    """How an evaluation was made, as far as its loss depends on that."""
+def _line(label: str, points: Sequence[tuple[int, float]], look: Look) -> Line:
+    """The line of a few values, each at its step."""
+    x, y = (np.array(values, float) for values in zip(*points, strict=True))
+    return Line(label, points_of(x, y), look, points=True)
+
+
+def _settings(facts: RunFacts, found: Evaluation) -> dict[str, Any]:
+    """Settings of an evaluation, as far as its loss depends on them."""
     made_with = facts.made_with.get((found.step, found.weights), {})
     return {**WINDOWS, **{key: made_with[key] for key in sorted(made_with) if key not in _NOT_HOW}}
 
@@ -194,7 +196,8 @@ def _differing(asked: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: found[key] for key in sorted(found) if len(found[key]) > 1}
 
 
-def _told(key: str, value: Any, values: list[Any]) -> str:
+def _setting(key: str, value: Any, values: list[Any]) -> str:
+    """A setting of evaluations that differ in it."""
     if isinstance(value, (dict, list)):  # hashes of data sets
         return f"{values.index(value) + 1}"
     if isinstance(value, bool):
@@ -204,14 +207,14 @@ def _told(key: str, value: Any, values: list[Any]) -> str:
 
 def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
     """Benchmarks: what is a share of right answers in one chart, perplexities and bits in another."""
-    for shares, title, y_label in ((True, "Benchmarks", "share"), (False, "Benchmarks: perplexity, bits", "value")):
+    for fractions, title, y_label in ((True, "Benchmarks", "share"), (False, "Benchmarks: perplexity, bits", "value")):
         series: dict[str, list[tuple[int, float]]] = {}
         looks: dict[str, Look] = {}
         cells = []
         for number, each in enumerate(runs):
-            kinds = {(s.task, s.figure) for s in each.scores if not s.is_share}
+            kinds = {(s.task, s.figure) for s in each.scores if not s.is_fraction}
             for score in each.scores:
-                if ((score.task, score.figure) not in kinds) is not shares:
+                if ((score.task, score.figure) not in kinds) is not fractions:
                     continue
                 of = " (average of weights)" if score.weights == "ema" else ""
                 name = f"{score.task}, {score.figure}{of}"
@@ -222,19 +225,14 @@ def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
         if not series:
             continue
         labels = list(series)[:MOST_LINES]
-        lines = []
-        for label in labels:
-            x, y = (np.array(values, float) for values in zip(*series[label], strict=True))
-            lines.append(Line(label, points_of(x, y), looks[label], points=True))
-        more = f"{len(labels)} of {len(series)} figures; the table has all." if len(series) > len(labels) else ""
         yield LineChart(
             title=title,
             description=f"{title} of the checkpoints that were evaluated, over steps.",
             axis="steps",
             x_label="steps",
             y_label=y_label,
-            lines=tuple(lines),
+            lines=tuple(_line(label, series[label], looks[label]) for label in labels),
             table=Table(("of", "step", "value", "standard error"), tuple(cells), 1),
-            logarithmic=not shares,
-            note=more,
+            logarithmic=not fractions,
+            note=f"{len(labels)} of {len(series)} figures; the table has all." if len(series) > len(labels) else "",
         )

@@ -84,7 +84,9 @@ def _head(runs: Sequence[RunFacts]) -> Iterator[str]:
             yield f"<p class='why {state.kind}'>{_escaped(state.why)}</p>"
         if len(runs) == 1:
             yield "<dl class='tiles'>" + "".join(_tile(fact) for fact in headline(facts)) + "</dl>"
-        yield from _problems(facts)
+        if facts.problems:
+            items = "".join(f"<li>{_escaped(line)}</li>" for line in facts.problems)
+            yield f"<div class='missing'><p>What is missing or damaged:</p><ul>{items}</ul></div>"
         yield "</header>"
     if len(runs) > 1:
         columns = [{fact.label: fact for fact in headline(facts)} for facts in runs]
@@ -102,17 +104,11 @@ def _words(fact: Fact) -> str:
 
 def _tile(fact: Fact) -> str:
     bar = ""
-    if fact.part is not None:
-        bar = f"<span class='bar'><span style='width:{100 * min(1.0, max(0.0, fact.part)):.1f}%'></span></span>"
+    if fact.fraction is not None:
+        bar = f"<span class='bar'><span style='width:{100 * min(1.0, max(0.0, fact.fraction)):.1f}%'></span></span>"
     detail = f"<small>{_escaped(fact.detail)}</small>" if fact.detail else ""
     long = " class='long'" if len(fact.value) > 9 else ""
     return f"<div><dt>{_escaped(fact.label)}</dt><dd{long}>{_escaped(fact.value)}{detail}{bar}</dd></div>"
-
-
-def _problems(facts: RunFacts) -> Iterator[str]:
-    if facts.problems:
-        items = "".join(f"<li>{_escaped(line)}</li>" for line in facts.problems)
-        yield f"<div class='missing'><p>What is missing or damaged:</p><ul>{items}</ul></div>"
 
 
 def _figure(chart: Chart, key: str, over: str = "always") -> str:
@@ -121,8 +117,7 @@ def _figure(chart: Chart, key: str, over: str = "always") -> str:
     except Exception:  # figures of others may be what no axis is made for: that is no reason to show no other chart
         drawn = f"<p class='note'>{UNDRAWN} Its figures are below.</p>"
     note = f"<p class='note'>{_escaped(chart.note)}</p>" if chart.note else ""
-    rules = isinstance(chart, LineChart) and chart.rules
-    if rules:
+    if isinstance(chart, LineChart) and chart.rules:
         note += "<p class='note'>Dashed, numbered: where an attempt began.</p>"
     return (
         f"<figure class='{over}'><figcaption><h3>{_escaped(chart.title)}</h3></figcaption>{_legend(chart)}"
@@ -169,15 +164,13 @@ def _box(part: BarPart) -> str:
 def _tables(runs: Sequence[RunFacts]) -> Iterator[str]:
     tries, note = attempts_table(runs)
     yield _section("Attempts", tries, note)
-    several = len(runs) > 1
     yield "<div class='pair'>"
     words = "Layout: of the last attempt. Versions: of the newest checkpoint."
     yield _section("Layout and versions", layout_table(runs), words)
-    if several:
-        yield _section("Differences between the run files", config_table(runs), "")
-    else:
-        words = "All keys are in config.yaml in the run folder."
-        yield _section("Keys that are not the default", config_table(runs), words)
+    title, words = "Keys that are not the default", "All keys are in config.yaml in the run folder."
+    if len(runs) > 1:
+        title, words = "Differences between the run files", ""
+    yield _section(title, config_table(runs), words)
     yield "</div>"
 
 

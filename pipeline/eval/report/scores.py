@@ -29,14 +29,14 @@ class ReportedScore:
     stderr: float | None
 
     @property
-    def is_share(self) -> bool:
-        """Whether it is a share of right answers, or something else from 0 to 1 that is better the higher it is."""
+    def is_fraction(self) -> bool:
+        """True for a fraction of right answers, or something else from 0 to 1 that is better the higher it is."""
         words = ("perplexity", "bits", "loss", "bpb", "nats", "error")
         return 0 <= self.value <= 1 and not any(word in self.figure for word in words)
 
 
 def read_scores(run: Path) -> tuple[list[ReportedScore], list[Path]]:
-    """What the files of benchmarks in a run folder say, by step; and the files that say nothing, being damaged."""
+    """Scores in the files of benchmarks of a run folder, by step; and the damaged files."""
     found: list[ReportedScore] = []
     damaged = []
     for kind in ("tasks", "harness"):
@@ -72,9 +72,8 @@ def _of_tasks(step: int, value: Any) -> Iterator[ReportedScore]:
 
 def _of_harness(step: int, value: Any) -> Iterator[ReportedScore]:
     for entry in [value, *value.get("others", [])]:
-        weights = entry["made_with"]["weights"]
         for task, results in entry["results"].items():
-            yield from _scores(step, weights, task, results)
+            yield from _scores(step, entry["made_with"]["weights"], task, results)
 
 
 def _scores(step: int, weights: str, task: str, results: dict[str, Any]) -> Iterator[ReportedScore]:

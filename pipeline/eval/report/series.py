@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu")
 """What is kept of each step; NaN where a row does not have it."""
 EVERY_STEP = 1_500
-"""Up to so many steps a chart shows each."""
+"""Steps up to which a chart shows each one."""
 _MEANS = 100
 """Points of the means that are drawn over them."""
 _POINTS = 300
@@ -73,7 +73,7 @@ class Columns:
             yield row
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl; rows come in the order of the file. One that is none of a step is passed over."""
+        """A row of metrics.jsonl; rows come in the order of the file. One without a step is left out."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         if not is_step(step) or type(attempt) is not int or not 0 <= attempt < 2**62:
             self.unread += 1
@@ -104,12 +104,9 @@ class Columns:
                 of_source = self.loss_by_source.setdefault(name, array("d"))
                 of_source.extend([math.nan] * (len(self.step) - 1 - len(of_source)))
                 of_source.append(number(value))
-        if row.get("spike") is True:
-            self.spikes.append(step)
-        if row.get("skipped") is True:
-            self.skipped.append(step)
-        if row.get("passed_over") is True:
-            self.passed_over.append(step)
+        for key, steps in (("spike", self.spikes), ("skipped", self.skipped), ("passed_over", self.passed_over)):
+            if row.get(key) is True:
+                steps.append(step)
         self.newest = row
 
     def finish(self) -> None:
@@ -157,7 +154,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of a column: means of so many steps each, and what lies behind them. NaN breaks the line."""
+    """The curve of a column: means of `steps` steps each, and what lies behind them. NaN breaks the line."""
 
     x: Floats
     mean: Floats
@@ -172,7 +169,7 @@ class Curve:
 
     @property
     def note(self) -> str:
-        """What the chart shows, in words."""
+        """Description of the curve in words."""
         if self.steps == 1:
             return "Each point is a step."
         if self.each is not None:

@@ -1,4 +1,4 @@
-"""How a run is, in a word and a sentence, by the files of its folder alone."""
+"""State of a run, in a word and a sentence, by the files of its folder alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENDS: dict[str, tuple[str, Kind]] = {
 
 @dataclass(frozen=True)
 class State:
-    """How a run is."""
+    """State of a run."""
 
     word: str
     kind: Kind
@@ -75,13 +75,11 @@ def judge(
             return State("starting", "busy", "a process has the run folder; no attempt at training has begun")
         return State("not begun", "paused", "no attempt at training has begun")
     word, kind = _ENDS[last.outcome]
-    if last.outcome == "done":
-        return State(word, kind, "")
-    return State(word, kind, last.reason)
+    return State(word, kind, "" if last.outcome == "done" else last.reason)
 
 
 def _runs(last: Attempt, beats: Mapping[int, Beat], newest: float | None, patience: float, now: float) -> State:
-    """Of an attempt that has not ended, as far as can be seen from here."""
+    """State of an attempt that has not ended, as far as can be seen from here."""
     mine = [beat for beat in beats.values() if beat.attempt == last.number]
     for beat in mine:
         if beat.phase == HUNG:

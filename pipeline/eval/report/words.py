@@ -39,7 +39,7 @@ def figure(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:.6g}"
 
 
-def share(value: float | None) -> str:
+def percent(value: float | None) -> str:
     """In percent."""
     return NONE if value is None or not math.isfinite(value) else f"{value:.1%}"
 

@@ -58,17 +58,17 @@ def create_app(
     @app.get("/health")
     async def health() -> JSONResponse:
         """What is served, and whether it works."""
-        answer = _health(serving)
-        return JSONResponse(answer, status_code=503 if answer["status"] == "dead" else 200)
+        found = _health(serving)
+        return JSONResponse(found, status_code=503 if found["status"] == "dead" else 200)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
-        return _answer(request, error)
+        return _response(request, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         message, field = problem(list(error.errors()))
-        return _answer(request, Refusal(422, message, field))
+        return _response(request, Refusal(422, message, field))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -76,8 +76,8 @@ def create_app(
         if error.status_code == 404:
             message = "there is no such route; /v1/completions, /v1/models, /api and /health are here"
         elif error.status_code == 400:  # of the body: whatever JSON made of it
-            return _answer(request, Refusal(422, "the body is not JSON"))
-        return _answer(request, Refusal(error.status_code, message), error.headers)
+            return _response(request, Refusal(422, "the body is not JSON"))
+        return _response(request, Refusal(error.status_code, message), error.headers)
 
     return app
 
@@ -87,7 +87,7 @@ def max_open(settings: ServeConfig) -> int:
     return settings.queue + settings.slots + 64
 
 
-def _answer(request: Request, refusal: Refusal, headers: Any = None) -> Response:
+def _response(request: Request, refusal: Refusal, headers: Any = None) -> Response:
     return JSONResponse(
         refusal.body(request.url.path), status_code=refusal.status, headers={**(headers or {}), **refusal.headers}
     )
@@ -95,10 +95,9 @@ def _answer(request: Request, refusal: Refusal, headers: Any = None) -> Response
 
 def _health(serving: Serving) -> dict[str, Any]:
     served, worker = serving.served, serving.worker
-    error = worker.dead or worker.error
     return {
         "status": "dead" if worker.dead else "failing" if worker.error else "ok",
-        "error": error,
+        "error": worker.dead or worker.error,
         "run": served.run,
         "step": served.step,
         "tokens": served.tokens,
@@ -109,5 +108,5 @@ def _health(serving: Serving) -> dict[str, Any]:
         "queue": worker.queue,
         "max_length": worker.max_length,
         "max_prompt_tokens": worker.max_length - 1,
-        "watch": None if serving.watch is None else serving.watch.status(),
+        "watch": None if serving.watch is None else {"error": serving.watch.error},
     }

@@ -17,7 +17,7 @@ from pipeline.eval.server.bodies import Body
 from pipeline.eval.server.guard import COUNTS
 from pipeline.eval.server.refusal import Refusal
 from pipeline.eval.server.watch import CheckpointWatcher
-from pipeline.eval.server.worker import Event, Served, Wanted, Worker
+from pipeline.eval.server.worker import Event, Served, TextRequest, Worker
 
 GONE = 499
 """Status of a request whose client has left, in the log alone."""
@@ -25,7 +25,7 @@ GONE = 499
 
 @dataclass(frozen=True)
 class Serving:
-    """What the app answers from."""
+    """State that the app serves requests from."""
 
     worker: Worker
     settings: ServeConfig
@@ -96,7 +96,7 @@ def _encode(served: Served, prompt: str) -> list[int]:
 
 
 def check_new_tokens(serving: Serving, body: Body, field: str) -> None:
-    """Refuse to make more tokens than a text can have, where a request names so many; a default ends by itself."""
+    """Refuse to make more tokens than a text can have, where a request asks for them; a default is cut."""
     count = getattr(body, field) or 0
     if field in body.model_fields_set and count > serving.worker.max_length:
         raise Refusal(
@@ -125,7 +125,7 @@ def log_prompts(serving: Serving, prompts: Sequence[str | list[int]]) -> None:
 
 
 async def ask(
-    request: Request, serving: Serving, wanted: Sequence[Wanted], step: int | None = None
+    request: Request, serving: Serving, wanted: Sequence[TextRequest], step: int | None = None
 ) -> AsyncGenerator[Event, None]:
     """Events of a request's texts, until all have ended. A client that leaves frees its slots.
 

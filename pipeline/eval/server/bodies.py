@@ -242,7 +242,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def problem(errors: list[Any]) -> tuple[str, str | None]:
-    """What is wrong with a body, in a line, and the field: of the first of pydantic's errors.
+    """Message about a body, in one line, and the field: of the first of pydantic's errors.
 
     The value is left out where it may be long or no text.
     """

@@ -1,4 +1,4 @@
-"""What every request passes first: Host header, API key, number, size of the body; and its line in the access log."""
+"""Checks of every request: Host header, API key, number, size of the body; and its line in the access log."""
 
 from __future__ import annotations
 
@@ -172,6 +172,5 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 def _host(header: str) -> str:
     """The name of a Host header, without the port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower()
+    name = header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+    return name.lower()

@@ -13,7 +13,7 @@ from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tok
 from pipeline.eval.server.bodies import Generate
 from pipeline.eval.server.openai_api import LEAST
 from pipeline.eval.server.refusal import Refusal
-from pipeline.eval.server.worker import Wanted
+from pipeline.eval.server.worker import TextRequest
 
 
 def router(serving: Serving) -> APIRouter:
@@ -36,7 +36,7 @@ def router(serving: Serving) -> APIRouter:
         if not body.no_log:
             log_prompts(serving, body.prompts)
         wanted = [
-            Wanted(each, _sampling(body, seed))
+            TextRequest(each, _sampling(body, seed))
             for each, seed in zip(ids, seeds(body.random_seed, len(ids)), strict=True)
         ]
         prompts: list[tuple[Token, ...]] = [()] * len(ids)

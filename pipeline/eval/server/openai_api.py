@@ -21,7 +21,7 @@ from pipeline.eval.sampling import Sampling
 from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tokens, encode, log_prompts, seeds
 from pipeline.eval.server.bodies import Completion
 from pipeline.eval.server.refusal import Refusal
-from pipeline.eval.server.worker import Event, Served, Wanted
+from pipeline.eval.server.worker import Event, Served, TextRequest
 
 LEAST = -9999.0
 """Stands for a probability of 0, whose logarithm JSON cannot hold."""
@@ -59,17 +59,18 @@ def router(serving: Serving) -> APIRouter:
                 begins = await asyncio.to_thread(_echoed, tokenizer, prompts, ids, offsets=body.logprobs is not None)
         texts = [each for each in ids for _ in range(body.n or 1)]
         wanted = [
-            Wanted(each, _sampling(body, seed)) for each, seed in zip(texts, seeds(body.seed, len(texts)), strict=True)
+            TextRequest(each, _sampling(body, seed))
+            for each, seed in zip(texts, seeds(body.seed, len(texts)), strict=True)
         ]
         choices = [_Choice(index, body, begins[index // (body.n or 1)], tokenizer) for index in range(len(texts))]
-        answer = _Answer(body, choices, prompt_tokens=sum(map(len, ids)))
+        response = _CompletionResponse(body, choices, prompt_tokens=sum(map(len, ids)))
         # What is refused is refused with a status: the first event comes before the headers of a stream.
         events = ask(request, serving, wanted, step)
         first = await anext(events)
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(answer.stream(first, events), media_type="text/event-stream", headers=headers)
-        return JSONResponse(await answer.whole(first, events))
+            return StreamingResponse(response.stream(first, events), media_type="text/event-stream", headers=headers)
+        return JSONResponse(await response.whole(first, events))
 
     return routes
 
@@ -105,7 +106,7 @@ def _sampling(body: Completion, seed: int) -> Sampling:
 
 @dataclass(frozen=True)
 class _Begin:
-    """What comes before a continuation."""
+    """The beginning of a choice, before its continuation."""
 
     text: str
     """Of the answer; empty without `echo`."""
@@ -127,7 +128,7 @@ def _echoed(
 
 
 class _Offsets:
-    """Where tokens begin in a text: behind all characters that are complete before them."""
+    """Offsets of tokens in a text: behind all characters that are complete before them."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], first: int = 0) -> None:
         self._detokenizer, self._length = Detokenizer(tokenizer, before), first
@@ -149,7 +150,7 @@ class _Choice:
         self._begun = False
 
     def part(self, event: Event) -> dict[str, Any]:
-        """What an event adds."""
+        """The part of a choice that an event adds."""
         text, tokens = event.piece.text, event.piece.tokens
         offsets = [] if self._offsets is None else [self._offsets.next(token.id) for token in tokens]
         if not self._begun:
@@ -188,7 +189,7 @@ def _top(token: Token) -> dict[str, float] | None:
 
 
 @dataclass
-class _Answer:
+class _CompletionResponse:
     body: Completion
     choices: list[_Choice]
     prompt_tokens: int

@@ -44,6 +44,6 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def _sources(html: str, element: str) -> str:
-    """What the policy says of the inline elements of a kind: the SHA-256 of each."""
+    """Sources of the policy for the inline elements of a kind: the SHA-256 of each."""
     inside = re.findall(rf"<{element}>(.*?)</{element}>", html, flags=re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in inside)

@@ -1,10 +1,11 @@
-"""What a request is refused with: a status, a message that names the field, and its form in either interface."""
+"""Refusals of requests: a status, a message that names the field, and its form in either interface."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _CODES = {401: "invalid_api_key", 404: "not_found", 429: "queue_full"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 
 
 class Refusal(Exception):
@@ -24,13 +25,7 @@ class Refusal(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer."""
-        if self.closes:
-            return {"Connection": "close"}
-        if self.status == 429:
-            return {"Retry-After": "1"}
-        if self.status == 401:
-            return {"WWW-Authenticate": "Bearer"}
-        return {}
+        return {"Connection": "close"} if self.closes else _HEADERS.get(self.status, {})
 
     def body(self, path: str) -> dict[str, Any]:
         """JSON of the answer: OpenAI's form, but for Megatron's route, where it is a message and a field."""

@@ -110,7 +110,7 @@ def opened(config: Config, step: int | None, key: str | None, console: Console) 
             if watch is not None:
                 watch.close()
             worker.close(0)
-            worker.join(60)
+            worker.wait(60)
             log("ended")
     finally:
         listening.close()
@@ -146,7 +146,7 @@ class Server(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """URL of the server."""
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """As uvicorn's, but signals are not raised again afterwards: an end that was asked for is no failure."""
+        """Handlers of signals as uvicorn's, but without raising them again: a requested end is no failure."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

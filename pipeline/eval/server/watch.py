@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 
@@ -84,10 +83,6 @@ class CheckpointWatcher:
         """Stop looking, and wait until a checkpoint that is being loaded is there."""
         self._ended.set()
         self._thread.join(_AGAIN_SECONDS)
-
-    def status(self) -> dict[str, Any]:
-        """For /health."""
-        return {"error": self.error}
 
     def _run(self) -> None:
         while not self._ended.wait(POLL_SECONDS):

@@ -48,7 +48,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TextRequest:
     """A text that is to be continued."""
 
     prompt_ids: Sequence[int]
@@ -57,7 +57,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Event:
-    """What has become of one text of a request since the last event of it."""
+    """Progress of one text of a request since its last event."""
 
     index: int
     """Which of the request's texts."""
@@ -71,7 +71,7 @@ class Event:
 class Ticket:
     """A request's texts, from the queue to their ends. The event loop that submitted it reads `events`."""
 
-    texts: Sequence[Wanted]
+    texts: Sequence[TextRequest]
     step: int | None
     """Only this step of the run will do."""
     loop: asyncio.AbstractEventLoop
@@ -98,12 +98,13 @@ class Worker:
         self.slots, self.max_length, self.queue = slots, max_length, queue
         self.error: str | None = None
         """Why the last forward pass failed; None as soon as one has succeeded again."""
+        self.dead: str | None = None
+        """Why the thread has ended before its time; None while it works."""
         self._report = report
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Ticket, int]] = deque()
         self._next: Served | None = None
         self._deadline: float | None = None  # set when it is to end
-        self._dead: str | None = None
         # Of the thread alone:
         self._batch = self._new_batch()
         self._running: dict[int, tuple[Ticket, int]] = {}
@@ -126,15 +127,10 @@ class Worker:
 
     @property
     def is_changing(self) -> bool:
-        """Whether another model waits for texts to end on the present one."""
+        """True if another model waits for texts to end on the present one."""
         return self._next is not None
 
-    @property
-    def dead(self) -> str | None:
-        """Why it answers nothing any more; None while it does."""
-        return self._dead
-
-    def submit(self, texts: Sequence[Wanted], step: int | None = None) -> Ticket:
+    def submit(self, texts: Sequence[TextRequest], step: int | None = None) -> Ticket:
         """Queue the texts of a request, all or none; called in an event loop.
 
         Args:
@@ -152,13 +148,13 @@ class Worker:
         return ticket
 
     def check_room(self, texts: int) -> None:
-        """Whether so many texts could be queued now.
+        """Check that there is room in the queue for `texts` more.
 
         Raises:
             Refusal: the queue is full, or the server ends.
         """
         with self._changed:
-            if self._dead is not None or self._deadline is not None:
+            if self.dead is not None or self._deadline is not None:
                 raise self._gone()
             if len(self._waiting) + texts > self.queue:
                 raise Refusal(
@@ -191,7 +187,7 @@ class Worker:
             for ticket in {id(ticket): ticket for ticket, _ in refused}.values():
                 self._send(ticket, [self._gone()])
 
-    def join(self, timeout: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Wait until it has ended after `close`; whether it has."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -204,10 +200,10 @@ class Worker:
         except BaseException as error:  # a mistake of ours: say it to all who wait, and on /health
             self._report(traceback.format_exc())
             with self._changed:
-                self._dead = f"the thread of the model has ended ({_words(error)}); start the server again"
+                self.dead = f"the thread of the model has ended ({_words(error)}); start the server again"
                 self._running.update((-1 - number, entry) for number, entry in enumerate(self._waiting))
                 self._waiting.clear()
-            self._fail(Refusal(503, self._dead))
+            self._fail(Refusal(503, self.dead))
 
     def _turn(self) -> bool:
         """Wait for something to do, and do it; False at the end."""
@@ -220,8 +216,7 @@ class Worker:
             if self._next is not None and not self._running:
                 self.served, self._next = self._next, None
                 self._batch = self._new_batch()
-            gone = [key for key, (ticket, _) in self._running.items() if ticket.dropped]
-            for key in gone:
+            for key in [key for key, (ticket, _) in self._running.items() if ticket.dropped]:
                 self._batch.drop(key)
                 self._forget(key)
             # Nothing new begins on a model that is about to go.
@@ -290,11 +285,10 @@ class Worker:
         self._begun.clear()
 
     def _gone(self) -> Refusal:
-        return Refusal(503, self._dead or "the server is ending")
+        return Refusal(503, self.dead or "the server is ending")
 
     def _new_batch(self) -> GenerationBatch:
-        served = self.served
-        return GenerationBatch(served.model, served.tokenizer, slots=self.slots, max_length=self.max_length)
+        return GenerationBatch(self.served.model, self.served.tokenizer, slots=self.slots, max_length=self.max_length)
 
     def _send(self, ticket: Ticket, events: Sequence[Event | Refusal]) -> None:
         """Hand events over to the loop that waits for them."""
@@ -314,6 +308,6 @@ class Worker:
 
 
 def _words(error: BaseException) -> str:
-    """What happened, in a line."""
+    """An error in one line."""
     text = str(error).strip().split("\n", maxsplit=1)[0][:300]
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -275,7 +275,7 @@ def test_accounting_equals_the_sum_of_the_steps():
     total = dict.fromkeys(loader.names, 0)
     for step in range(60):
         assert loader.tokens_by_source(step) == total
-        assert loader.tokens(step) == sum(total.values())
+        assert loader.journal.tokens(step) == sum(total.values())
         assert loader.epochs_by_source(step) == {name: total[name] / DATASETS[name].tokens for name in total}
         for name, tokens in loader.batches(step).tokens_by_source.items():
             total[name] += tokens
@@ -394,7 +394,7 @@ def test_skipped_steps_are_passed_over():
             assert (data.micro_batches, data.valid_targets, data.data_hash) == ([], 0, 0)
         else:
             assert rows(data) == rows(other)
-    assert loader.tokens(12) == plain.tokens(12)
+    assert loader.journal.tokens(12) == plain.journal.tokens(12)
 
 
 @settings(deadline=None, max_examples=12)

@@ -22,7 +22,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import HashedFile, IndexedWriter, part_files, part_prefix
 from pipeline.data.datasets.manifest import PART, write_dataset
 from pipeline.data.loading import local_copy
-from pipeline.data.loading.local_copy import staged
+from pipeline.data.loading.local_copy import copy_locally
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.segments import Segment, SourceState
@@ -93,7 +93,7 @@ ALL = journal_of({"s": None})
 
 def stage(root, directory, journal=ALL, datasets=None, **options):
     datasets = datasets or {"s": Dataset.open(root / "shared" / "s" / "train")}
-    return staged(local_config(root, directory), datasets, journal, **options)
+    return copy_locally(local_config(root, directory), datasets, journal, **options)
 
 
 def parts_of(folder):
@@ -118,7 +118,7 @@ def identity(path):
 def test_shared_is_as_it_is(shared, tmp_path):
     dataset = Dataset.open(shared)
     config = local_config(tmp_path, tmp_path / "node", data="shared")
-    assert staged(config, {"s": dataset}, ALL)["s"] is dataset
+    assert copy_locally(config, {"s": dataset}, ALL)["s"] is dataset
     assert not (tmp_path / "node").exists()
 
 
@@ -143,7 +143,7 @@ def test_by_default_in_the_folder_for_temporary_files(shared, tmp_path, monkeypa
 
 def test_read_by_pread(shared, tmp_path):
     config = local_config(tmp_path, tmp_path / "node", loader={"read": "pread"})
-    assert staged(config, {"s": Dataset.open(shared)}, ALL)["s"].read_by == "pread"
+    assert copy_locally(config, {"s": Dataset.open(shared)}, ALL)["s"].read_by == "pread"
 
 
 def test_a_second_start_reads_nothing(shared, tmp_path, monkeypatch, capsys):

@@ -66,7 +66,7 @@ def test_counters_over_two_segments():
     source = Sampler(journal, [{"a": 100}, {"b": 50}])
     assert [journal.names[k] for k in source.step(2).source] == ["a"] * 4
     four = source.step(4)
-    assert (four.source.tolist(), four.lap.tolist(), four.position.tolist()) == ([1, 1], [3, 3], [0, 1])
+    assert (four.source.tolist(), four.epoch.tolist(), four.position.tolist()) == ([1, 1], [3, 3], [0, 1])
     assert source.targets(5) == {"a": 120, "b": 80}
     assert source.find("a", 0, 0, np.array([0, 11, 12])).tolist() == [0, 11, -1]
     assert source.find("b", 1, 2, np.array([49, 48, 47])).tolist() == [13, 12, -1]
@@ -200,8 +200,8 @@ def test_find_far_away():
     first, draws = journal.samples(step).start, source.step(step)
     for k, name in enumerate(journal.names):
         (own,) = np.nonzero(draws.source == k)
-        for lap in np.unique(draws.lap[own]).tolist():
-            rows = own[draws.lap[own] == lap]
+        for lap in np.unique(draws.epoch[own]).tolist():
+            rows = own[draws.epoch[own] == lap]
             assert source.find(name, 0, lap, draws.position[rows]).tolist() == (first + rows).tolist()
 
 

@@ -20,7 +20,7 @@ from pipeline.config.load import load
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.loader import open_loader
 from pipeline.data.plan import build
-from pipeline.data.plan.show import print_plan
+from pipeline.data.plan.show import print_data_plan
 from slurm.local import stages
 from tests import tiny
 
@@ -43,12 +43,12 @@ def quiet():
 
 
 def planned(run, *overrides, **options):
-    return build.make_plan(load(run.file, overrides), **options)
+    return build.make_data_plan(load(run.file, overrides), **options)
 
 
 def printed(run, *overrides, **options):
     console = quiet()
-    print_plan(load(run.file, overrides), console, **options)
+    print_data_plan(load(run.file, overrides), console, **options)
     return console.file.getvalue()
 
 
@@ -105,7 +105,7 @@ def test_what_was_trained_cannot_change(run, changes):
 def test_micro_batches_and_padding_are_the_loader_s(run, ranks, micro):
     phases = f"blend.phases={json.dumps([{'until': '8 steps'}, SLICES])}"
     config = load(run.file, [phases, f"train.micro_batch_size={micro}", "train.duration=20 steps"])
-    plan = build.make_plan(config, ranks=ranks)
+    plan = build.make_data_plan(config, ranks=ranks)
     datasets = open_datasets(config, "train")
     loaders = [open_loader(config, datasets, dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
     for row in plan.segments:
@@ -319,7 +319,7 @@ def shown(run, tmp_path, width, *overrides):
     changes = (f"run.dir={tmp_path}", "train.duration=1T tokens", "train.sequence_length=4096", "train.batch_size=2048")
     console = Console(file=io.StringIO(), force_terminal=width is not None, no_color=True, width=width)
     config = load(run.file, (*changes, f"blend.phases={json.dumps(MANY)}", *overrides))
-    print_plan(config, console, hashed_steps=0, assume=ASSUMED)
+    print_data_plan(config, console, hashed_steps=0, assume=ASSUMED)
     return re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
 
 

@@ -30,10 +30,10 @@ from pipeline.data.datasets.manifest import REPAIR
 from pipeline.data.datasets.merge import merge
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.order.phases import plan_journal
-from pipeline.data.plan.build import make_plan
+from pipeline.data.plan.build import make_data_plan
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import When, when
-from pipeline.data.provenance.run import RunView, ask
+from pipeline.data.provenance.run import RunView, open_view
 from pipeline.data.provenance.step_to_documents import Where, where
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(root: Path) -> RunView:
     """The run, before it was begun."""
-    return ask(root / "run.yaml")
+    return open_view(root / "run.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +148,10 @@ def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: RunVi
             segment = run.journal.segments[run.journal.segment_number(answer.step - 1)]
             assert len(ids) == segment.sequence_length + 1
             expected, _ = run.windows[run.journal.segment_number(answer.step - 1)][sample.source].read(
-                sample.lap, sample.position
+                sample.epoch, sample.position
             )
             assert ids == expected.tolist()
-            laps[sample.source].add(sample.lap)
+            laps[sample.source].add(sample.epoch)
     assert {source: max(seen) for source, seen in laps.items()} == {"plain": 3, "gz": 5, "pq": 0, "text": 1}
 
 
@@ -216,7 +216,7 @@ def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
         for sample in answer.shown:
             for piece in sample.pieces:
                 if piece.targets[0] < piece.targets[1]:
-                    seen = sample.lap, answer.step, sample.sample, piece.targets, piece.masked
+                    seen = sample.epoch, answer.step, sample.sample, piece.targets, piece.masked
                     expected[sample.source, piece.about.document].append(seen)
     reasons = defaultdict(int)
     closed: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -257,7 +257,7 @@ def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
     # A lap is closed where the next segment of the source begins.
     changes = {"plain": "sequence_length changes", "gz": "slice and sequence_length change"}
     for source, what in changes.items():
-        drawn = [(sample.lap, answer.step) for answer in steps for sample in answer.shown if sample.source == source]
+        drawn = [(sample.epoch, answer.step) for answer in steps for sample in answer.shown if sample.source == source]
         laps = {max(lap for lap, step in drawn if step < end): end for end in (61, 91)}
         expected_whys = {lap: {f"the lap was closed before step {step}, where {what}"} for lap, step in laps.items()}
         assert closed[source] == expected_whys, source
@@ -270,7 +270,7 @@ def test_reasons_hold_for_a_longer_run(root: Path) -> None:
     for on_exhausted in ("renormalize", "stop"):
         limits = ["data.sources.3.max_epochs=0.5", f"data.sources.3.on_exhausted={on_exhausted}"]
         changes = ["blend={phases: [{until: 9 steps}, {slices: {plain: [0.5, 1]}}]}", *limits]
-        short, long = (ask(root / "run.yaml", [*changes, f"train.duration={n} steps"]) for n in (20, 60))
+        short, long = (open_view(root / "run.yaml", [*changes, f"train.duration={n} steps"]) for n in (20, 60))
         assert long.steps == 60 if on_exhausted == "renormalize" else 20 < long.steps < 60
         due = beyond = closed = 0
         for source, dataset in short.datasets.items():
@@ -299,7 +299,7 @@ def test_a_document_in_many_windows(root: Path) -> None:
     (root / "fine.yaml").write_text(
         (root / "run.yaml").read_text().replace("sequence_length: 64", "sequence_length: 4")
     )
-    run = ask(root / "fine.yaml", ["blend=null", "data.sources.3.max_epochs=null", "train.duration=400 steps"])
+    run = open_view(root / "fine.yaml", ["blend=null", "data.sources.3.max_epochs=null", "train.duration=400 steps"])
     lengths = run.describe("plain", range(95), False, _quiet)
     longest = max(lengths.values(), key=lambda about: about.tokens)
     answer = _when(run, "plain", document=longest.document)
@@ -315,14 +315,16 @@ def test_a_document_in_many_windows(root: Path) -> None:
     assert told > 60
     assert lines[52] == f"  and {told - 50} more lines: --json has all"
     assert [line[:8] for line in lines[2:52]] == 50 * ["  lap 0:"]
-    masked = _when(ask(root / "fine.yaml", ["blend={skip: [{source: plain}]}"]), "plain", document=longest.document)
+    masked = _when(
+        open_view(root / "fine.yaml", ["blend={skip: [{source: plain}]}"]), "plain", document=longest.document
+    )
     assert masked.documents[0].seen == []
     assert "tokens; masked or passed over: " in list(masked.lines())[1]
 
 
 def test_a_document_whose_prov_record_is_lost(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "run" / "data", tmp_path / "data")
-    run = ask(root / "run.yaml", [f"data.dir={tmp_path}/data"])
+    run = open_view(root / "run.yaml", [f"data.dir={tmp_path}/data"])
     before = [_where(run, step) for step in range(1, 20)]
     for path in (tmp_path / "data" / "text" / "train").rglob("*.prov"):
         path.unlink()
@@ -440,7 +442,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     values["data"]["dir"] = str(root / "run" / "data")
     values["run"]["dir"] = "/nowhere"  # it was moved
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
-    before = ask(folder)
+    before = open_view(folder)
     assert (before.folder, before.done) == (folder, 0)
     assert "has no journal.json yet" in before.notes[0]
     storage.put_json(folder / "journal.json", before.journal.to_json())
@@ -452,7 +454,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     rows = [{"step": step, "attempt": 1} for step in range(1, 35)]
     cut = b'\n{"step": "?"}\n[]\n{"step": 35, "att'
     (folder / "metrics.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)) + cut)
-    run = ask(folder, ["train.loss.mask_document_start=true"])
+    run = open_view(folder, ["train.loss.mask_document_start=true"])
     assert (run.done, run.journal.to_json()) == (34, before.journal.to_json())
     assert run.notes == ["train.loss.mask_document_start: token 0 of each document has no weight"]
     assert [_where(run, step).done for step in (34, 35)] == [True, False]
@@ -465,23 +467,23 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     made = {name: dataset.fingerprint for name, dataset in run.datasets.items()}
     trained_on = made | {"gz": "0123", "gone": "4567"}
     storage.put_json(path / "state.json", {"layout": {}, "fingerprints": {"data": trained_on}})
-    (note,) = ask(folder).warnings
+    (note,) = open_view(folder).warnings
     assert (
         f"gz/train was made again: the newest checkpoint was trained on fingerprint 0123, and it has {made['gz']}"
         in note
     )
     storage.put_json(path / "state.json", {"layout": {}, "fingerprints": {"data": made}})
-    assert ask(folder).warnings == []
+    assert open_view(folder).warnings == []
     (path / "state.json").unlink()
-    assert (ask(folder).warnings, ask(folder).notes) == ([], [])
+    assert (open_view(folder).warnings, open_view(folder).notes) == ([], [])
 
     # The run file may have changed since: what was trained stays, what comes is as the review says.
     storage.put_json(path / "state.json", {"layout": {}, "journal": before.journal.to_json()})
     file = folder / "other.yaml"
     file.write_text((folder / "config.yaml").read_text().replace("/nowhere", str(folder)))
-    assert (ask(file).notes, ask(file).warnings) == ([], [])
-    later = ask(file, ["blend.phases.2.batch_size=4", "train.duration=160 steps"])
-    review = make_plan(later.config)
+    assert (open_view(file).notes, open_view(file).warnings) == ([], [])
+    later = open_view(file, ["blend.phases.2.batch_size=4", "train.duration=160 steps"])
+    review = make_data_plan(later.config)
     assert (later.journal.fingerprint, later.steps, later.done) == (review.journal, review.steps, 34)
     assert later.warnings == []
     assert later.notes == [
@@ -493,8 +495,8 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     assert next(_where(later, 91).lines()).startswith("step 91 of 160: ")
 
     # Steps since the newest checkpoint, which has 30, will be made again; their journal is still there.
-    again = ask(file, ["blend.phases.0.until=32 steps"])
-    review = make_plan(again.config)
+    again = open_view(file, ["blend.phases.0.until=32 steps"])
+    review = make_data_plan(again.config)
     assert (again.journal.fingerprint, again.steps, again.done) == (review.journal, review.steps, 30)
     (warning,) = again.warnings
     assert warning.startswith("steps 31 to 34, made since the newest checkpoint, will be made again as the run file")
@@ -505,15 +507,15 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
 
     # A spike in one of them is passed over then.
     spike = ["blend.skip=[{steps: 33}]"]
-    storage.put_json(folder / "journal.json", ask(file, ["blend.skip=[]", "run.dir=/nowhere"]).journal.to_json())
+    storage.put_json(folder / "journal.json", open_view(file, ["blend.skip=[]", "run.dir=/nowhere"]).journal.to_json())
     storage.put_json(path / "state.json", {"layout": {}, "journal": json.loads((folder / "journal.json").read_text())})
-    again = ask(file, spike)
-    assert again.journal.fingerprint == make_plan(again.config).journal
+    again = open_view(file, spike)
+    assert again.journal.fingerprint == make_data_plan(again.config).journal
     assert [again.journal.is_skipped(step) for step in (31, 32, 33)] == [False, True, False]
     assert (again.done, _where(again, 33).done, _where(again, 33).skipped) == (30, True, False)
     storage.put_json(folder / "journal.json", before.journal.to_json())
 
-    refused = ask(file, ["train.sequence_length=60"])
+    refused = open_view(file, ["train.sequence_length=60"])
     (warning,) = refused.warnings
     assert warning.startswith(f"answered by {folder}/journal.json: the run file now gives other data")
     assert (refused.journal.to_json(), refused.done) == (before.journal.to_json(), 34)
@@ -525,12 +527,12 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     other["segments"][0]["sources"]["gz"]["tokens"] += 1
     storage.put_json(folder / "journal.json", other)
     with pytest.raises(UserError, match=r"gz/train is not the dataset that the run was begun with"):
-        ask(folder)
+        open_view(folder)
     storage.put_json(folder / "journal.json", other | {"order_version": 2})
     with pytest.raises(UserError, match=f"(?s)^{folder}/journal.json: the journal of the run is damaged, .*training"):
-        ask(folder)
+        open_view(folder)
     with pytest.raises(UserError, match="is no run folder: it has no config.yaml"):
-        ask(tmp_path)
+        open_view(tmp_path)
 
 
 def test_datasets_of_others(root: Path, tmp_path: Path) -> None:
@@ -551,7 +553,7 @@ def test_datasets_of_others(root: Path, tmp_path: Path) -> None:
     ]
     config = make_config(tmp_path, sources, tokenizer={"path": str(tokenizer)})
     (tmp_path / "run.yaml").write_text(dump(config))
-    run = ask(tmp_path / "run.yaml", ["train.duration=40 steps", "train.batch_size=8"])
+    run = open_view(tmp_path / "run.yaml", ["train.duration=40 steps", "train.batch_size=8"])
     answers = [_where(run, step) for step in range(1, 41)]
     pieces = defaultdict(list)
     for answer in answers:
@@ -581,7 +583,7 @@ def test_the_commands(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
     file = root / "run.yaml"
     lines = said("where", file, "train.duration=20 steps", "--step", 20).splitlines()
-    assert lines == list(_where(ask(file, ["train.duration=20 steps"]), 20).lines())
+    assert lines == list(_where(open_view(file, ["train.duration=20 steps"]), 20).lines())
     assert lines[0].startswith("step 20 of 20: samples 38 to 39, ") and lines[0].endswith("of the run; not yet trained")
     value = json.loads(said("where", file, "--step", 40, "--rank", 0, "--ranks", 2, "--json"))
     sample = value["samples"][0]

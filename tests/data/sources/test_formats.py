@@ -17,7 +17,7 @@ from pipeline.config.data import DataConfig, SourceConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import when
-from pipeline.data.provenance.run import ask
+from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.source_location import Origins, open_origins
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.data.sources.formats import SOURCE_FORMATS
@@ -116,10 +116,10 @@ def test_a_format_in_one_file_goes_through_the_stage(tmp_path: Path) -> None:
     # `data where` and `data when`.
     run = tmp_path / "run.yaml"
     run.write_text(config.model_dump_json())
-    sample = where(ask(run), 1, rank=None, ranks=None, ids=True, say=print).json["samples"][0]
+    sample = where(open_view(run), 1, rank=None, ranks=None, ids=True, say=print).json["samples"][0]
     for about in sample["documents"]:
         shown = expected[about["file"], about["file_line"]]
         assert " ".join(about["text"].split()).removesuffix("…")[:20] in " ".join(shown.split())
         row = f"{about['file']}:{about['file_line']}"
-        (again,) = when(ask(run), "s", id=None, document=None, row=row, ids=False, say=print).json["documents"]
+        (again,) = when(open_view(run), "s", id=None, document=None, row=row, ids=False, say=print).json["documents"]
         assert (again["document"], again["id"]) == (about["document"], about["id"])

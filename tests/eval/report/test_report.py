@@ -21,7 +21,7 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.errors import EXIT_REFUSED, Stopped, UserError
 from pipeline.config.load import load
-from pipeline.data.plan.build import make_plan
+from pipeline.data.plan.build import make_data_plan
 from pipeline.eval.report.command import report
 from pipeline.eval.report.gather import gather
 from pipeline.train.fork import fork
@@ -83,7 +83,7 @@ def test_time_goes_where_the_goodput_says(root: Path, seen: dict[str, Report]) -
 def test_data_are_compared_with_the_plan(root: Path, seen: dict[str, Report]) -> None:
     """The plan is made anew from the run file, as `pipeline data plan` does it."""
     config = load(root / "run.yaml", ["train.batch_size=8"])
-    plan = make_plan(config).to_json()
+    plan = make_data_plan(config).to_json()
     planned = {row["source"]: row["end"] for row in plan["sources"]}
     found = seen["failed"]
     steps = steps_that_count(root / "failed")

@@ -63,14 +63,14 @@ def test_a_rank_that_fails_takes_no_files_from_a_checkpoint_that_is_committed(ro
 
 
 def _rank_1_copies_longer(file: Path) -> None:
-    original = trainer.staged
+    original = trainer.copy_locally
 
-    def staged(*arguments: Any, **options: Any) -> Any:
+    def copy_locally(*arguments: Any, **options: Any) -> Any:
         if dist.get_rank() == 1:
             time.sleep(25)
         return original(*arguments, **options)
 
-    trainer.staged = staged
+    trainer.copy_locally = copy_locally
     # The stages of a pipeline connect before the first step.
     _train(file, "late", "launch.time_limits.init_seconds=20", "parallel.pp=2")
 

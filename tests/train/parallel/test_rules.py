@@ -420,12 +420,12 @@ def test_shapes_of_steps_are_those_of_the_planned_run(run_file: Path, data: st.D
 
 
 def test_padding_and_micro_batches_are_the_loaders(run_file: Path) -> None:
-    from pipeline.data.order.locate import RankShare
+    from pipeline.data.order.locate import RankSamples
 
     for batch, micro, ranks in [(32, 1, 1), (32, 5, 3), (7, 4, 8), (10, 2, 5), (1, 1, 4)]:
         config = load(run_file, (*BASE, f"train.batch_size={batch}", f"train.micro_batch_size={micro}"))
         (shape,) = step_shapes(config, ranks)
-        shares = [RankShare(batch, shape.micro_batch_size, rank, ranks) for rank in range(ranks)]
+        shares = [RankSamples(batch, shape.micro_batch_size, rank, ranks) for rank in range(ranks)]
         assert {len(share.micro_batches) for share in shares} == {shape.micro_batches}
         windows = sum(len(samples) for share in shares for samples in share.micro_batches)
         computed = ranks * shape.micro_batches * shape.micro_batch_size
