@@ -11,9 +11,9 @@ from rich.console import Console
 
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
-from pipeline.common.format import when
+from pipeline.common.format import shape_text, when
 from pipeline.config.train import CheckpointConfig
-from pipeline.train.checkpoint.committed import UNREADABLE, damage_named
+from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import is_permanent
 
@@ -55,8 +55,7 @@ def rows(checkpoints: Checkpoints, config: CheckpointConfig) -> list[Row]:
     for path in checkpoints.unfinished():
         with suppress(OSError):  # it is finished, or gone
             if path.is_dir():
-                number = path.name.removeprefix("step-").partition(".")[0]
-                step = int(number) if number.isdigit() else None
+                step = step_of(path.name.partition(".")[0])
                 size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
                 found.append(Row(step, path.name, "temporary", bytes=size, time=path.stat().st_mtime))
     return found
@@ -134,7 +133,7 @@ def as_json(found: Iterable[Row]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Details:
-    """What is in a checkpoint."""
+    """The contents of a checkpoint."""
 
     checkpoint: Checkpoint
     state: dict[str, Any]
@@ -199,7 +198,8 @@ def _details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
         if section == "model" or all_tensors:
             width = max(map(len, tensors))
             for name, each in tensors.items():
-                yield f"  {name:<{width}}  {_shape(each)}  {str(each.dtype).removeprefix('torch.')}"
+                shape = shape_text(each.shape) or "scalar"
+                yield f"  {name:<{width}}  {shape}  {str(each.dtype).removeprefix('torch.')}"
 
 
 def _journal_lines(journal: Any) -> Iterator[str]:
@@ -275,7 +275,7 @@ def verify(
 
 
 def _forgeries(checkpoint: Checkpoint) -> list[str]:
-    """What is wrong with the list of tensors of a checkpoint whose hashes are right."""
+    """Problems of the list of tensors of a checkpoint whose hashes are right."""
     from pipeline.train.checkpoint.dcp_metadata import read_metadata
 
     try:
@@ -351,10 +351,6 @@ def _when(seconds: float | None) -> str:
 
 def _size(size: int) -> str:
     return f"{size / _MIB:,.1f} MiB"
-
-
-def _shape(each: Stored) -> str:
-    return " x ".join(map(str, each.shape)) or "scalar"
 
 
 def _words(values: Mapping[str, Any], leave_out: Sequence[str] = ()) -> str:

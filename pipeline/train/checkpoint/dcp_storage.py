@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import shape_text
 from pipeline.train.checkpoint.dcp_metadata import read_metadata
 from pipeline.train.checkpoint.manager import Checkpoint, Files
 from pipeline.train.distributed.process_group import cpu_group
@@ -47,7 +48,7 @@ _STATE = "state."
 
 
 def tensors(model: ParallelModel, optimizers: Optimizers | None, ema: Ema | None = None) -> State:
-    """What this rank has to save, by name: the very tensors that training changes. Every rank calls this."""
+    """The state that this rank has to save, by name: the very tensors that training changes. Every rank calls this."""
     state = _state(model, optimizers)
     if ema is not None:
         state["ema"] = dict(ema.averages)
@@ -162,12 +163,9 @@ def _begin_anew(moments: dict[str, Any], entries: Mapping[str, Any]) -> set[str]
     Returns:
         Parameters that they belong to. One of which there is nothing at all is none of them: that is an error.
     """
-    of_parameters = {key.rpartition(".")[0] for key in entries if key.startswith(f"optimizer.{_STATE}")}
-    anew: set[str] = set()
-    for key in moments:
-        parameter = key.rpartition(".")[0]
-        if key.startswith(_STATE) and f"optimizer.{key}" not in entries and f"optimizer.{parameter}" in of_parameters:
-            anew.add(parameter)
+    saved = {key.removeprefix("optimizer.") for key in entries if key.startswith(f"optimizer.{_STATE}")}
+    missing = {key.rpartition(".")[0] for key in moments if key.startswith(_STATE) and key not in saved}
+    anew = missing & {key.rpartition(".")[0] for key in saved}
     for key in list(moments):
         if not key.startswith(_STATE):
             del moments[key]
@@ -178,14 +176,14 @@ def _begin_anew(moments: dict[str, Any], entries: Mapping[str, Any]) -> set[str]
 
 def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
     """A `UserError` if the weights in a checkpoint, by their shapes, are not those of a model."""
-    if problem := misfit(found, spec, where):
+    if problem := first_misfit(found, spec, where):
         raise UserError(
             f"{problem}; set `model` back to that of the checkpoint (resume.allow=[model] is for changes that leave "
             "all shapes as they are), or begin a new run with another run.dir"
         )
 
 
-def misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> str | None:
+def first_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> str | None:
     """The first tensor that a model does not have as it is stored, in words; None if all fit.
 
     Args:
@@ -199,17 +197,13 @@ def misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -
         if name not in found:
             return f"{where} has no {name}, which this model has"
         if tuple(found[name]) != shape:
-            return f"{name} is {_times(found[name])} in {where} and {_times(shape)} in this model"
+            return f"{name} is {shape_text(found[name])} in {where} and {shape_text(shape)} in this model"
     more = next((name for name in found if name not in wanted), None)
     return None if more is None else f"{where} has {more}, which this model does not have"
 
 
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
-
-
 def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
-    """What this rank has, by name. A tied embedding that two stages have copies of is one entry."""
+    """The state of this rank, by name. A tied embedding that two stages have copies of is one entry."""
     state: State = {"model": {}}
     if optimizers is not None:
         state["optimizer"] = {}

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: rank 0 chooses, and all ranks look for damage before anything is loaded.
+"""The checkpoint that a run resumes from: rank 0 chooses, and all ranks look for damage before anything is loaded.
 
 Rank 0 alone lists folders. Of each checkpoint that it considers, every rank reads a share of the files, so that each
 file is read and hashed once.
@@ -22,9 +22,9 @@ Report = Callable[[str], None]
 
 
 def resume_point(checkpoints: Checkpoints, config: ResumeConfig, report: Report) -> Checkpoint | None:
-    """The checkpoint to go on from, None for a run that has none yet; every rank calls this.
+    """The checkpoint to resume from, None for a run that has none yet; every rank calls this.
 
-    Nothing is moved: `Checkpoints.settle` does that, when the run has agreed to what it finds there.
+    Nothing is moved: `Checkpoints.resume_from` does that, when the run has agreed to what it finds there.
 
     Args:
         checkpoints: of the run.
@@ -58,7 +58,7 @@ def rewind_point(checkpoints: Checkpoints, config: ResumeConfig, before: int, re
     """
     return _agree(
         checkpoints,
-        lambda verify: checkpoints.go_back(before, report, verify),
+        lambda verify: checkpoints.rewind(before, report, verify),
         full=config.verify_on_load == "full",
     )
 
@@ -78,7 +78,7 @@ def source_point(checkpoints: Checkpoints, step: int | None) -> Checkpoint:
 
 
 def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | None], *, full: bool) -> Checkpoint | None:
-    """What `choose` finds on rank 0, where it may ask for verification as often as it likes."""
+    """The result of `choose` on rank 0, where it may ask for verification as often as it likes, on all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return choose(lambda checkpoint: checkpoint.problems(full=full))
@@ -115,12 +115,12 @@ def _of_rank_0() -> dict[str, Any]:
 
 
 def _look(checkpoints: Checkpoints, task: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """What is wrong with this rank's share of the files, and whether it could not read one that rank 0 sees."""
+    """Problems of this rank's files, and the error if it could not read one that rank 0 sees."""
     problems: list[str] = []
     files: Files = task["files"]
     try:
         checkpoint = checkpoints.committed(task["step"])
-        for name in shares(files, ranks)[rank]:
+        for name in files_by_rank(files, ranks)[rank]:
             path = checkpoint.path / name
             wait_until_visible(path)
             if problem := changed(path, files[name][1]):
@@ -136,7 +136,7 @@ def _look(checkpoints: Checkpoints, task: dict[str, Any], rank: int, ranks: int)
     return {"problems": problems, "error": None}
 
 
-def shares(files: Files, ranks: int) -> list[Sequence[str]]:
+def files_by_rank(files: Files, ranks: int) -> list[Sequence[str]]:
     """File names by rank, each once: the largest first, to the rank with the fewest bytes so far."""
     dealt: list[list[str]] = [[] for _ in range(ranks)]
     load = [0] * ranks

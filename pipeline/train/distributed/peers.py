@@ -44,7 +44,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def is_watched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher on this machine, ours or torchrun, ends all ranks when one dies."""
+    """True if a launcher on this machine, ours or torchrun, ends all ranks when one dies."""
     return STORE in environment or "TORCHELASTIC_RUN_ID" in environment
 
 
@@ -111,7 +111,7 @@ class Peers:
             store.set(_KEY, f"{self._server.getsockname()[1]} {self._token}")
 
     def over(self) -> None:
-        """From now on ranks may end: this one looks no more, and is no more looked at."""
+        """Stop watching: from now on ranks may end."""
         self._over.set()
         self._tell(_BYE)
         with suppress(OSError):

@@ -29,7 +29,7 @@ from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed.rank import NODE_ERRORS, Processes, log_folder, record_error
 from pipeline.train.parallel.torch_compat.core import TORCH_FOLDER, last_collectives, waits_for_ranks
 from pipeline.train.run.folder import RunFolder
-from pipeline.train.run.heartbeat import HUNG, Heartbeat, whom_it_waits_for
+from pipeline.train.run.heartbeat import HUNG, Heartbeat, blocking_ranks_text
 
 Phase = Literal["init", "first_step", "step", "save"]
 
@@ -87,12 +87,12 @@ class Watchdog:
         faulthandler.unregister(STACKS_SIGNAL)
 
     def phase(self, phase: Phase, step: int | None = None) -> None:
-        """What begins now, at which step (for the message); starts the clock anew."""
+        """Begin a phase, at a step (for the message); starts the clock anew."""
         with self._lock:
             self._phase, self._step, self._elapsed = phase, step, 0.0
 
     def beat(self) -> None:
-        """The phase goes on and gets on: starts the clock anew."""
+        """Note progress within the phase: starts the clock anew."""
         with self._lock:
             self._elapsed = 0.0
 
@@ -178,14 +178,14 @@ class Watchdog:
             sys.stdout.flush()
 
     def _evidence(self) -> Path | None:
-        """Where the flight recorder goes: beside the logs of our launcher, or a folder of the run."""
+        """The folder of the flight recorder: beside the logs of our launcher, or one of the run."""
         beside = log_folder()
         if beside is not None or self._heartbeat is None:
             return beside
         return RunFiles(self._heartbeat.run).logs / f"hang-{self._heartbeat.attempt():04d}"
 
     def _others(self, frame: FrameType | None, step: int | None) -> str:
-        """What the heartbeats say of the ranks that keep the others, as a clause of the message."""
+        """The ranks that the others wait for, by their heartbeats, as a clause of the message."""
         beat = self._heartbeat
         if beat is None:
             return ""
@@ -195,7 +195,7 @@ class Watchdog:
             if beat.world == 1:
                 return ""
             beats = beat.others_have_noticed(_OTHERS)
-            return f": {whom_it_waits_for(beats, beat.world, beat.silent(beats))}"
+            return f": {blocking_ranks_text(beats, beat.world, beat.silent(beats))}"
         return ""
 
 

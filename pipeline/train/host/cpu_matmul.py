@@ -1,4 +1,4 @@
-"""Which library multiplies fp32 matrices on a CPU.
+"""The library that multiplies fp32 matrices on a CPU.
 
 torch has two, MKL and oneDNN, and takes MKL, whose fast paths are for processors of its maker: on others oneDNN is
 about twice as fast. torch hands products to it when their precision is allowed to be less. Where the processor has no

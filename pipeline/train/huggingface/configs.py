@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-from pydantic import ValidationError
-
 from pipeline.common.errors import UserError
 from pipeline.config.model import MAX_LAYERS, ModelConfig
+from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.huggingface.families import FAMILIES, Family
 from pipeline.train.model.mlps.dense.spec import default_ffn_dim
 
@@ -77,7 +76,7 @@ class _Source:
             self.refuse(key, found, f"only {' or '.join(map(repr, wanted))} is computed here")
 
     def refuse(self, key: str, value: Any, why: str) -> NoReturn:
-        """This value is nothing that we compute."""
+        """Raise an error: this value is nothing that we compute."""
         raise UserError(f"{self._where}: {key}: {value!r} cannot be converted: {why}")
 
     def finish(self, ignore: Collection[str]) -> None:
@@ -121,11 +120,7 @@ def from_hf_config(values: Mapping[str, Any], where: str, ignore: Collection[str
     source = _Source(values, where)
     model = _from_gpt2(source) if family.model_type == "gpt2" else _from_llama_like(source, family.model_type)
     source.finish(ignore)
-    try:
-        return family, ModelConfig(**model)
-    except ValidationError as error:
-        what = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise UserError(f"{where} describes no model that can be built: {what}") from None
+    return family, validated_model(model, f"{where} describes no model that can be built")
 
 
 def to_hf_config(model: ModelConfig, vocab_size: int, positions: int) -> tuple[Family, Json]:

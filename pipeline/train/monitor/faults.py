@@ -1,4 +1,4 @@
-"""What the host does about steps that went wrong: record them, go on, go back, or end the run."""
+"""The policy for steps that went wrong: record them, skip the update, rewind, or end the run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Faults:
 
     @property
     def troubled(self) -> bool:
-        """Whether the last step went wrong: what is saved now may not be worth keeping."""
+        """True if the last step went wrong: a checkpoint of now may not be worth keeping."""
         return self._in_a_row > 0
 
     def recall(self) -> None:
@@ -151,7 +151,7 @@ class Faults:
 
     @property
     def withheld(self) -> str:
-        """How many updates were withheld, without those of steps that a rewind has undone, in words; "" for none."""
+        """The number of withheld updates, without those of steps that a rewind has undone, in words; "" for none."""
         if not self._withheld:
             return ""
         return "1 update was withheld" if self._withheld == 1 else f"{self._withheld:,} updates were withheld"
@@ -179,7 +179,7 @@ class Faults:
         )
 
     def _advice(self) -> str:
-        """What to change where steps go wrong."""
+        """Advice where steps go wrong."""
         if self._fp16:
             return (
                 "Set train.precision.compute: bf16 (or fp32), whose range is larger, lower train.optimizer.lr, "
@@ -217,7 +217,7 @@ class Faults:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """Load the result of `state`."""
         self._in_a_row = int(state["in_a_row"])
         # A rewind is not forgotten by going back to before it.
         self._rewinds = max(self._rewinds, int(state["rewinds"]))

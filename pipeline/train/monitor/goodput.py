@@ -1,4 +1,4 @@
-"""How much of the time that a run has taken has brought it forward, and where the rest went."""
+"""Goodput: the fraction of a run's time that went into steps that count, and where the rest went."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Goodput:
 def goodput(
     run: Path, tries: Sequence[Attempt] | None = None, rows: Iterable[dict[str, Any]] | None = None
 ) -> Goodput | None:
-    """Of a run folder; None before its first attempt. An attempt that still runs counts until now.
+    """The goodput of a run folder; None before its first attempt. An attempt that still runs counts until now.
 
     Args:
         run: folder.
@@ -171,7 +171,7 @@ class _Use:
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """Whether a row of metrics.jsonl can be of such a step."""
+    """True if a row of metrics.jsonl can be of such a step."""
     return type(value) is int and 0 <= value <= MOST_STEPS
 
 

@@ -32,8 +32,9 @@ from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.parallel.torch_compat.core import local_shard
 from pipeline.train.planning.fake import fake_mesh
-from pipeline.train.planning.ledger import KINDS, Memory, MemoryLedger, Passes
+from pipeline.train.planning.ledger import KINDS, MemoryKind, MemoryLedger, Passes
 from pipeline.train.step import Stepper
 
 DeviceType = Literal["cpu", "cuda"]
@@ -47,7 +48,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a process is trained on in a step."""
+    """The batch of a process in a step."""
 
     samples: int
     """Of a micro-batch."""
@@ -60,7 +61,7 @@ class Shape:
 class StageMemory:
     """Bytes of a stage, where in a step which kind of memory takes how many. Linear in the number of layers."""
 
-    points: Mapping[tuple[str, Memory], float]
+    points: Mapping[tuple[str, MemoryKind], float]
     """By part of the step and kind; at the peak of the part, of the activations those of one micro-batch alone."""
     kept: float
     """Activations of a micro-batch between its forward and its backward pass."""
@@ -87,7 +88,7 @@ class StageMemory:
         return min(self.points[label, "unsharded"] for label in self.labels if label != "optimizer")
 
     def plus(self, times: float, less: StageMemory, more: StageMemory) -> StageMemory:
-        """This one, and so many times what `more` has and `less` has not."""
+        """This memory, plus `times` the difference between `more` and `less`."""
 
         def mix(mine: float, without: float, with_it: float) -> float:
             return mine + times * (with_it - without)
@@ -163,7 +164,7 @@ def _measure(
             document_attention=config.model.document_attention,
         )
         count = pp if pp > 1 else min(2, shape.micro_batches)
-        return _Recording(model, optimizers, stepper, ledger).run(_batches(shape, count))
+        return _Recording(model, optimizers, stepper, ledger).run(partial(_batches, shape, count))
 
 
 def _plain(train: TrainConfig) -> TrainConfig:
@@ -174,22 +175,19 @@ def _plain(train: TrainConfig) -> TrainConfig:
     return train.model_copy(update={"compile": False, "precision": precision, "metrics": metrics})
 
 
-def _batches(shape: Shape, count: int) -> Callable[[], list[Batch]]:
-    def make() -> list[Batch]:
-        size = (shape.samples, shape.length)
-        return [
-            Batch(
-                torch.empty(size, dtype=torch.int64),
-                torch.empty(size, dtype=torch.int64),
-                torch.empty(size),
-                torch.empty(shape.samples, dtype=torch.int32),
-                torch.empty(shape.samples, dtype=torch.int64),
-                {},
-            )
-            for _ in range(count)
-        ]
-
-    return make
+def _batches(shape: Shape, count: int) -> list[Batch]:
+    size = (shape.samples, shape.length)
+    return [
+        Batch(
+            torch.empty(size, dtype=torch.int64),
+            torch.empty(size, dtype=torch.int64),
+            torch.empty(size),
+            torch.empty(shape.samples, dtype=torch.int32),
+            torch.empty(shape.samples, dtype=torch.int64),
+            {},
+        )
+        for _ in range(count)
+    ]
 
 
 class _Recording:
@@ -226,12 +224,15 @@ class _Recording:
 
     def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> StageMemory:
         ledger = self._ledger
-        known: dict[Memory, set[Any]] = {"parameters": ledger.find(parameters), "moments": ledger.find(self._states())}
-        shards = {_local(parameter).numel() for parameter in parameters}
+        known: dict[MemoryKind, set[Any]] = {
+            "parameters": ledger.find(parameters),
+            "moments": ledger.find(self._states()),
+        }
+        shards = {local_shard(parameter).numel() for parameter in parameters}
         wholes = {_whole_numel(parameter) for parameter in parameters}
         sizes = {GRADIENT_BYTES * numel for numel in shards | wholes}
         sizes |= {width * numel for numel in wholes for width in COMPUTE_BYTES.values()}
-        points: dict[tuple[str, Memory], float] = {}
+        points: dict[tuple[str, MemoryKind], float] = {}
         peaks: dict[str, float] = {}
         kept = 0.0
         marks = iter(ledger.marks)
@@ -265,7 +266,7 @@ class _Recording:
         return states + (list(self._stepper.ema.averages.values()) if self._stepper.ema else [])
 
     def _names(self, label: str) -> list[str]:
-        """Of a part of the step, in stages of any number of layers."""
+        """Names of a part of the step that hold in stages of any number of layers."""
         what, _, index = label.partition(" of layer ")
         if not index:
             return [label]
@@ -328,10 +329,6 @@ class _Recording:
         return f"backward of layer {place}" if self._layers else "backward of the embedding"
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _whole_numel(parameter: Tensor) -> int:
     """Elements on this rank if dp_shard were 1."""
     assert isinstance(parameter, DTensor)
@@ -344,7 +341,7 @@ def _whole_numel(parameter: Tensor) -> int:
 
 
 def _use_gpu_kernels(model: ParallelModel) -> None:
-    """Where a GPU has one operation for what a CPU has several, which keep more for backward: that one.
+    """Use one operation where a GPU has one and a CPU several, which keep more for backward.
 
     That is RMSNorm. Attention is one operation on both, see `_kernel`.
     """
@@ -354,7 +351,7 @@ def _use_gpu_kernels(model: ParallelModel) -> None:
 
 
 def _kernel(config: Config, device_type: DeviceType) -> Kernel:
-    """What computes attention, as far as memory goes; on a GPU one of torch's own where none is named.
+    """The attention kernel, as far as memory goes; on a GPU one of torch's own where none is named.
 
     A kernel keeps queries, keys, values, its output and an fp32 number of each query and head; where it needs a mask,
     that too, in the type of the queries.

@@ -109,7 +109,7 @@ class MicroBatch:
 
 
 def micro_batch(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device) -> MicroBatch:
-    """What of a step's time neither the pipeline nor data parallelism decides.
+    """The time of a micro-batch, which neither the pipeline nor data parallelism decides.
 
     Args:
         config: The run file.

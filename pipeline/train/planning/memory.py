@@ -134,15 +134,15 @@ def _run(
         changed = recompute.model_copy(update={"mode": mode, "offload": False})
         train = config.train.model_copy(update={"recompute": changed})
         some = config.model_copy(update={"train": train})
-        questions = {count: _Question.of(some, layout, spec, shape, ends, count, device_type) for count in counts}
-        new = [count for count, question in questions.items() if question not in _answers]
-        if len(_answers) > _MOST_ANSWERS:
-            _answers.clear()
+        keys = {count: _MeasurementKey.of(some, layout, spec, shape, ends, count, device_type) for count in counts}
+        new = [count for count, key in keys.items() if key not in _measured]
+        if len(_measured) > _MOST_MEASURED:
+            _measured.clear()
             new = list(counts)
         if new:
             found = measure(some, layout, spec, shape, ends, new, device_type)
-            _answers.update({questions[count]: one for count, one in zip(new, found, strict=True)})
-        return {count: _answers[question] for count, question in questions.items()}
+            _measured.update({keys[count]: one for count, one in zip(new, found, strict=True)})
+        return {count: _measured[key] for count, key in keys.items()}
 
     if recompute.mode != "budget":
         return of_mode(recompute.mode)
@@ -151,8 +151,8 @@ def _run(
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What a stage is measured for. Schedules and the other stages of the pipeline do not matter to it."""
+class _MeasurementKey:
+    """All that the memory of a stage depends on: neither schedules nor the other stages of the pipeline."""
 
     settings: str
     layout: Layout
@@ -172,23 +172,23 @@ class _Question:
         ends: Ends,
         count: int,
         device_type: DeviceType,
-    ) -> _Question:
+    ) -> _MeasurementKey:
         parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.degrees})
         train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
         settings = parallel + config.model.model_dump_json() + train
         return cls(settings, replace(layout, pp=1), spec, shape, ends, count, device_type)
 
 
-_answers: dict[_Question, StageMemory] = {}
+_measured: dict[_MeasurementKey, StageMemory] = {}
 """What was measured before: whoever compares layouts asks for the same stages again and again."""
-_MOST_ANSWERS = 512
+_MOST_MEASURED = 512
 
 Order = Sequence[tuple[int, str, int]]
 """Stage, kind of pass, micro-batch."""
 
 
 def _orders(config: Config, layout: Layout, micro_batches: int) -> list[Order]:
-    """What each pp rank does in a step; nothing of note without a pipeline, where one micro-batch follows another."""
+    """The passes of each pp rank in their order; empty without a pipeline, where one micro-batch follows another."""
     if layout.pp == 1:
         return [[]]
     pipeline = config.parallel.pipeline

@@ -1,4 +1,4 @@
-"""What the processes of a layout send one another in a step, counted from what each part of the program sends.
+"""The traffic between the processes of a layout in a step, counted from what each part of the program sends.
 
 Shapes: B samples of a micro-batch, S positions of the whole sequence, D width, V padded vocabulary.
 
@@ -23,7 +23,7 @@ from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_schedules import actions_of
-from pipeline.train.parallel.pipeline_stages import Stage, split_stages
+from pipeline.train.parallel.pipeline_stages import Stage
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 
@@ -58,33 +58,25 @@ class Transfer:
         """Bytes that each rank sends.
 
         In a ring that is (n - 1) / n of a gather's or a reduce-scatter's, twice that of an all-reduce's; of an exchange
-        it is the others' share.
+        it is that of the others.
         """
         if self.operation == "send":
             return self.bytes
         return (2 if self.operation == "all_reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
 
 
-def traffic(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape) -> list[list[Transfer]]:
-    """What a process sends in a step, by pp rank.
+def stage_traffic(
+    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, stages: Sequence[Stage]
+) -> list[list[Transfer]]:
+    """The transfers of a process in a step, by pipeline stage.
 
     Args:
         config: The run file.
         layout: The degrees.
         spec: The model.
         shape: Of the step.
+        stages: All of the pipeline.
     """
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
-    found: list[list[Transfer]] = [[] for _ in range(layout.pp)]
-    for stage, transfers in zip(stages, stage_traffic(config, layout, spec, shape, stages), strict=True):
-        found[stage.rank] += transfers
-    return found
-
-
-def stage_traffic(
-    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, stages: Sequence[Stage]
-) -> list[list[Transfer]]:
-    """The same by stage."""
     counters = [_Counter(config, layout, spec, shape, stage, stages) for stage in stages]
     return [[each for each in counter.all() if each.calls and each.bytes and each.ranks > 1] for counter in counters]
 
@@ -98,17 +90,17 @@ def bytes_by_axis(transfers: Iterable[Transfer]) -> dict[Axis, int]:
 
 
 def is_recomputed(recompute: RecomputeConfig, layer: int) -> bool:
-    """Whether backward computes a layer's forward pass again, or parts of it."""
+    """True if backward computes a layer's forward pass again, or parts of it."""
     return recompute.mode != "none" and (recompute.mode == "budget" or layer % recompute.every == 0)
 
 
 def repeats_gathers(recompute: RecomputeConfig) -> bool:
-    """Whether what a recomputed layer gathers is gathered again."""
+    """True if a recomputed layer gathers its inputs again."""
     return recompute.mode in ("full", "selective")
 
 
 def repeats_communication(recompute: RecomputeConfig) -> bool:
-    """Whether its sums and exchanges are made again."""
+    """True if a recomputed layer repeats its sums and exchanges."""
     return repeats_gathers(recompute) and not (recompute.mode == "selective" and "communication" in recompute.keep)
 
 
@@ -140,6 +132,8 @@ class _Counter:
         self._shards = layout.shards
         self._reduction = reduction(config.parallel, layout)
         self._reductions = self._micro if self._reduction == "each" else 1
+        self._end_parameters = end_parameters(spec, stage.part, layout.tp)
+        self._layer_parameters = sum(layer_parameters(layer, layout.tp) for _, layer in self._layers)
 
     def all(self) -> Iterator[Transfer]:
         """Every kind, some of them without calls or bytes."""
@@ -149,7 +143,7 @@ class _Counter:
             yield from self._context_parallel()
         yield from self._pipeline()
         yield from self._sharded()
-        yield from self._replicated()
+        yield self._replicated()
 
     def _tensor_parallel(self) -> Iterator[Transfer]:
         stream = self._tokens * self._spec.dim * self._element
@@ -197,7 +191,7 @@ class _Counter:
         return Transfer("tp", operation, what, phase, self._micro * calls, self._micro * total, self._layout.tp)
 
     def _partial_gradients(self) -> Transfer:
-        """Of parameters that are whole on all tp ranks but see a part of tokens or heads on each."""
+        """Gradients of parameters that are whole on all tp ranks but see some of the tokens or heads on each."""
         spec, tp, part = self._spec, self._layout.tp, self._stage.part
         sizes: list[int] = []
         for _, layer in self._layers:
@@ -253,8 +247,7 @@ class _Counter:
             yield Transfer("pp", "send", "gradient of the tied embedding", "update", 1, table, layout.pp)
 
     def _sharded(self) -> Iterator[Transfer]:
-        ends = end_parameters(self._spec, self._stage.part, self._layout.tp)
-        layers = sum(layer_parameters(layer, self._layout.tp) for _, layer in self._layers)
+        ends, layers = self._end_parameters, self._layer_parameters
         (forward, backward), rest = self._gathers()
         # One byte each instead of two.
         gathered = layers * self._element - sum(self._fp8.get(index, 0) for index, _ in self._layers)
@@ -276,7 +269,7 @@ class _Counter:
         )
 
     def _gathers(self) -> tuple[tuple[int, int], int]:
-        """How often whole weights are collected in a step: of layers in forward and in backward passes, of the rest."""
+        """Gathers of whole weights in a step: of layers in forward and in backward passes, of the rest."""
         reshards = LayoutKind.of(self._parallel, self._layout).reshard or False
         if self._layout.pp == 1:
             return (self._micro, self._micro if reshards else 0), self._micro
@@ -288,16 +281,14 @@ class _Counter:
         )
         return by_stage[self._stage.index]
 
-    def _replicated(self) -> Iterator[Transfer]:
-        ends = end_parameters(self._spec, self._stage.part, self._layout.tp)
-        layers = sum(layer_parameters(layer, self._layout.tp) for _, layer in self._layers)
-        yield Transfer(
+    def _replicated(self) -> Transfer:
+        return Transfer(
             "dp_replicate",
             "all_reduce",
             "gradients",
             "update",
-            len(self._layers) + (1 if ends else 0),
-            GRADIENT_BYTES * (layers + ends) // self._shards,
+            len(self._layers) + (1 if self._end_parameters else 0),
+            GRADIENT_BYTES * (self._layer_parameters + self._end_parameters) // self._shards,
             self._layout.dp_replicate,
         )
 
@@ -306,7 +297,7 @@ class _Counter:
 def _gathers_in_pipeline(
     schedule: ScheduleName, pp: int, stages_per_rank: int, micro_batches: int, reshards: bool
 ) -> dict[int, tuple[tuple[int, int], int]]:
-    """How often whole weights are collected, by stage: of layers in forward and in backward passes, of the rest.
+    """Gathers of whole weights, by stage: of layers in forward and in backward passes, of the rest.
 
     Args:
         schedule: Its name in the run file.

@@ -28,7 +28,7 @@ from pipeline.common.errors import (
 )
 from pipeline.common.run_files import RunFiles
 from pipeline.train.monitor.goodput import goodput
-from pipeline.train.run.attempts import Running, correct, last_begun, settle
+from pipeline.train.run.attempts import RunningAttempt, correct_end, last_begun, record_missing_end
 from pipeline.train.run.heartbeat import read_beat
 from pipeline.train.run.lock import Lock
 
@@ -47,15 +47,10 @@ class RunFolder:
     step: int = 0
     """Steps trained so far, for `exit.json`."""
     lock: Lock | None = None
-    running: Running | None = field(default=None, init=False)
+    running: RunningAttempt | None = field(default=None, init=False)
     """This attempt in the ledger, once it has begun."""
     reserved: storage.Reserved | None = None
     """Room for `exit.json` on a disk that is full by then."""
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step and attempt."""
-        return RunFiles(self.path).metrics
 
     def begin(self, first_step: int, *, layout: dict[str, int], config: str) -> None:
         """Note in the ledger that this attempt begins; rank 0 calls this.
@@ -66,7 +61,7 @@ class RunFolder:
             config: hash of what it is started with.
         """
         _count(self.path, self.attempt)
-        self.running = Running(self.path, self.attempt, first_step, layout, config)
+        self.running = RunningAttempt(self.path, self.attempt, first_step, layout, config)
 
     def next_attempt(self, *, write: bool) -> None:
         """Count another attempt within this process, since steps are made again; rank 0 writes it down."""
@@ -180,7 +175,7 @@ def open_run(path: Path) -> Iterator[RunFolder]:
     try:
         for tmp in path.glob(f".*{storage.TEMPORARY_SUFFIX}"):
             storage.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
-        settle(path)
+        record_missing_end(path)
         folder = RunFolder(path, _next_attempt(path), lock=lock, reserved=storage.Reserved(RunFiles(path).exit_room))
         lock.note(folder.attempt)
         RunFiles(path).exit.unlink(missing_ok=True)
@@ -213,7 +208,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
         code, reason = exit_code(end), str(end) or type(end).__name__
         how = {"code": code, "reason": reason, "agreed": isinstance(end, Stopped) and end.agreed}
         storage.put_json(RunFiles(run).exit, {"attempt": last_attempt(run), "step": step, **state, **how})
-        correct(run, start, code, reason)
+        correct_end(run, start, code, reason)
 
 
 def last_attempt(run: Path) -> int:

@@ -74,7 +74,7 @@ def find(
             barrier()
             if found is not None and dist.get_rank() == 0:
                 assert there == 3, "nothing has been moved yet"
-                checkpoints.settle(found, config.step, said.append)
+                checkpoints.resume_from(found, config.step, said.append)
         else:
             found = rewind_point(checkpoints, config, before, said.append)
         error, step = None, found.step if found else None

@@ -95,8 +95,8 @@ def test_jobs_are_as_many_as_the_time_takes(run_file: Path) -> None:
     found = plan(load(run_file, PIPELINE), H100, 8)
     assert found.links is None
     seconds = found.hours * 3600
-    assert replace(found, job_seconds=seconds / 2.5).links == 3
-    assert replace(found, job_seconds=-1.0).links is None
+    assert replace(found, job_seconds=seconds / 2.5).jobs == 3
+    assert replace(found, job_seconds=-1.0).jobs is None
     assert any("leaves none for steps" in line for line in plan_lines(replace(found, job_seconds=-1.0)))
 
 
