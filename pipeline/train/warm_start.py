@@ -268,7 +268,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
     problems: list[str] = []
     for name in files_by_rank(about["files"], ranks)[rank]:
         try:
-            problem = changed(folder / name, about["files"][name][1], links=True)
+            problem = changed(folder / name, about["files"][name][1], symlinks=True)
         except OSError as error:
             problem = f"{folder / name} cannot be read: {error.strerror}"
         problems += [problem] if problem else []

@@ -100,7 +100,7 @@ def list_lines(found: Sequence[Row]) -> Iterator[str]:
     cells = [head] + [
         (
             "?" if row.step is None else f"{row.step:,}",
-            _when(row.time),
+            "?" if row.time is None else when(row.time),
             "?" if row.bytes is None else _size(row.bytes),
             "-" if row.parent is None else f"{row.parent:,}",
             "-" if row.attempt is None else str(row.attempt),
@@ -169,7 +169,7 @@ def _details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
     state, checkpoint = found.state, found.checkpoint
     yield f"{checkpoint.path}"
     yield f"  step        {checkpoint.step:,}" + (f", {state['tokens']:,} tokens" if "tokens" in state else "")
-    yield f"  committed   {_when(checkpoint.time)}, attempt {state.get('attempt', '?')}, {_size(checkpoint.size)}"
+    yield f"  committed   {when(checkpoint.time)}, attempt {state.get('attempt', '?')}, {_size(checkpoint.size)}"
     yield f"  fingerprint {checkpoint.fingerprint}"
     parent = checkpoint.parent()
     descends = "nothing: the first of its run" if parent is None else parent.name
@@ -343,10 +343,6 @@ def prune(
         raise failure
     if not gone:
         report("nothing to remove")
-
-
-def _when(seconds: float | None) -> str:
-    return "?" if seconds is None else when(seconds)
 
 
 def _size(size: int) -> str:

@@ -162,7 +162,7 @@ class Checkpoint:
 
 
 def changed(
-    path: Path, digest: str, advance: Callable[[int], None] = lambda size: None, *, links: bool = False
+    path: Path, digest: str, advance: Callable[[int], None] = lambda size: None, *, symlinks: bool = False
 ) -> str | None:
     """The problem of the content of a file, in words; None if its hash is `digest`.
 
@@ -170,13 +170,13 @@ def changed(
         path: of the file.
         digest: that it should have.
         advance: as for `file_hash`.
-        links: whether it may be a symbolic link. In a checkpoint none is expected.
+        symlinks: whether it may be a symbolic link. In a checkpoint none is expected.
 
     Raises:
         OSError: it cannot be read, and that need not be the disk's fault.
     """
     try:
-        now = f"{file_hash(path, advance, links=links):016x}"
+        now = f"{file_hash(path, advance, links=symlinks):016x}"
     except UserError as error:
         return str(error)
     except OSError as error:

@@ -174,32 +174,32 @@ def _begin_anew(moments: dict[str, Any], entries: Mapping[str, Any]) -> set[str]
     return {parameter.removeprefix(_STATE) for parameter in anew}
 
 
-def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
+def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source: Path) -> None:
     """A `UserError` if the weights in a checkpoint, by their shapes, are not those of a model."""
-    if problem := first_misfit(found, spec, where):
+    if problem := first_misfit(found, spec, source):
         raise UserError(
             f"{problem}; set `model` back to that of the checkpoint (resume.allow=[model] is for changes that leave "
             "all shapes as they are), or begin a new run with another run.dir"
         )
 
 
-def first_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> str | None:
+def first_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source: Path) -> str | None:
     """The first tensor that a model does not have as it is stored, in words; None if all fit.
 
     Args:
         found: shapes of the stored weights by parameter name.
         spec: of the model.
-        where: the weights are.
+        source: the folder of the weights, for messages.
     """
     with torch.device("meta"):
         wanted = {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
     for name, shape in wanted.items():
         if name not in found:
-            return f"{where} has no {name}, which this model has"
+            return f"{source} has no {name}, which this model has"
         if tuple(found[name]) != shape:
-            return f"{name} is {shape_text(found[name])} in {where} and {shape_text(shape)} in this model"
+            return f"{name} is {shape_text(found[name])} in {source} and {shape_text(shape)} in this model"
     more = next((name for name in found if name not in wanted), None)
-    return None if more is None else f"{where} has {more}, which this model does not have"
+    return None if more is None else f"{source} has {more}, which this model does not have"
 
 
 def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:

@@ -85,17 +85,17 @@ def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | Non
     if dist.get_rank() != 0:
         while True:
             # Also the end of this loop where rank 0 has failed.
-            task: dict[str, Any] = share(_of_rank_0)
+            task: dict[str, Any] = share(_not_rank_0)
             if "files" not in task:
                 return None if task["step"] is None else checkpoints.committed(task["step"])
-            gather(_look(checkpoints, task, dist.get_rank(), ranks))
+            gather(_verify_own_files(checkpoints, task, dist.get_rank(), ranks))
 
     def verify(checkpoint: Checkpoint) -> list[str]:
         problems = checkpoint.problems(full=False)
         if problems or not full:
             return problems
         task = share(lambda: {"step": checkpoint.step, "files": checkpoint.files()})
-        verdicts = gather(_look(checkpoints, task, 0, ranks))
+        verdicts = gather(_verify_own_files(checkpoints, task, 0, ranks))
         assert verdicts is not None, "this is rank 0"
         for verdict in verdicts:
             if verdict["error"]:
@@ -110,11 +110,11 @@ def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | Non
     return None if step is None else checkpoints.committed(step)
 
 
-def _of_rank_0() -> dict[str, Any]:
+def _not_rank_0() -> dict[str, Any]:
     raise AssertionError("only rank 0 knows")
 
 
-def _look(checkpoints: Checkpoints, task: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+def _verify_own_files(checkpoints: Checkpoints, task: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Problems of this rank's files, and the error if it could not read one that rank 0 sees."""
     problems: list[str] = []
     files: Files = task["files"]

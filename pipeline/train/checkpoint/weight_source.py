@@ -98,7 +98,7 @@ class _Exported:
         if self.weights == "ema" and about["weights"] != "ema":
             raise UserError(f"{self.folder} has the weights that were trained, and not their moving average")
         for name, (_, digest) in exported_files(self.folder, about).items():
-            if problem := changed(self.folder / name, digest, links=True):
+            if problem := changed(self.folder / name, digest, symlinks=True):
                 raise UserError(f"{problem}; export them again")
         self.name = str(self.folder)
         self.model = validated_model(about["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")

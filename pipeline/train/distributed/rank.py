@@ -121,7 +121,7 @@ class ErrorRecord:
     """Empty where the message says it all: a `UserError`, a stop."""
     consequence: bool
     """Another process failed first, and this one found out by it."""
-    said: bool
+    was_shown: bool
     """Whether the rank has shown the message itself, on the terminal."""
 
 
@@ -194,7 +194,7 @@ def _record(text: bytes) -> ErrorRecord:
         message=str(data["message"]["message"]),
         traceback=str(data["traceback"]),
         consequence=bool(data["consequence"]),
-        said=bool(data["said"]),
+        was_shown=bool(data["said"]),
     )
 
 

@@ -35,7 +35,7 @@ Phase = Literal["init", "first_step", "step", "save"]
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Lets a process write the stacks of its threads to its log, and go on."""
-_DOING: dict[Phase, str] = {
+_PHASE_TEXT: dict[Phase, str] = {
     "init": "finding the other processes and building the model",
     "first_step": "the first step",
     "step": "a step",
@@ -45,7 +45,7 @@ _INTERVAL = 1.0
 """Seconds between two looks, at most."""
 _OTHERS = 3.0
 """Seconds in which the other ranks should have noticed as well."""
-_TELLING = 30.0
+_REPORT_SECONDS = 30.0
 """Seconds after which the process ends, whatever has been told: the log may be on a disk that hangs itself."""
 _LIBRARIES = {name: sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib")}
 
@@ -137,15 +137,15 @@ class Watchdog:
 
     def _end(self, phase: Phase, step: int | None, elapsed: float) -> None:
         """Tell what is known, within limits, and end the process."""
-        with suppress(Exception):  # whatever happens to the telling, the process ends
-            # Also where the telling never gives Python back; that needs no Python, but has another exit code.
-            faulthandler.dump_traceback_later(2 * _TELLING, exit=True, file=_descriptor())
-            telling = threading.Thread(target=self._tell, args=(phase, step, elapsed), name="hang", daemon=True)
-            telling.start()
-            telling.join(_TELLING)
+        with suppress(Exception):  # whatever happens to the reporting, the process ends
+            # Also where the reporting never gives Python back; that needs no Python, but has another exit code.
+            faulthandler.dump_traceback_later(2 * _REPORT_SECONDS, exit=True, file=_descriptor())
+            reporting = threading.Thread(target=self._report, args=(phase, step, elapsed), name="hang", daemon=True)
+            reporting.start()
+            reporting.join(_REPORT_SECONDS)
         os._exit(EXIT_HANG)
 
-    def _tell(self, phase: Phase, step: int | None, elapsed: float) -> None:
+    def _report(self, phase: Phase, step: int | None, elapsed: float) -> None:
         rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
         with suppress(Exception):
             echo(f"hang: stacks of all threads of rank {rank} of {world}:", error=True, flush=True)
@@ -163,10 +163,10 @@ class Watchdog:
                 else:
                     file = evidence / f"flight-recorder-rank-{int(rank):04d}.json"
                     file.write_bytes(orjson.dumps(last_collectives(), option=orjson.OPT_INDENT_2))
-        what = _DOING[phase] if step is None else f"{_DOING[phase]} (step {step})"
+        what = _PHASE_TEXT[phase] if step is None else f"{_PHASE_TEXT[phase]} (step {step})"
         message = (
-            f"no progress for {elapsed:.0f} s in {what}{self._others(frame, step)}; if it only needs longer, raise "
-            f"launch.time_limits.{phase}_seconds ({self._limits[phase]:g})"
+            f"no progress for {elapsed:.0f} s in {what}{self._blocking_ranks(frame, step)}; if it only needs longer, "
+            f"raise launch.time_limits.{phase}_seconds ({self._limits[phase]:g})"
         )
         if world > 1:
             stacks = "The stacks of each rank are in its log"
@@ -184,7 +184,7 @@ class Watchdog:
             return beside
         return RunFiles(self._heartbeat.run).logs / f"hang-{self._heartbeat.attempt():04d}"
 
-    def _others(self, frame: FrameType | None, step: int | None) -> str:
+    def _blocking_ranks(self, frame: FrameType | None, step: int | None) -> str:
         """The ranks that the others wait for, by their heartbeats, as a clause of the message."""
         beat = self._heartbeat
         if beat is None:

@@ -219,37 +219,37 @@ def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
 
 
 def names_in_files(
-    family: Family, plan: TensorMapping, found: Mapping[str, Sequence[int]], where: str
+    family: Family, mapping: TensorMapping, found: Mapping[str, Sequence[int]], folder: str
 ) -> dict[str, str]:
-    """Names of `plan.theirs` -> names that the files have for them.
+    """Names of `mapping.theirs` -> names that the files have for them.
 
     Args:
         family: of the model.
-        plan: of the model.
+        mapping: of the model.
         found: shapes in the files by name.
-        where: the files, for messages.
+        folder: of the files, for messages.
 
     Raises:
         UserError: a tensor is missing, has another shape, or is none of this family's.
     """
     full = {name.removeprefix(family.prefix): name for name in found}
     names: dict[str, str] = {}
-    for name, shape in plan.their_shapes.items():
+    for name, shape in mapping.their_shapes.items():
         actual = full.get(name.removeprefix(family.prefix))
         if actual is None:
-            raise UserError(f"{where} has no tensor {name}, which its config.json asks for; is the download complete?")
+            raise UserError(f"{folder} has no tensor {name}, which its config.json asks for; is the download complete?")
         if tuple(found[actual]) != shape:
             raise UserError(
-                f"{where}: {actual} is {shape_text(found[actual])}, but by config.json it is {shape_text(shape)}; "
+                f"{folder}: {actual} is {shape_text(found[actual])}, but by config.json it is {shape_text(shape)}; "
                 "do the files belong together?"
             )
         names[name] = actual
     rest = [name for name in found if name not in names.values() and not _is_ignored(family, name)]
-    if HEAD not in plan.theirs:
+    if HEAD not in mapping.theirs:
         rest = [name for name in rest if name != HEAD]  # a copy of the embedding
     if rest:
         raise UserError(
-            f"{where} has {len(rest)} tensors that a {family.model_type} by this config.json has not, like {rest[0]}; "
+            f"{folder} has {len(rest)} tensors that a {family.model_type} by this config.json has not, like {rest[0]}; "
             "it cannot be converted without loss"
         )
     return names

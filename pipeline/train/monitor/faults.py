@@ -118,12 +118,10 @@ class Faults:
             self._end(row, kind, f"{what}, and train.faults.on_{kind} is stop", "it")
         if policy == "rewind":
             back = self._way_back(step - 1)
-            if back is not None and self._rewinds >= self._config.max_rewinds:
-                times = (
-                    f"the run has gone back {self._rewinds} times already, as often as train.faults.max_rewinds allows"
-                )
-                self._end(row, kind, f"{what}, and {times}", "it")
             if back is not None:
+                if self._rewinds >= self._config.max_rewinds:
+                    times = f"{self._rewinds} times already, as often as train.faults.max_rewinds allows"
+                    self._end(row, kind, f"{what}, and the run has gone back {times}", "it")
                 self._rewinds += 1
                 self._in_a_row = 0
                 self._write(row, kind, "rewind", skip=back)

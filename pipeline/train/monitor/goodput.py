@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pipeline.common import storage
+from pipeline.common.format import counted
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import Attempt, attempts
 
@@ -66,7 +67,7 @@ class Goodput:
             "other": self.other,
         }
         rest = ", ".join(f"{name} {seconds / self.wall:.1%}" for name, seconds in parts.items() if seconds)
-        tries = "1 attempt" if self.attempts == 1 else f"{self.attempts:,} attempts"
+        tries = counted(self.attempts, "attempt")
         whole = f"{self.share:.1%} of {_duration(self.wall)} in {tries} went into steps that count"
         return f"{whole}; {rest}" if rest else whole
 

@@ -152,43 +152,41 @@ class _Counter:
         gathered = again if repeats_gathers(self._recompute) else 0
         summed = again if repeats_communication(self._recompute) else 0
         # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum neither.
-        if self._cut:
-            yield self._tp("all_gather", "inputs of mixer and mlp", "forward", 2 * layers, stream)
-            yield self._tp("reduce_scatter", "outputs of mixer and mlp", "forward", 2 * layers, stream)
-            yield self._tp("all_gather", "gradients of their outputs", "backward", 2 * layers, stream)
-            yield self._tp("reduce_scatter", "gradients of their inputs", "backward", 2 * layers, stream)
-            yield self._tp("all_gather", "inputs of mixer and mlp", "again", 2 * gathered, stream)
-            yield self._tp("reduce_scatter", "outputs of mixers", "again", summed, stream)
-        else:
-            yield self._tp("all_reduce", "outputs of mixer and mlp", "forward", 2 * layers, stream)
-            yield self._tp("all_reduce", "gradients of their inputs", "backward", 2 * layers, stream)
-            yield self._tp("all_reduce", "outputs of mixers", "again", summed, stream)
+        rows: list[tuple[Operation, str, Phase, int]] = [
+            ("all_gather", "inputs of mixer and mlp", "forward", 2 * layers),
+            ("reduce_scatter", "outputs of mixer and mlp", "forward", 2 * layers),
+            ("all_gather", "gradients of their outputs", "backward", 2 * layers),
+            ("reduce_scatter", "gradients of their inputs", "backward", 2 * layers),
+            ("all_gather", "inputs of mixer and mlp", "again", 2 * gathered),
+            ("reduce_scatter", "outputs of mixers", "again", summed),
+        ]
         if part.first:
-            yield self._tp("reduce_scatter" if self._cut else "all_reduce", "embedding", "forward", 1, stream)
-            yield self._tp("all_gather", "gradient of the embedding", "backward", 1 if self._cut else 0, stream)
+            rows += [
+                ("reduce_scatter", "embedding", "forward", 1),
+                ("all_gather", "gradient of the embedding", "backward", 1),
+            ]
         if part.last:
-            yield self._tp("all_gather", "input of the head", "forward", 1 if self._cut else 0, stream)
-            yield self._tp(
-                "reduce_scatter" if self._cut else "all_reduce", "gradient of the head's input", "backward", 1, stream
-            )
+            rows += [
+                ("all_gather", "input of the head", "forward", 1),
+                ("reduce_scatter", "gradient of the head's input", "backward", 1),
+            ]
+        for operation, what, phase, calls in rows:
+            if self._cut:
+                yield self._in_each_micro_batch("tp", operation, what, phase, calls, calls * stream)
+            elif operation == "reduce_scatter":  # without a cut there is nothing to gather, and sums stay whole
+                yield self._in_each_micro_batch("tp", "all_reduce", what, phase, calls, calls * stream)
+        if part.last:
             chunks = -(-self._tokens // self._chunk)
-            row = self._tokens * _FP32
-            yield self._tp("all_reduce", "largest logits", "forward", chunks, row // chunks, whole=row)
-            yield self._tp("all_reduce", "sums of the softmax", "forward", chunks, 2 * row // chunks, whole=2 * row)
+            size = self._tokens * _FP32
+            yield self._in_each_micro_batch("tp", "all_reduce", "largest logits", "forward", chunks, size)
+            yield self._in_each_micro_batch("tp", "all_reduce", "sums of the softmax", "forward", chunks, 2 * size)
         yield self._partial_gradients()
 
-    def _tp(
-        self,
-        operation: Operation,
-        what: str,
-        phase: Phase,
-        calls: int,
-        size: int,
-        whole: int | None = None,
+    def _in_each_micro_batch(
+        self, axis: Literal["tp", "cp"], operation: Operation, what: str, phase: Phase, calls: int, size: int
     ) -> Transfer:
-        """In every micro-batch."""
-        total = calls * size if whole is None else whole
-        return Transfer("tp", operation, what, phase, self._micro * calls, self._micro * total, self._layout.tp)
+        ranks = self._layout.tp if axis == "tp" else self._layout.cp
+        return Transfer(axis, operation, what, phase, self._micro * calls, self._micro * size, ranks)
 
     def _partial_gradients(self) -> Transfer:
         """Gradients of parameters that are whole on all tp ranks but see some of the tokens or heads on each."""
@@ -221,13 +219,11 @@ class _Counter:
             sent = layer.mixer.cp_transfer(method, layout.tp, layout.cp)
             assert sent is not None, f"{layer.mixer.label} over cp"
             size = self._tokens * sent.numbers * self._element
-            yield self._cp(forward, sent.what, "forward", sent.calls, size)
-            yield self._cp(backward, f"gradients of {sent.what}", "backward", sent.calls, size)
+            gradients = f"gradients of {sent.what}"
+            yield self._in_each_micro_batch("cp", forward, sent.what, "forward", sent.calls, size)
+            yield self._in_each_micro_batch("cp", backward, gradients, "backward", sent.calls, size)
             if is_recomputed(self._recompute, index) and repeats:
-                yield self._cp(forward, sent.what, "again", sent.calls, size)
-
-    def _cp(self, operation: Operation, what: str, phase: Phase, calls: int, size: int) -> Transfer:
-        return Transfer("cp", operation, what, phase, self._micro * calls, self._micro * size, self._layout.cp)
+                yield self._in_each_micro_batch("cp", forward, sent.what, "again", sent.calls, size)
 
     def _pipeline(self) -> Iterator[Transfer]:
         layout, index = self._layout, self._stage.index

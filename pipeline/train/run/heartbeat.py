@@ -256,34 +256,34 @@ def blocking_ranks_text(
         beats: By rank, of this attempt.
         world: Number of ranks.
         silent: Those that give no sign of life any more: stopped, or lost with their machine.
-        missing: Whether a rank without a heartbeat is worth telling.
+        missing: Whether a rank without a heartbeat is worth naming.
         now: Seconds since 1970; by default the time it is.
     """
     if world == 1:
         return ""
     now = time.time() if now is None else now
     quiet = set(silent)
-    told = [
+    reasons = [
         f"{_who(beats[rank])} has given no sign of life for {max(0.0, now - beats[rank].time):.0f} s; "
         f"the last one came from {_position(beats[rank])}"
         for rank in sorted(quiet)
     ]
     if missing:
-        told += [f"rank {rank} has given no sign of life at all" for rank in range(world) if rank not in beats]
+        reasons += [f"rank {rank} has given no sign of life at all" for rank in range(world) if rank not in beats]
     lively = [beat for rank, beat in sorted(beats.items()) if rank not in quiet]
-    told += [
+    reasons += [
         f"{_who(beat)} is in no collective, but at {beat.place}"
         for beat in lively
         if beat.waits is False and beat.place
     ]
-    told += [f"{_who(beat)} has left the training" for beat in lively if beat.phase == ENDED]
+    reasons += [f"{_who(beat)} has left the training" for beat in lively if beat.phase == ENDED]
     busy = [beat for beat in lively if beat.phase not in (HUNG, ENDED)]
-    if not told:
-        told += [f"{_who(beat)} is at {_position(beat)}" for beat in busy]
-    if not told:
+    if not reasons:
+        reasons += [f"{_who(beat)} is at {_position(beat)}" for beat in busy]
+    if not reasons:
         return "every rank waits for the others; compare the last collectives of each in the flight recorder"
-    more = len(told) - _NAMED
-    return "; ".join([*told[:_NAMED], *([f"and {more:,} more"] if more > 0 else [])])
+    more = len(reasons) - _NAMED
+    return "; ".join([*reasons[:_NAMED], *([f"and {more:,} more"] if more > 0 else [])])
 
 
 def _who(beat: Beat) -> str:

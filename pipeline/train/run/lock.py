@@ -70,8 +70,7 @@ class Lock:
                 if refuse:
                     raise UserError(_in_use(run, _parse(path, before), refuse))
             if not _replace(path, before, orjson.dumps(mine)):
-                other = holder(run)
-                raise UserError(_in_use(run, other or {}, "it came at the same moment"))
+                raise UserError(_in_use(run, holder(run) or {}, "it came at the same moment"))
         return cls(path, mine)
 
     def note(self, attempt: int) -> None:
