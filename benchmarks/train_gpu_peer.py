@@ -104,12 +104,14 @@ def peer(kind: str) -> Build:
 @torch.no_grad()
 def draw_all(model: nn.Module, family: Family, place: Place) -> None:
     """The weights that ours has."""
-    plan = map_tensors(family, place.spec)
+    mapping = map_tensors(family, place.spec)
     for name, parameter in model.named_parameters():
-        sources = {ours: torch.empty(plan.our_shapes[ours], device=place.device) for ours in plan.theirs[name].ours}
+        sources = {
+            ours: torch.empty(mapping.our_shapes[ours], device=place.device) for ours in mapping.theirs[name].ours
+        }
         for ours, tensor in sources.items():
             draw(tensor, ours, place.spec, place.config.model.init)
-        parameter.copy_(plan.to_theirs(name, sources))
+        parameter.copy_(mapping.to_theirs(name, sources))
 
 
 def _with_masters(model: nn.Module) -> list[Tensor]:

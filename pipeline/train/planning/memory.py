@@ -134,7 +134,8 @@ def _run(
         changed = recompute.model_copy(update={"mode": mode, "offload": False})
         train = config.train.model_copy(update={"recompute": changed})
         some = config.model_copy(update={"train": train})
-        keys = {count: _MeasurementKey.of(some, layout, spec, shape, ends, count, device_type) for count in counts}
+        common = _settings(some, layout), replace(layout, pp=1), spec, shape, ends, device_type
+        keys = {count: (*common, count) for count in counts}
         new = [count for count, key in keys.items() if key not in _measured]
         if len(_measured) > _MOST_MEASURED:
             _measured.clear()
@@ -150,37 +151,16 @@ def _run(
     return {count: nothing[count].plus(recompute.budget, nothing[count], everything[count]) for count in counts}
 
 
-@dataclass(frozen=True)
-class _MeasurementKey:
-    """All that the memory of a stage depends on: neither schedules nor the other stages of the pipeline."""
-
-    settings: str
-    layout: Layout
-    spec: DecoderSpec
-    shape: Shape
-    ends: Ends
-    count: int
-    device_type: DeviceType
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        layout: Layout,
-        spec: DecoderSpec,
-        shape: Shape,
-        ends: Ends,
-        count: int,
-        device_type: DeviceType,
-    ) -> _MeasurementKey:
-        parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.degrees})
-        train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
-        settings = parallel + config.model.model_dump_json() + train
-        return cls(settings, replace(layout, pp=1), spec, shape, ends, count, device_type)
+def _settings(config: Config, layout: Layout) -> str:
+    """All values of the run file that the memory of a stage depends on: not those of the pipeline's schedule."""
+    parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.degrees})
+    train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
+    return parallel + config.model.model_dump_json() + train
 
 
-_measured: dict[_MeasurementKey, StageMemory] = {}
-"""What was measured before: whoever compares layouts asks for the same stages again and again."""
+_measured: dict[tuple[str, Layout, DecoderSpec, Shape, Ends, DeviceType, int], StageMemory] = {}
+"""Memory by all that a stage's depends on, the number of its layers last; whoever compares layouts asks for the same
+stages again and again."""
 _MOST_MEASURED = 512
 
 Order = Sequence[tuple[int, str, int]]
