@@ -106,9 +106,8 @@ def draw_all(model: nn.Module, family: Family, place: Place) -> None:
     """The weights that ours has."""
     mapping = map_tensors(family, place.spec)
     for name, parameter in model.named_parameters():
-        sources = {
-            ours: torch.empty(mapping.our_shapes[ours], device=place.device) for ours in mapping.theirs[name].ours
-        }
+        names = mapping.theirs[name].ours
+        sources = {ours: torch.empty(mapping.our_shapes[ours], device=place.device) for ours in names}
         for ours, tensor in sources.items():
             draw(tensor, ours, place.spec, place.config.model.init)
         parameter.copy_(mapping.to_theirs(name, sources))
