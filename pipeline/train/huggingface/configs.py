@@ -95,16 +95,6 @@ class _Source:
             self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")
 
 
-def family_of(values: Mapping[str, Any], file: str) -> Family:
-    """The family that a config.json is of; a `UserError` names one that we do not have."""
-    model_type = values.get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"{file}: model_type: {model_type!r} cannot be converted; these can: {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[model_type]
-
-
 def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
     """The `model:` section that computes what a config.json describes.
 
@@ -116,8 +106,12 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
     Raises:
         UserError: an unsupported architecture or feature, by name.
     """
-    family = family_of(values, file)
-    source = _Source(values, file)
+    model_type = values.get("model_type")
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{file}: model_type: {model_type!r} cannot be converted; these can: {', '.join(sorted(FAMILIES))}"
+        )
+    family, source = FAMILIES[model_type], _Source(values, file)
     model = _from_gpt2(source) if family.model_type == "gpt2" else _from_llama_like(source, family.model_type)
     source.finish(ignore)
     return family, validated_model(model, f"{file} describes no model that can be built")

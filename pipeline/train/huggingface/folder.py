@@ -20,7 +20,7 @@ from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.checkpoint.weight_source import read_tensors, tensors_in
 from pipeline.train.huggingface.configs import from_hf_config
-from pipeline.train.huggingface.families import HEAD, Family, TensorMapping, map_tensors, names_in_files
+from pipeline.train.huggingface.families import HEAD, TensorMapping, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = "config.json"
@@ -56,8 +56,7 @@ class HuggingFaceFolder:
         if not file.is_file():
             raise UserError(f"{folder} has no {CONFIG_FILE}; give the folder of a downloaded model")
         self.values: dict[str, Any] = read_json(file)
-        family, model = from_hf_config(self.values, str(file), ignore)
-        self.family: Family = family
+        self.family, model = from_hf_config(self.values, str(file), ignore)
         changes = {} if vocab_multiple is None else {"vocab_multiple": vocab_multiple}
         self.model: ModelConfig = model.model_copy(update=changes)
         """The `model:` section that computes the same."""
@@ -183,8 +182,7 @@ class HuggingFaceFolder:
             return sorted({storage.plain_name(name, index) for name in named.values()})
         if found := sorted(path.name for path in self.folder.glob("*.safetensors")):
             return found
-        pickles = [path.name for pattern in _PICKLES for path in sorted(self.folder.glob(pattern))]
-        if pickles:
+        if pickles := [path.name for pattern in _PICKLES for path in sorted(self.folder.glob(pattern))]:
             raise UserError(
                 f"{self.folder} has its weights in {pickles[0]}, a pickle, which could run code and is not read; make "
                 "safetensors of it where you trust it: "

@@ -167,9 +167,8 @@ class Faults:
     def _end(self, row: dict[str, Any], kind: Kind, why: str, them: str) -> None:
         self._write(row, kind, "stop")
         last, first = row["step"], row["step"] - max(self._in_a_row, 1) + 1
-        these = f"the step (blend.skip: [{{steps: {last}}}])"
-        if first < last:
-            these = f"the steps (blend.skip: [{{steps: {first}-{last}}}])"
+        steps = f"{first}-{last}" if first < last else f"{last}"
+        these = f"the {'steps' if first < last else 'step'} (blend.skip: [{{steps: {steps}}}])"
         raise NumericalError(
             f"{why} ({self.withheld} in all). {self._saver.last_saved()} is from before {them}. {self._advice()}, "
             f"look at the samples in {self.record}, or pass over {these} and run the same command; "

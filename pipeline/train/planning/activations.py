@@ -234,13 +234,10 @@ class _Recording:
         sizes |= {width * numel for numel in wholes for width in COMPUTE_BYTES.values()}
         points: dict[tuple[str, MemoryKind], float] = {}
         peaks: dict[str, float] = {}
-        kept = 0.0
         marks = iter(ledger.marks)
         now, following = next(marks), next(marks, None)
         levels = list(ledger.levels(known, self._passes, sizes))
-        for at, level in levels:
-            if at <= self._passes.ends[0]:
-                kept = level.get("activations", 0)
+        kept = [level.get("activations", 0) for at, level in levels if at <= self._passes.ends[0]][-1]
         for at, level in levels:
             while following is not None and at >= following.time:
                 now, following = following, next(marks, None)

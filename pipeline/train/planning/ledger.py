@@ -161,9 +161,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes: Bytes of whole and sharded gradients of parameters.
         """
         kinds = {memory: kind for kind, memories in known.items() for memory in memories}
-        for memory in self._all:
-            if memory not in kinds:
-                kinds[memory] = _kind(memory, passes, sizes)
+        kinds |= {memory: _kind(memory, passes, sizes) for memory in self._all if memory not in kinds}
         now: dict[MemoryKind, int] = defaultdict(int)
         for memory in self._all:
             now[kinds[memory]] += memory.start
