@@ -63,6 +63,10 @@ class Parent:
     step: int | None = None
     fingerprint: str | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """For state.json."""
+        return {"step": self.step, "name": self.name, "fingerprint": self.fingerprint}
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +294,7 @@ class Checkpoints:
             shutil.rmtree(tmp, ignore_errors=True)
         else:
             parent = self.latest()
-            origin = asdict(Parent(parent.path.name, parent.step, _fingerprint(parent))) if parent else None
+            origin = Parent(parent.path.name, parent.step, _fingerprint(parent)).to_json() if parent else None
             storage.put_json(tmp / CHECKPOINT_STATE, {**state, "step": step, "parent": origin})
             everything = {**files, CHECKPOINT_STATE: record_of(tmp / CHECKPOINT_STATE)}
             storage.put_json(tmp / COMMIT, {"step": step, "time": time.time(), "files": everything})
