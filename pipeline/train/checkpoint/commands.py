@@ -172,8 +172,7 @@ def _details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
     yield f"  committed   {when(checkpoint.time)}, attempt {state.get('attempt', '?')}, {_size(checkpoint.size)}"
     yield f"  fingerprint {checkpoint.fingerprint}"
     parent = checkpoint.parent()
-    descends = "nothing: the first of its run" if parent is None else parent.name
-    yield f"  descends from {descends}"
+    yield f"  descends from {'nothing: the first of its run' if parent is None else parent.name}"
     if state.get("origin"):
         yield f"  origin      {_words(state['origin'], leave_out=('journal',))}"
     if "layout" in state:
@@ -269,8 +268,7 @@ def verify(
                 continue
             found[checkpoint.step] = problems
             if not problems:
-                files = len(checkpoint.files())
-                report(f"{checkpoint.path.name}: good, {files} files, {_size(checkpoint.size)}")
+                report(f"{checkpoint.path.name}: good, {len(checkpoint.files())} files, {_size(checkpoint.size)}")
     return found
 
 

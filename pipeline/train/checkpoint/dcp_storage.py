@@ -137,8 +137,7 @@ def read(
         raise UserError(f"checkpoint {folder} cannot be loaded into this model: {first_cause(failure)}") from failure
     given: set[str] = set()
     for index, part in model.parts.items():
-        names = get_model_state_dict(part)
-        set_model_state_dict(part, {name: state[weights][name] for name in names})
+        set_model_state_dict(part, {name: state[weights][name] for name in get_model_state_dict(part)})
         if optimizers is not None:
             stage = optimizers.by_stage[index]
             keys = get_optimizer_state_dict(part, stage, options=_FLAT)

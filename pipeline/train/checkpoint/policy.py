@@ -38,8 +38,7 @@ def to_prune(
     """
     if latest is None:
         return []
-    newest = sorted(steps)[-config.keep :]
-    stay = {latest, *good, *newest}
+    stay = {latest, *good, *sorted(steps)[-config.keep :]}
     return [step for step in sorted(steps) if step < latest and step not in stay and not is_permanent(config, step)]
 
 

@@ -110,8 +110,7 @@ class Stragglers:
             work: Its `summary`.
             seconds: How long it took all ranks.
         """
-        matters = work["ratio"] > _RATIO and work["max"] - work["median"] > _SHARE * seconds
-        if not matters:
+        if work["ratio"] <= _RATIO or work["max"] - work["median"] <= _SHARE * seconds:
             self._last.clear()
             return None
         self._last.append((work["slowest"], work["ratio"]))

@@ -150,8 +150,9 @@ def least_seconds(config: Config, layout: Layout, spec: DecoderSpec, shape: Step
     stages = split_stages(spec, pp, pipeline, config.train.sequence_length)
     for stage in stages:
         layers[stage.rank] += len(stage.part.layers)
-    last = stages[-1].rank
-    slowest = max(count * cost.layer + (cost.ends if rank == last else 0.0) for rank, count in enumerate(layers))
+    slowest = max(
+        count * cost.layer + (cost.ends if rank == stages[-1].rank else 0.0) for rank, count in enumerate(layers)
+    )
     bubble = least_bubble(pipeline.schedule, pp, pipeline.stages_per_rank, shape.micro_batches)
     return _SLACK * max(shape.micro_batches * slowest, total / pp / (1 - bubble))
 

@@ -188,5 +188,4 @@ def _kind(memory: _Storage, passes: Passes, sizes: set[int]) -> MemoryKind:
         adds_up = memory.size in sizes and any(memory.born < turn < died for turn in turns)
         if adds_up or died > passes.until:
             return "gradients"
-    kept = any(memory.born <= end < died for end in passes.ends)
-    return "activations" if kept else "working"
+    return "activations" if any(memory.born <= end < died for end in passes.ends) else "working"

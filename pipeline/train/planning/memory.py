@@ -253,6 +253,5 @@ def _at(label: str, index: int, stages: Mapping[int, StageMemory], has_gradients
         else:
             here["gradients"] += stage.gradients * has_gradients
     if label != "optimizer":
-        gathered = sorted((stage.unsharded for stage in resting), reverse=True)[: ACTIVE_STAGES - 1]
-        here["unsharded"] += sum(gathered)
+        here["unsharded"] += sum(sorted((stage.unsharded for stage in resting), reverse=True)[: ACTIVE_STAGES - 1])
     return here

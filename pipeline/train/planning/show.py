@@ -63,8 +63,7 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
 
 def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
     """Layouts in words, one per line, in the order given; there is at least one."""
-    device = suggestions[0][1].device
-    yield f"suggestions, fastest first ({basis(device)}):"
+    yield f"suggestions, fastest first ({basis(suggestions[0][1].device)}):"
     for overrides, other in suggestions:
         keys = " ".join(as_arguments(overrides)) or "as it is"
         fraction = other.peak_bytes / other.memory_limit

@@ -93,7 +93,7 @@ def test_steps_are_those_of_the_journal(run_file: Path) -> None:
 
 def test_jobs_are_as_many_as_the_time_takes(run_file: Path) -> None:
     found = plan(load(run_file, PIPELINE), H100, 8)
-    assert found.links is None
+    assert found.jobs is None
     seconds = found.hours * 3600
     assert replace(found, job_seconds=seconds / 2.5).jobs == 3
     assert replace(found, job_seconds=-1.0).jobs is None
