@@ -49,7 +49,7 @@ def test_parts_of_a_plan_belong_together(run_file: Path) -> None:
     flops = flops_per_token(planned_spec(config), 2048, causal=True)
     assert phase.mfu_causal == pytest.approx(8 * 2048 * flops / (phase.seconds.total * 8 * 989e12))
     assert found.hours == pytest.approx(10 * phase.seconds.total / 3600)
-    assert found.links == 1
+    assert found.jobs == 1
     assert [rank.pp_rank for rank in found.memory] == [0, 1] and found.fits
     assert found.memory_limit == int(81_559 * 2**20 * (1 - RESERVE))
 
