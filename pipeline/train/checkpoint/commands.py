@@ -32,7 +32,7 @@ class Row:
     state: str
     """"ok" (by its sizes; `verify` reads everything), "damaged", "abandoned" or "temporary"."""
     latest: bool = False
-    """Whether a run goes on from it."""
+    """Whether a run resumes from it."""
     time: float | None = None
     """When it was committed, in seconds since 1970."""
     bytes: int | None = None
@@ -41,7 +41,7 @@ class Row:
     attempt: int | None = None
     layout: str | None = None
     permanent: bool = False
-    """Whether `train.checkpoint.keep_every` keeps it for ever."""
+    """Whether `train.checkpoint.keep_every` keeps it permanently."""
     problems: tuple[str, ...] = ()
 
 
@@ -244,7 +244,7 @@ def verify(
         checkpoints: of a run.
         step: of one of them; by default all are read.
         console: for the progress bar.
-        report: told of each checkpoint as soon as it is known.
+        report: gets a line per checkpoint as soon as it is known.
 
     Raises:
         UserError: there is nothing to verify.
@@ -305,8 +305,8 @@ def prune(
     Args:
         checkpoints: of a run.
         config: the policy's numbers.
-        report: told each folder that is gone, or would be.
-        keep: the newest so many stay, instead of the policy's number; or
+        report: gets a line per folder that is gone, or would be.
+        keep: number of latest checkpoints that stay, instead of the policy's; or
         steps: remove these instead.
         abandoned: remove what the run has gone back from, too.
         dry_run: remove nothing.

@@ -138,7 +138,7 @@ class Checkpoint:
 
         Args:
             full: read every file and compare its hash; otherwise only existence and size.
-            advance: told how many bytes have been read, piece by piece.
+            advance: gets the bytes that have been read, piece by piece.
         """
         try:
             step, files = self._commit()["step"], self.files()

@@ -215,7 +215,7 @@ def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
             new = [optimizer for optimizer in stage if not optimizer.state]
             state["optimizer"].update(get_optimizer_state_dict(part, stage, options=_FLAT))
             # torch has made the states in a step of its own, which must not count as one of the run's: the first steps
-            # may have been passed over.
+            # may have been skipped.
             for values in (values for optimizer in new for values in optimizer.state.values()):
                 values["step"].zero_()
     return state

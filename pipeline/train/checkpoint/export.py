@@ -74,7 +74,7 @@ def average(
         checkpoints: of a run.
         to: as for `export`.
         steps: of the checkpoints; or
-        last: the newest so many.
+        last: number of latest checkpoints.
         weights: as for `export`.
         max_shard: as for `export`.
         console: as for `export`.

@@ -141,7 +141,7 @@ class Checkpoints:
         Of a damaged one the parents are tried. `resume_from` is what comes next, when nothing else speaks against it.
 
         Args:
-            report: told what was passed over.
+            report: gets a line per checkpoint that is skipped.
             verify: looks for damage.
 
         Raises:
@@ -177,7 +177,7 @@ class Checkpoints:
 
         Args:
             before: steps.
-            report: told what was abandoned or passed over.
+            report: gets a line per checkpoint that is abandoned or skipped.
             verify: looks for damage.
         """
         head = self._head(report)
@@ -233,7 +233,7 @@ class Checkpoints:
         Args:
             checkpoint: from `resumable` or `follow`.
             followed: the step that `follow` was asked for; None if none was, and any is followed the next time.
-            report: told what was abandoned.
+            report: gets a line per checkpoint that is abandoned.
         """
         self._abandon_after(checkpoint, report)
         if followed is None:

@@ -31,9 +31,9 @@ def to_prune(
     none goes.
 
     Args:
-        config: how many stay, and which for ever.
+        config: how many stay, and which ones permanently.
         steps: of all of them, in any order.
-        latest: the one that the run goes on from, which stays.
+        latest: the one that the run resumes from, which stays.
         good: others that must stay, like the last one that can be trusted.
     """
     if latest is None:

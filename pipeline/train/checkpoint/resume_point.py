@@ -29,7 +29,7 @@ def resume_point(checkpoints: Checkpoints, config: ResumeConfig, report: Report)
     Args:
         checkpoints: of the run.
         config: which one is asked for, and how it is verified.
-        report: told what was passed over, on rank 0.
+        report: gets a line per checkpoint that is skipped, on rank 0.
 
     Raises:
         UserError: what was asked for is not there, or nothing can be trusted.
@@ -54,7 +54,7 @@ def rewind_point(checkpoints: Checkpoints, config: ResumeConfig, before: int, re
         checkpoints: of the run.
         config: how it is verified.
         before: steps.
-        report: told what was abandoned or passed over, on rank 0.
+        report: gets a line per checkpoint that is abandoned or skipped, on rank 0.
     """
     return _agree(
         checkpoints,

@@ -62,7 +62,7 @@ def write_weight_files(
         folder: where to.
         shards: from `split_into_files`.
         read: gives the tensors that it is asked for, in that order.
-        advance: told the bytes as they are written.
+        advance: gets the bytes as they are written.
     """
     files: Files = {}
     for name, tensors in shards.items():

@@ -64,14 +64,14 @@ def of_environment() -> Processes:
     if not given:
         return Processes(0, 1, 0, 1)
     found = ", ".join(f"{name}={value}" for name, value in given.items())
-    mend = "start the processes with torchrun or launch.processes, or unset " + ", ".join(given)
+    advice = "start the processes with torchrun or launch.processes, or unset " + ", ".join(given)
     missing = [name for name in _NAMES if name not in given]
     if missing:
-        raise UserError(f"the environment has {found}, but not {', '.join(missing)}; {mend}")
+        raise UserError(f"the environment has {found}, but not {', '.join(missing)}; {advice}")
     try:
         rank, world, local_rank, local_world = (int(given[name]) for name in _NAMES)
     except ValueError:
-        raise UserError(f"the environment has {found}, which must be whole numbers; {mend}") from None
+        raise UserError(f"the environment has {found}, which must be whole numbers; {advice}") from None
     problems = [
         text
         for wrong, text in (
@@ -86,7 +86,7 @@ def of_environment() -> Processes:
     elif not problems and rank % local_world != local_rank:
         problems = ["ranks must be counted node by node (RANK = number of the node x LOCAL_WORLD_SIZE + LOCAL_RANK)"]
     if problems:
-        raise UserError(f"the environment has {found}: {'; '.join(problems)}; {mend}")
+        raise UserError(f"the environment has {found}: {'; '.join(problems)}; {advice}")
     return Processes(rank, world, local_rank, local_world)
 
 

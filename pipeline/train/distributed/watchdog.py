@@ -34,7 +34,7 @@ from pipeline.train.run.heartbeat import HUNG, Heartbeat, blocking_ranks_text
 Phase = Literal["init", "first_step", "step", "save"]
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Lets a process write the stacks of its threads to its log, and go on."""
+"""Lets a process write the stacks of its threads to its log, and continue."""
 _PHASE_TEXT: dict[Phase, str] = {
     "init": "finding the other processes and building the model",
     "first_step": "the first step",
@@ -46,7 +46,7 @@ _INTERVAL = 1.0
 _OTHERS = 3.0
 """Seconds in which the other ranks should have noticed as well."""
 _REPORT_SECONDS = 30.0
-"""Seconds after which the process ends, whatever has been told: the log may be on a disk that hangs itself."""
+"""Seconds after which the process ends, whatever has been reported: the log may be on a disk that hangs itself."""
 _LIBRARIES = {name: sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib")}
 
 
@@ -109,7 +109,7 @@ class Watchdog:
     def heartbeats(self, folder: RunFolder, ranks: Processes, seconds: float) -> Heartbeat:
         """The heartbeat of this rank, to be entered with the lock of the run folder held.
 
-        A hang is told with what the others have written in theirs, so there are several within the shortest limit.
+        A hang is reported with what the others have written in theirs, so there are several within the shortest limit.
         """
         self._heartbeat = Heartbeat(
             folder.path,

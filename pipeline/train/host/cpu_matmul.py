@@ -15,7 +15,7 @@ from torch import Tensor
 _SHAPE = 256, 1024, 256
 """Rows, inner dimension and columns of the product that is looked at."""
 _WORSE = 4.0
-"""More than so many times the error is another precision: bf16 and TF32 have thousands of times as much."""
+"""More than this many times the error is another precision: bf16 and TF32 have thousands of times as much."""
 
 Precision = Literal["highest", "medium"]
 

@@ -34,7 +34,7 @@ _POSITIONS = {
 }
 """The key that has the longest context, and what transformers takes where it is not there."""
 _ROWS = 4096
-"""Of two tensors that are compared, so many are in memory."""
+"""Rows of two tensors that are compared at a time."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

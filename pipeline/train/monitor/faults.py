@@ -29,7 +29,7 @@ class Rewind(Exception):
 
     Args:
         before: the checkpoint must not be of a later step.
-        skip: steps [first, end), counted from 0, that are passed over then.
+        skip: steps [first, end), counted from 0, that are skipped then.
         reason: in words.
     """
 
@@ -155,7 +155,7 @@ class Faults:
         return "1 update was withheld" if self._withheld == 1 else f"{self._withheld:,} updates were withheld"
 
     def _way_back(self, fault: int) -> tuple[int, int] | None:
-        """Steps to pass over, [first, end), where they begin at a checkpoint or after one; None without such.
+        """Steps to skip, [first, end), where they begin at a checkpoint or after one; None without such.
 
         Args:
             fault: the faulty step, counted from 0.

@@ -42,7 +42,7 @@ _KEPT = 100_000
 _PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds until such a sink is tried again: at first, and at most."""
 _FLUSH = 30.0
-"""TensorBoard has what is older than so many seconds."""
+"""Seconds after which TensorBoard has a row."""
 
 
 class Sink(Protocol):

@@ -24,7 +24,7 @@ class Spans:
     Args:
         path: Of the file, which is begun anew; None where there is none.
         rank: Of this process.
-        traced: Whether a profiler runs, which is told the names; then they are in its trace beside the kernels.
+        traced: Whether a profiler runs, which gets the names; then they are in its trace beside the kernels.
     """
 
     def __init__(self, path: Path | None, rank: int, *, traced: bool) -> None:

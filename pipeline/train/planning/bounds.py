@@ -1,4 +1,4 @@
-"""The least memory and time that a layout needs, whatever else it takes: cheap, to pass over what cannot be chosen."""
+"""The least memory and time that a layout needs, whatever else it takes: cheap, to skip what cannot be chosen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         layout: The degrees.
         spec: The model.
         shape: Of the step.
-        kept: Bytes of activations for a token and layer, where an estimate of a similar layout has told them.
+        kept: Bytes of activations for a token and layer, where they are known from an estimate of a similar layout.
     """
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     element, averages = COMPUTE_BYTES[config.train.precision.compute], config.train.ema is not None

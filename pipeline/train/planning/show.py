@@ -25,7 +25,7 @@ _HEADS = ("weights", *_PARTS[1:])
 
 
 _ALIKE = 0.02
-"""Of what a rank of the pipeline needs: ranks that differ by less are told together."""
+"""Of what a rank of the pipeline needs: ranks that differ by less share a row."""
 _TIGHT = 0.97
 """Of the limit: what needs more is called tight, as an estimate may be off by some percent."""
 

@@ -52,7 +52,7 @@ def suggest(
         device: What each process runs on.
         world_size: Processes.
         best: How many at most.
-        advance: Told of each candidate whose memory was estimated, of `MOST_PLANS` at most.
+        advance: Called for each candidate whose memory was estimated, of `MOST_PLANS` at most.
 
     Returns:
         What to change in the run file, as key paths and values, and the plan it gives; fastest first.

@@ -34,7 +34,7 @@ Phase = Literal["forward", "backward", "again", "update"]
 """`again`: forward passes that backward repeats. `update`: once a step, in the last backward pass or after it."""
 
 ACTIVE_STAGES = 3
-"""A rank with several stages keeps the weights of those whole that its next actions need, at most so many."""
+"""A rank with several stages keeps the weights of those whole that its next actions need, at most this number."""
 _FP32 = 4
 
 

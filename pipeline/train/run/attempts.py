@@ -131,7 +131,7 @@ class RunningAttempt:
     Args:
         run: folder; its lock is held.
         number: of the attempt.
-        first_step: steps of the checkpoint that it goes on from.
+        first_step: steps of the checkpoint that it resumes from.
         layout: processes by axis.
         config: hash of what it is started with.
     """
@@ -206,11 +206,11 @@ def refuse_crash_loop(
 
     Args:
         run: folder.
-        limit: so many of them, `launch.crash_loop`.
-        checkpoint: steps of the checkpoint that the next one goes on from.
+        limit: number of them, `launch.crash_loop`.
+        checkpoint: steps of the checkpoint that the next one resumes from.
         config: hash of what it is started with. Attempts that were started with something else do not count: what was
             changed may be what mends it.
-        is_skipped: whether a step, counted from 0, is passed over now.
+        is_skipped: whether a step, counted from 0, is skipped now.
     """
     row: list[Attempt] = []
     for attempt in reversed(attempts(run)):

@@ -56,7 +56,7 @@ class RunFolder:
         """Note in the ledger that this attempt begins; rank 0 calls this.
 
         Args:
-            first_step: steps of the checkpoint that it goes on from.
+            first_step: steps of the checkpoint that it resumes from.
             layout: processes by axis.
             config: hash of what it is started with.
         """
@@ -101,7 +101,7 @@ class RunFolder:
             return
         more: dict[str, Any] = {}
         if code in (EXIT_OK, EXIT_STOPPED):
-            with suppress(Exception):  # how the attempt ended must be told whatever the files hold
+            with suppress(Exception):  # the end of the attempt must be recorded whatever the files hold
                 spent = goodput(self.path)
                 more = {"goodput": spent.to_json()} if spent else {}
         self.running.end(code, reason, self.step, **more)
@@ -121,7 +121,7 @@ class RunFolder:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The metrics of every step, in order: one row a step, validation included.
 
-    Of a step that was trained more than once the last attempt counts. A line that a crash cut short is passed over.
+    Of a step that was trained more than once the last attempt counts. A line that a crash cut short is skipped.
     """
     steps: dict[int, dict[str, Any]] = {}
     for row in storage.read_json_lines(RunFiles(run).metrics):
@@ -221,7 +221,7 @@ def last_attempt(run: Path) -> int:
 
 
 def _next_attempt(run: Path) -> int:
-    # The ledger counts, too: metrics of an attempt with a lower number than one before it would be passed over.
+    # The ledger counts, too: metrics of an attempt with a lower number than one before it would be skipped.
     return max(last_attempt(run), last_begun(run)) + 1
 
 

@@ -99,7 +99,7 @@ class Lock:
     def release(self) -> None:
         """Give it back, if it is still this process's."""
         with ExitStack() as stack:
-            with suppress(MachineError):  # who holds the guard for ever must not keep the run from going on
+            with suppress(MachineError):  # a guard that is never released must not stop the run
                 stack.enter_context(_guard(self._path))
             if self.is_mine():
                 self._path.unlink(missing_ok=True)
