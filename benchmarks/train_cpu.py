@@ -152,12 +152,12 @@ def train_ours(work: Path, name: str, dtype: str, threads: int, compiled: bool, 
             gate.step_ended()
             super().run()
 
-    class GatedGarbage(loop.Garbage):
+    class GatedGarbage(loop.GcSchedule):
         def after(self, step: int) -> None:
             gate.step_ended()
             super().after(step)
 
-    loop.Trainer, loop.Garbage = Gated, GatedGarbage  # type: ignore[misc]
+    loop.Trainer, loop.GcSchedule = Gated, GatedGarbage  # type: ignore[misc]
     config = load(
         work / "run.yaml",
         [

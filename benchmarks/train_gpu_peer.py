@@ -14,7 +14,7 @@ from train_gpu_steps import Build, Place, Step, draw
 from pipeline.common.errors import UserError
 from pipeline.data.loading.batch import Batch
 from pipeline.train.huggingface.configs import to_hf_config
-from pipeline.train.huggingface.families import Family, plan_tensors
+from pipeline.train.huggingface.families import Family, map_tensors
 from pipeline.train.monitor.host_copy import HostCopy
 from pipeline.train.parallel.compile import check_compiler, compiles
 
@@ -104,14 +104,13 @@ def peer(kind: str) -> Build:
 @torch.no_grad()
 def draw_all(model: nn.Module, family: Family, place: Place) -> None:
     """The weights that ours has."""
-    plan = plan_tensors(family, place.setup.spec)
+    mapping = map_tensors(family, place.setup.spec)
     for name, parameter in model.named_parameters():
-        sources = {
-            ours: torch.empty(plan.our_shapes[ours], device=place.setup.device) for ours in plan.theirs[name].ours
-        }
+        names = mapping.theirs[name].ours
+        sources = {ours: torch.empty(mapping.our_shapes[ours], device=place.setup.device) for ours in names}
         for ours, tensor in sources.items():
             draw(tensor, ours, place.setup.spec, place.config.model.init)
-        parameter.copy_(plan.to_theirs(name, sources))
+        parameter.copy_(mapping.to_theirs(name, sources))
 
 
 def _with_masters(model: nn.Module) -> list[Tensor]:

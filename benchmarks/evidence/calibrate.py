@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,5 +67,5 @@ def measured(lines: Iterable[dict[str, Any]]) -> str:
         ]
         own = [entry for entry in own if sound(entry.shares)]
         if own:
-            found[device.name] = max(own, key=lambda entry: entry.date).to_json()
+            found[device.name] = asdict(max(own, key=lambda entry: entry.date))
     return json.dumps(found, indent=2) + "\n"

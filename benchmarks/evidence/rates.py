@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def judged(found: Result, device: Device) -> Result:
     """Checks, and goals: the shares that plans assume where nothing was measured."""
     shares, assumed = calibrate.shares(found, device), calibrate.assumed(device)
     return {
-        "shares": shares.to_json(),
+        "shares": asdict(shares),
         "checks": {"rates are above 0 and not above their stated peaks": calibrate.sound(shares)},
         "goals": {
             f"{name}, as plans assume": goal(getattr(shares, name), getattr(assumed, name))

@@ -76,6 +76,11 @@ def percent(fraction: float, decimals: int | None = None) -> str:
     return f"{100 * fraction:.4g} %" if decimals is None else f"{100 * fraction:.{decimals}f} %"
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """`4096 x 512`; empty for a scalar."""
+    return " x ".join(map(str, shape))
+
+
 def spans(numbers: Sequence[int]) -> str:
     """Ascending numbers: `0, 2-5`."""
     found: list[list[int]] = []

@@ -65,7 +65,7 @@ def open_run_everywhere(
         plans.append(plan_run(config, checkpoint))
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:
-            checkpoints.settle(checkpoint, config.resume.step, report)
+            checkpoints.resume_from(checkpoint, config.resume.step, report)
         _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
     broadcast_from_rank0(plan_on_rank_0)  # rank 0 alone looks at the files of the datasets, and says what is wrong

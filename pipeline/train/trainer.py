@@ -29,7 +29,7 @@ from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.host.gc_schedule import Garbage
+from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.faults import Faults, Rewind
 from pipeline.train.monitor.goodput import goodput
@@ -95,7 +95,7 @@ class Trainer:
         self._metrics = Metrics([])
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"
-        self._garbage = Garbage()
+        self._garbage = GcSchedule()
         self._origin = WeightsOrigin()
         self._issued: Issued | None = None
         """The last step, as long as its numbers have not been read."""
@@ -244,7 +244,7 @@ class Trainer:
         """Raise `Stopped` for a stop request, unless the run is at its end."""
         total, reason = self._plan.length.steps, self._requests.reason() or "a stop request"  # of another rank
         # Also a stop file that came during the last step: a longer run would stop at once.
-        self._requests.consume()
+        self._requests.remove_stop_file()
         if step < total:
             self._watchdog.pause()
             raise Stopped(f"{reason} at step {step:,} of {total:,}; saved. Run the same command to go on.", agreed=True)
@@ -265,7 +265,7 @@ class Trainer:
         """Note the shape of a step that is done; unless it was new, also how long all of it took."""
         shape = self._shape(issued.data.step + 1)
         if shape in self._shapes:
-            self._requests.took(time.monotonic() - issued.begin, self._saver.longest)
+            self._requests.note_durations(time.monotonic() - issued.begin, self._saver.longest)
         if not issued.passed_over:
             self._shapes.add(shape)
 
@@ -274,7 +274,7 @@ class Trainer:
         return self._loader.micro_batch_size(step - 1), self._plan.segment(step - 1).sequence_length
 
     def _wish(self) -> StopRequest:
-        return self._requests.wish()._replace(unsaved=self._saver.unsaved.overdue)
+        return self._requests.request()._replace(unsaved=self._saver.unsaved.overdue)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         """Write a row of metrics that is not that of a step."""

@@ -23,9 +23,9 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, changed
 from pipeline.train.checkpoint.fingerprint import differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.resume_point import shares, source_point
+from pipeline.train.checkpoint.resume_point import files_by_rank, source_point
 from pipeline.train.checkpoint.tensors import stored
-from pipeline.train.checkpoint.weight_source import exported_files, tensors_in
+from pipeline.train.checkpoint.weight_source import exported_files, exported_tensors
 from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import DecoderSpec
@@ -83,7 +83,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
     else:
         where = _folder(wanted)
         export = _verified_export(wanted)
-        (files, tensors), weights = tensors_in(where, export["files"]), export["weights"]
+        (files, tensors), weights = exported_tensors(where, export["files"]), export["weights"]
         broadcast_from_rank0(
             lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where)
         )
@@ -146,7 +146,7 @@ def _check_fit(
     advice: str = "set `model` to that of the run that the weights are from",
 ) -> None:
     """A `UserError` that names the first tensor that the model does not have as it is."""
-    if problem := dcp_storage.misfit(found, spec, where):
+    if problem := dcp_storage.first_misfit(found, spec, where):
         raise UserError(f"train.init_from: {problem}; {advice}")
 
 
@@ -273,9 +273,9 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
     about = broadcast_from_rank0(read_origin)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     problems: list[str] = []
-    for name in shares(about["files"], ranks)[rank]:
+    for name in files_by_rank(about["files"], ranks)[rank]:
         try:
-            problem = changed(folder / name, about["files"][name][1], links=True)
+            problem = changed(folder / name, about["files"][name][1], symlinks=True)
         except OSError as error:
             problem = f"{folder / name} cannot be read: {error.strerror}"
         problems += [problem] if problem else []

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pipeline.common.errors import EXIT_OK, EXIT_STOPPED
 from pipeline.common.run_files import RunFiles
-from pipeline.train.run.attempts import append
+from pipeline.train.run.attempts import append_entry
 from slurm.jobs import Stage
 
 _BEGIN, _END = "launch", "launch end"
@@ -93,14 +93,14 @@ def begin(run: Path, stage: Stage, job: str, **values: Any) -> Launch:
     launch = Launch(stage, job, host=socket.gethostname(), pid=os.getpid(), time=time.time(), **values)
     line = asdict(launch)
     del line["end"]
-    append(run, {"event": _BEGIN, **line})
+    append_entry(run, {"event": _BEGIN, **line})
     return launch
 
 
 def end(run: Path, launch: Launch, how: LaunchEnd) -> None:
     """Note how a launch ended."""
     job, restarts, number = launch.key
-    append(run, {"event": _END, "job": job, "restarts": restarts, "number": number, **asdict(how)})
+    append_entry(run, {"event": _END, "job": job, "restarts": restarts, "number": number, **asdict(how)})
 
 
 def launches(run: Path, stage: Stage | None = None) -> list[Launch]:

@@ -396,7 +396,7 @@ def _judge(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") -> None:
     if not failures:
         return
     first = first_of(causes(failures))
-    if first.record is not None and first.record.said and not first.consequence:
+    if first.record is not None and first.record.was_shown and not first.consequence:
         raise RankFailed(first.record.message, first.code, shown=True)
     code = first.code if first.code > 0 else EXIT_OTHER
     raise RankFailed(_describe(first, ranks.number, logs), code)
@@ -404,7 +404,7 @@ def _judge(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") -> None:
 
 def _ended_by(failure: Ended, signals: set[int]) -> bool:
     """Whether one of these signals ended a rank, and it has not said so itself."""
-    said = failure.record is not None and failure.record.said
+    said = failure.record is not None and failure.record.was_shown
     return -failure.code in signals or (failure.code == EXIT_INTERRUPTED and signal.SIGINT in signals and not said)
 
 

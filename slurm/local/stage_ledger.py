@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.common.errors import EXIT_OK, exit_code
 from pipeline.common.run_files import RunFiles
-from pipeline.train.run.attempts import append
+from pipeline.train.run.attempts import append_entry
 
 
 class Ledger:
@@ -31,7 +31,7 @@ class Ledger:
         """Record that a stage starts, and how and after how many seconds it ends."""
         start, clock = time.time(), time.monotonic()
         entry = {"stage": name, "host": socket.gethostname(), "pid": os.getpid(), "start": start}
-        append(self._run, {**entry, "event": "start"})
+        append_entry(self._run, {**entry, "event": "start"})
         code = EXIT_OK
         try:
             yield
@@ -41,7 +41,7 @@ class Ledger:
         finally:
             # Where a full disk ended the stage, this cannot be written either; the first message is the better one.
             with suppress(OSError) if code != EXIT_OK else nullcontext():
-                append(self._run, {**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
+                append_entry(self._run, {**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage over all attempts that ended, the failed ones included."""

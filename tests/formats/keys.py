@@ -124,6 +124,7 @@ _VARIANTS = {
 CLASSES = {
     "pipeline.train.parallel.layout": ("Layout",),
     "pipeline.train.planning.shares": ("Shares", "MeasuredShares"),
+    "pipeline.train.planning.show": (),  # MeasuredShares
     "pipeline.train.monitor.goodput": ("Goodput",),
     "pipeline.train.run.unsaved": ("Saves",),
     "pipeline.train.run.heartbeat": ("Beat",),

@@ -359,14 +359,14 @@ def test_a_stop_is_saved_before_a_validation(root: Path, monkeypatch: pytest.Mon
     for name in ("_save", "_validate"):
         monkeypatch.setattr(trainer.Trainer, name, noting(name))
     monkeypatch.setattr(trainer.Requests, "reason", lambda self: "SIGUSR2" if (root / "now/stop").exists() else None)
-    after = trainer.Garbage.after
+    after = trainer.GcSchedule.after
 
-    def after_step(self: trainer.Garbage, step: int) -> None:
+    def after_step(self: trainer.GcSchedule, step: int) -> None:
         after(self, step)
         if step == 3:
             (root / "now/stop").touch()
 
-    monkeypatch.setattr(trainer.Garbage, "after", after_step)
+    monkeypatch.setattr(trainer.GcSchedule, "after", after_step)
     with pytest.raises(Stopped, match="SIGUSR2 at step 4 of 8"):
         start(root, "now")
     assert done == [("_save", 3), ("_save", 4), ("_validate", 4)]

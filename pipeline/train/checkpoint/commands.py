@@ -11,9 +11,9 @@ from rich.console import Console
 
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
-from pipeline.common.format import when
+from pipeline.common.format import shape_text, when
 from pipeline.config.train import CheckpointConfig
-from pipeline.train.checkpoint.committed import UNREADABLE, damage_named
+from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import is_permanent
 
@@ -32,7 +32,7 @@ class Row:
     state: str
     """"ok" (by its sizes; `verify` reads everything), "damaged", "abandoned" or "temporary"."""
     latest: bool = False
-    """Whether a run goes on from it."""
+    """Whether a run resumes from it."""
     time: float | None = None
     """When it was committed, in seconds since 1970."""
     bytes: int | None = None
@@ -41,7 +41,7 @@ class Row:
     attempt: int | None = None
     layout: str | None = None
     permanent: bool = False
-    """Whether `train.checkpoint.keep_every` keeps it for ever."""
+    """Whether `train.checkpoint.keep_every` keeps it permanently."""
     problems: tuple[str, ...] = ()
 
 
@@ -55,8 +55,7 @@ def rows(checkpoints: Checkpoints, config: CheckpointConfig) -> list[Row]:
     for path in checkpoints.unfinished():
         with suppress(OSError):  # it is finished, or gone
             if path.is_dir():
-                number = path.name.removeprefix("step-").partition(".")[0]
-                step = int(number) if number.isdigit() else None
+                step = step_of(path.name.partition(".")[0])
                 size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
                 found.append(Row(step, path.name, "temporary", bytes=size, time=path.stat().st_mtime))
     return found
@@ -101,7 +100,7 @@ def list_lines(found: Sequence[Row]) -> Iterator[str]:
     cells = [head] + [
         (
             "?" if row.step is None else f"{row.step:,}",
-            _when(row.time),
+            "?" if row.time is None else when(row.time),
             "?" if row.bytes is None else _size(row.bytes),
             "-" if row.parent is None else f"{row.parent:,}",
             "-" if row.attempt is None else str(row.attempt),
@@ -134,7 +133,7 @@ def as_json(found: Iterable[Row]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Details:
-    """What is in a checkpoint."""
+    """The contents of a checkpoint."""
 
     checkpoint: Checkpoint
     state: dict[str, Any]
@@ -170,11 +169,10 @@ def _details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
     state, checkpoint = found.state, found.checkpoint
     yield f"{checkpoint.path}"
     yield f"  step        {checkpoint.step:,}" + (f", {state['tokens']:,} tokens" if "tokens" in state else "")
-    yield f"  committed   {_when(checkpoint.time)}, attempt {state.get('attempt', '?')}, {_size(checkpoint.size)}"
+    yield f"  committed   {when(checkpoint.time)}, attempt {state.get('attempt', '?')}, {_size(checkpoint.size)}"
     yield f"  fingerprint {checkpoint.fingerprint}"
     parent = checkpoint.parent()
-    descends = "nothing: the first of its run" if parent is None else parent.name
-    yield f"  descends from {descends}"
+    yield f"  descends from {'nothing: the first of its run' if parent is None else parent.name}"
     if state.get("origin"):
         yield f"  origin      {_words(state['origin'], leave_out=('journal',))}"
     if "layout" in state:
@@ -199,7 +197,8 @@ def _details_lines(found: Details, *, all_tensors: bool) -> Iterator[str]:
         if section == "model" or all_tensors:
             width = max(map(len, tensors))
             for name, each in tensors.items():
-                yield f"  {name:<{width}}  {_shape(each)}  {str(each.dtype).removeprefix('torch.')}"
+                shape = shape_text(each.shape) or "scalar"
+                yield f"  {name:<{width}}  {shape}  {str(each.dtype).removeprefix('torch.')}"
 
 
 def _journal_lines(journal: Any) -> Iterator[str]:
@@ -245,7 +244,7 @@ def verify(
         checkpoints: of a run.
         step: of one of them; by default all are read.
         console: for the progress bar.
-        report: told of each checkpoint as soon as it is known.
+        report: gets a line per checkpoint as soon as it is known.
 
     Raises:
         UserError: there is nothing to verify.
@@ -269,13 +268,12 @@ def verify(
                 continue
             found[checkpoint.step] = problems
             if not problems:
-                files = len(checkpoint.files())
-                report(f"{checkpoint.path.name}: good, {files} files, {_size(checkpoint.size)}")
+                report(f"{checkpoint.path.name}: good, {len(checkpoint.files())} files, {_size(checkpoint.size)}")
     return found
 
 
 def _forgeries(checkpoint: Checkpoint) -> list[str]:
-    """What is wrong with the list of tensors of a checkpoint whose hashes are right."""
+    """Problems of the list of tensors of a checkpoint whose hashes are right."""
     from pipeline.train.checkpoint.dcp_metadata import read_metadata
 
     try:
@@ -307,8 +305,8 @@ def prune(
     Args:
         checkpoints: of a run.
         config: the policy's numbers.
-        report: told each folder that is gone, or would be.
-        keep: the newest so many stay, instead of the policy's number; or
+        report: gets a line per folder that is gone, or would be.
+        keep: number of latest checkpoints that stay, instead of the policy's; or
         steps: remove these instead.
         abandoned: remove what the run has gone back from, too.
         dry_run: remove nothing.
@@ -345,16 +343,8 @@ def prune(
         report("nothing to remove")
 
 
-def _when(seconds: float | None) -> str:
-    return "?" if seconds is None else when(seconds)
-
-
 def _size(size: int) -> str:
     return f"{size / _MIB:,.1f} MiB"
-
-
-def _shape(each: Stored) -> str:
-    return " x ".join(map(str, each.shape)) or "scalar"
 
 
 def _words(values: Mapping[str, Any], leave_out: Sequence[str] = ()) -> str:

@@ -36,8 +36,8 @@ def damage_named(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except UNREADABLE as error:
         problems = checkpoint.problems(full=False)
-        said = "; ".join(problems) if problems else f"{type(error).__name__}: {storage.shown(str(error))}"
-        raise UserError(f"checkpoint {checkpoint.path} is damaged or forged: {said}") from error
+        reason = "; ".join(problems) if problems else f"{type(error).__name__}: {storage.shown(str(error))}"
+        raise UserError(f"checkpoint {checkpoint.path} is damaged or forged: {reason}") from error
 
 
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
@@ -49,9 +49,15 @@ Files = dict[str, tuple[int, str]]
 """File name -> (bytes, xxh3 in hexadecimal)."""
 
 
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's folder, `step-00001000`; None for any other name."""
+    number = name.removeprefix("step-")
+    return int(number) if name.startswith("step-") and number.isdecimal() else None
+
+
 @dataclass(frozen=True)
 class Parent:
-    """What a checkpoint descends from, as it was known when that was committed."""
+    """The checkpoint that another one descends from, as it was known when that was committed."""
 
     name: str
     step: int | None = None
@@ -79,7 +85,7 @@ class Checkpoint:
         return f"{file_hash(self.path / COMMIT):016x}"
 
     def parent(self) -> Parent | None:
-        """What it descends from; None for the first one of a run.
+        """The checkpoint that it descends from; None for the first one of a run.
 
         Raises:
             UNREADABLE: its state is damaged, or that of another step.
@@ -92,19 +98,17 @@ class Checkpoint:
         if value is None:
             return None
         if isinstance(value, str):  # as it was written before steps and fingerprints came with it
-            number = value.removeprefix("step-")
-            return Parent(value, int(number) if number.isdigit() else None)
+            return Parent(value, step_of(value))
         return Parent(str(value["name"]), value["step"], value["fingerprint"])
 
     def files(self) -> Files:
-        """What it consists of, besides `COMMIT` itself.
+        """The files of the checkpoint, besides `COMMIT` itself.
 
         Raises:
             UNREADABLE: `COMMIT` is damaged.
         """
-        listed = self._commit()["files"].items()
-        where = self.path / COMMIT
-        files = {storage.plain_name(name, where): (int(size), str(digest)) for name, (size, digest) in listed}
+        listed, file = self._commit()["files"].items(), self.path / COMMIT
+        files = {storage.plain_name(name, file): (int(size), str(digest)) for name, (size, digest) in listed}
         if CHECKPOINT_STATE not in files:
             raise ValueError(f"it does not list {CHECKPOINT_STATE}")
         return files
@@ -120,7 +124,7 @@ class Checkpoint:
 
     @property
     def time(self) -> float:
-        """When it was committed, in seconds since 1970."""
+        """The time of the commit, in seconds since 1970."""
         try:
             return float(self._commit()["time"])
         except UNREADABLE:
@@ -130,11 +134,11 @@ class Checkpoint:
         return storage.get_json(self.path / COMMIT)
 
     def problems(self, *, full: bool = True, advance: Callable[[int], None] = lambda size: None) -> list[str]:
-        """What is wrong with it, each with the file's name; empty if it can be trusted.
+        """Problems of the checkpoint, each with the file's name; empty if it can be trusted.
 
         Args:
             full: read every file and compare its hash; otherwise only existence and size.
-            advance: told how many bytes have been read, piece by piece.
+            advance: gets the bytes that have been read, piece by piece.
         """
         try:
             step, files = self._commit()["step"], self.files()
@@ -162,21 +166,21 @@ class Checkpoint:
 
 
 def changed(
-    path: Path, digest: str, advance: Callable[[int], None] = lambda size: None, *, links: bool = False
+    path: Path, digest: str, advance: Callable[[int], None] = lambda size: None, *, symlinks: bool = False
 ) -> str | None:
-    """What is wrong with the content of a file, in words; None if its hash is `digest`.
+    """The problem of the content of a file, in words; None if its hash is `digest`.
 
     Args:
         path: of the file.
         digest: that it should have.
         advance: as for `file_hash`.
-        links: whether it may be a symbolic link. In a checkpoint none is expected.
+        symlinks: whether it may be a symbolic link. In a checkpoint none is expected.
 
     Raises:
         OSError: it cannot be read, and that need not be the disk's fault.
     """
     try:
-        now = f"{file_hash(path, advance, symlinks=links):016x}"
+        now = f"{file_hash(path, advance, symlinks=symlinks):016x}"
     except UserError as error:
         return str(error)
     except OSError as error:

@@ -75,7 +75,7 @@ _ALLOWANCE = 2**20
 
 @dataclass(eq=False, slots=True)
 class _Marker:
-    """What a pickle would make an object of: its class, and with what."""
+    """An object that a pickle would make: its class, and the arguments."""
 
     kind: str
     arguments: Any = ()
@@ -249,7 +249,7 @@ def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
 
 
 def _covers(size: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes in a larger one fill it, and no two overlap.
+    """True if boxes in a larger one fill it, and no two overlap.
 
     Each axis gets another scale, at random. Only where every place is covered once do the volumes add up to the whole
     one on any scale: Schwartz and Zippel (1979, 1980).
@@ -312,7 +312,7 @@ def _dict(value: Any) -> dict[Any, Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """Of a `torch.Size`."""
+    """The numbers of a `torch.Size`."""
     arguments = value.arguments if _is(value, "Size") else None
     if type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
         numbers = arguments[0]

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import shape_text
 from pipeline.train.checkpoint.dcp_metadata import read_metadata
 from pipeline.train.checkpoint.manager import Checkpoint, Files
 from pipeline.train.distributed.process_group import cpu_group
@@ -47,7 +48,7 @@ _STATE = "state."
 
 
 def tensors(model: ParallelModel, optimizers: Optimizers | None, ema: Ema | None = None) -> State:
-    """What this rank has to save, by name: the very tensors that training changes. Every rank calls this."""
+    """The state that this rank has to save, by name: the very tensors that training changes. Every rank calls this."""
     state = _state(model, optimizers)
     if ema is not None:
         state["ema"] = dict(ema.averages)
@@ -136,8 +137,7 @@ def read(
         raise UserError(f"checkpoint {folder} cannot be loaded into this model: {first_cause(failure)}") from failure
     given: set[str] = set()
     for index, part in model.parts.items():
-        names = get_model_state_dict(part)
-        set_model_state_dict(part, {name: state[weights][name] for name in names})
+        set_model_state_dict(part, {name: state[weights][name] for name in get_model_state_dict(part)})
         if optimizers is not None:
             stage = optimizers.by_stage[index]
             keys = get_optimizer_state_dict(part, stage, options=_FLAT)
@@ -162,12 +162,9 @@ def _begin_anew(moments: dict[str, Any], entries: Mapping[str, Any]) -> set[str]
     Returns:
         Parameters that they belong to. One of which there is nothing at all is none of them: that is an error.
     """
-    of_parameters = {key.rpartition(".")[0] for key in entries if key.startswith(f"optimizer.{_STATE}")}
-    anew: set[str] = set()
-    for key in moments:
-        parameter = key.rpartition(".")[0]
-        if key.startswith(_STATE) and f"optimizer.{key}" not in entries and f"optimizer.{parameter}" in of_parameters:
-            anew.add(parameter)
+    saved = {key.removeprefix("optimizer.") for key in entries if key.startswith(f"optimizer.{_STATE}")}
+    missing = {key.rpartition(".")[0] for key in moments if key.startswith(_STATE) and key not in saved}
+    anew = missing & {key.rpartition(".")[0] for key in saved}
     for key in list(moments):
         if not key.startswith(_STATE):
             del moments[key]
@@ -176,40 +173,36 @@ def _begin_anew(moments: dict[str, Any], entries: Mapping[str, Any]) -> set[str]
     return {parameter.removeprefix(_STATE) for parameter in anew}
 
 
-def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> None:
+def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source: Path) -> None:
     """A `UserError` if the weights in a checkpoint, by their shapes, are not those of a model."""
-    if problem := misfit(found, spec, where):
+    if problem := first_misfit(found, spec, source):
         raise UserError(
             f"{problem}; set `model` back to that of the checkpoint (resume.allow=[model] is for changes that leave "
             "all shapes as they are), or begin a new run with another run.dir"
         )
 
 
-def misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, where: Path) -> str | None:
+def first_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source: Path) -> str | None:
     """The first tensor that a model does not have as it is stored, in words; None if all fit.
 
     Args:
         found: shapes of the stored weights by parameter name.
         spec: of the model.
-        where: the weights are.
+        source: the folder of the weights, for messages.
     """
     with torch.device("meta"):
         wanted = {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
     for name, shape in wanted.items():
         if name not in found:
-            return f"{where} has no {name}, which this model has"
+            return f"{source} has no {name}, which this model has"
         if tuple(found[name]) != shape:
-            return f"{name} is {_times(found[name])} in {where} and {_times(shape)} in this model"
+            return f"{name} is {shape_text(found[name])} in {source} and {shape_text(shape)} in this model"
     more = next((name for name in found if name not in wanted), None)
-    return None if more is None else f"{where} has {more}, which this model does not have"
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+    return None if more is None else f"{source} has {more}, which this model does not have"
 
 
 def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
-    """What this rank has, by name. A tied embedding that two stages have copies of is one entry."""
+    """The state of this rank, by name. A tied embedding that two stages have copies of is one entry."""
     state: State = {"model": {}}
     if optimizers is not None:
         state["optimizer"] = {}
@@ -222,7 +215,7 @@ def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
             new = [optimizer for optimizer in stage if not optimizer.state]
             state["optimizer"].update(get_optimizer_state_dict(part, stage, options=_FLAT))
             # torch has made the states in a step of its own, which must not count as one of the run's: the first steps
-            # may have been passed over.
+            # may have been skipped.
             for values in (values for optimizer in new for values in optimizer.state.values()):
                 values["step"].zero_()
     return state

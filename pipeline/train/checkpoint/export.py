@@ -26,7 +26,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups, read, stored
-from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
+from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 
 Weights = Literal["model", "ema"]
 
@@ -74,7 +74,7 @@ def average(
         checkpoints: of a run.
         to: as for `export`.
         steps: of the checkpoints; or
-        last: the newest so many.
+        last: number of latest checkpoints.
         weights: as for `export`.
         max_shard: as for `export`.
         console: as for `export`.
@@ -119,10 +119,10 @@ def _write(
     states = [checkpoint.state() for checkpoint in checkpoints]
     tensors = _same_model(checkpoints, states, weights)
     total = sum(each.bytes for each in tensors.values())
-    shards = plan_shards(tensors, max_shard)
+    shards = split_into_files(tensors, max_shard)
     with storage.writing(f"--to {to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, f"{kind} (bytes)", total) as advance:
-            files = write_shards(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
+            files = write_weight_files(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
         Tokenizer.open(newest.path).save(tmp)
         storage.put(tmp / RUN_FILE, dump_values(states[-1]["config"]).encode())
         storage.put_json(

@@ -1,4 +1,4 @@
-"""What a resumed run depends on, and how a difference is shown. The journal compares the order of the data itself."""
+"""Fingerprints of all that a resumed run depends on. The journal compares the order of the data itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) ->
 
 
 def model_fingerprint(config: Config) -> dict[str, Any]:
-    """What decides the function that the weights compute: every key of `model:`."""
+    """The values that decide the function that the weights compute: every key of `model:`."""
     keys = config.model.model_dump(mode="json")
     if config.model.positions == "learned":
         # By default the longest windows decide, and a phase with longer ones may be appended.
@@ -51,7 +51,7 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
 
 
 def objective_fingerprint(config: Config) -> dict[str, Any]:
-    """What decides how a window becomes inputs and targets: the keys that the type of objective looks at."""
+    """The values that decide how a window becomes inputs and targets: the keys that the type of objective reads."""
     objective = config.train.objective
     return objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
 
@@ -85,7 +85,7 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
 
 
 def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """Where two JSON values differ: dotted name below `name`, old and new value."""
+    """Differences of two JSON values: dotted name below `name`, old and new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         rows: list[tuple[str, Any, Any]] = []
         for key in sorted(old.keys() | new.keys()):

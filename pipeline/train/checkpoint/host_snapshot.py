@@ -1,4 +1,4 @@
-"""A copy of what a rank saves, in the memory of the host, so that training goes on while it is written."""
+"""A copy of a rank's state in the memory of the host, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Staging:
         DTensors stay DTensors of the same mesh and placements, whose local part is on the host: names and places in the
         checkpoint are those of the original.
         """
-        sources = [(tensor, local_shard(tensor)) for tensor in _tensors(state)]
+        values: list[Any] = [value for entries in state.values() for value in entries.values()]
+        sources = [(value, local_shard(value)) for value in values if isinstance(value, Tensor)]
         shapes = [(local.shape, local.dtype) for _, local in sources]
         if shapes != self._shapes:
             self._buffers = []  # before there are new ones
@@ -54,11 +55,6 @@ class Staging:
             section: {name: next(rest) if isinstance(value, Tensor) else value for name, value in entries.items()}
             for section, entries in state.items()
         }
-
-
-def _tensors(state: State) -> list[Tensor]:
-    values: list[Any] = [value for entries in state.values() for value in entries.values()]
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _allocate(shapes: list[tuple[torch.Size, torch.dtype]], *, pin: bool) -> list[Tensor]:
@@ -80,6 +76,5 @@ def _allocate(shapes: list[tuple[torch.Size, torch.dtype]], *, pin: bool) -> lis
         if size == 0:  # a rank that has nothing of a tensor
             buffers.append(torch.empty(shape, dtype=dtype))
             continue
-        part = memory[block][offset : offset + size]
-        buffers.append(torch.frombuffer(part, dtype=dtype).view(shape))
+        buffers.append(torch.frombuffer(memory[block][offset : offset + size], dtype=dtype).view(shape))
     return buffers

@@ -1,4 +1,4 @@
-"""Checkpoints as files: what is committed, what is valid, which one a run goes on from, and which ones go.
+"""Checkpoints as files: which are committed and valid, which one a run resumes from, which ones are removed.
 
 A checkpoint is a folder `step-00001000/` that got its name by one rename, after every file in it was flushed to disk.
 `COMMIT` inside has the size and xxh3 of each file; `state.json` names the parent, the checkpoint that it descends from.
@@ -26,9 +26,10 @@ from pipeline.train.checkpoint.committed import (
     Files,
     Parent,
     record_of,
+    step_of,
     wait_until_visible,
 )
-from pipeline.train.checkpoint.policy import doomed
+from pipeline.train.checkpoint.policy import to_prune
 
 __all__ = ["Checkpoint", "Checkpoints", "Files", "NotRemoved", "Verify", "record_of"]
 
@@ -63,22 +64,19 @@ class Checkpoints:
 
     @classmethod
     def of_run(cls, run: Path) -> Checkpoints:
-        """Those of a run folder."""
+        """The checkpoints of a run folder."""
         return cls(RunFiles(run).checkpoints)
 
     def all(self) -> list[Checkpoint]:
         """Committed checkpoints by step, without looking inside."""
         if not self.folder.is_dir():
             return []
-        found = []
-        for path in self.folder.iterdir():
-            number = path.name.removeprefix("step-")
-            if path.name.startswith("step-") and number.isdigit():
-                found.append(Checkpoint(path, int(number)))
+        steps = {path: step_of(path.name) for path in self.folder.iterdir()}
+        found = [Checkpoint(path, step) for path, step in steps.items() if step is not None]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        """The one to go on from: what `latest` names, or what was committed after it and descends from it.
+        """The checkpoint to resume from: the one that `latest` names, or one committed after it that descends from it.
 
         A kill between a commit and the move of `latest` leaves such ones, and they are as good as any. Without a
         readable `latest` it is the newest committed one.
@@ -101,9 +99,7 @@ class Checkpoints:
         Raises:
             UserError: there is none, or it is damaged.
         """
-        found = self.latest() if step is None else self._there().get(step)
-        if found is None:
-            raise self.not_there(step)
+        found = self.find(step)
         if problems := verify(found):
             raise UserError(
                 f"checkpoint {found.path.name} is damaged:\n  "
@@ -124,7 +120,7 @@ class Checkpoints:
         return found
 
     def not_there(self, step: int | None) -> UserError:
-        """What to say where there is no checkpoint of a step, or none at all."""
+        """The error where there is no checkpoint of a step, or none at all."""
         everything = self.all()
         wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
         todo = "choose one of them" if everything else "train first"
@@ -142,10 +138,10 @@ class Checkpoints:
     def resumable(self, report: Callable[[str], None], verify: Verify = Checkpoint.problems) -> Checkpoint | None:
         """The latest checkpoint that can be trusted, or None in a folder that never had one.
 
-        Of a damaged one the parents are tried. `settle` is what comes next, when nothing else speaks against it.
+        Of a damaged one the parents are tried. `resume_from` is what comes next, when nothing else speaks against it.
 
         Args:
-            report: told what was passed over.
+            report: gets a line per checkpoint that is skipped.
             verify: looks for damage.
 
         Raises:
@@ -174,14 +170,14 @@ class Checkpoints:
             + "\nrestore the files, or set run.dir to a new folder to train from the start"
         )
 
-    def go_back(
+    def rewind(
         self, before: int, report: Callable[[str], None], verify: Verify = Checkpoint.problems
     ) -> Checkpoint | None:
         """The newest checkpoint of at most `before` steps that can be trusted; all later ones are abandoned.
 
         Args:
             before: steps.
-            report: told what was abandoned or passed over.
+            report: gets a line per checkpoint that is abandoned or skipped.
             verify: looks for damage.
         """
         head = self._head(report)
@@ -189,13 +185,13 @@ class Checkpoints:
             if checkpoint.step > before:
                 continue
             if not (problems := verify(checkpoint)):
-                self._go_back_to(checkpoint, report)
+                self._abandon_after(checkpoint, report)
                 return checkpoint
             report(_damaged(checkpoint, problems))
         return None
 
     def follow(self, step: int, report: Callable[[str], None], verify: Verify = Checkpoint.problems) -> Checkpoint:
-        """The checkpoint of a step that the user has named to go on from; `settle` is what comes next.
+        """The checkpoint of a step that the user has named to resume from; `resume_from` is what comes next.
 
         Asked for again, as a job does that is started again with the same run file, it stays where the run has come
         since then: the latest one that can be trusted.
@@ -208,17 +204,15 @@ class Checkpoints:
         found, again = self._there().get(step), self.was_followed(step)
         if head is None or (found is None and not again):
             raise self.not_there(step)
-        if found is None:
+        if found is None or (again and head.step > step):
             latest = self.resumable(report, verify)
             assert latest is not None, "there was a head"
-            report(
-                f"resume.from={step} was followed before, and is not there any more: going on from step {latest.step}"
-            )
-            return latest
-        if again and head.step > step:
-            latest = self.resumable(report, verify)
-            assert latest is not None, "there was a head"
-            if latest.step > step:
+            if found is None:
+                report(
+                    f"resume.from={step} was followed before, and is not there any more: going on from step "
+                    f"{latest.step}"
+                )
+            elif latest.step > step:
                 report(
                     f"resume.from={step} was followed before: going on from step {latest.step}; to go back to step "
                     f"{step} once more, remove {self.followed_file}"
@@ -233,15 +227,15 @@ class Checkpoints:
             )
         return found
 
-    def settle(self, checkpoint: Checkpoint, followed: int | None, report: Callable[[str], None]) -> None:
-        """The run goes on from a checkpoint: later ones move to `abandoned/`.
+    def resume_from(self, checkpoint: Checkpoint, followed: int | None, report: Callable[[str], None]) -> None:
+        """Resume the run from a checkpoint: later ones move to `abandoned/`.
 
         Args:
             checkpoint: from `resumable` or `follow`.
             followed: the step that `follow` was asked for; None if none was, and any is followed the next time.
-            report: told what was abandoned.
+            report: gets a line per checkpoint that is abandoned.
         """
-        self._go_back_to(checkpoint, report)
+        self._abandon_after(checkpoint, report)
         if followed is None:
             self.followed_file.unlink(missing_ok=True)
         elif self._followed() != {"step": followed}:
@@ -250,10 +244,9 @@ class Checkpoints:
     def saved_last(self) -> tuple[int, list[str]]:
         """The step that `latest` names, 0 if that cannot be read; and why it cannot be resumed from, if it cannot."""
         path, name = self.folder / _LATEST, self._read(_LATEST)
-        number = name.removeprefix("step-")
-        if name.startswith("step-") and number.isdecimal():
+        if (step := step_of(name)) is not None:
             there = (self.folder / name).is_dir()
-            return int(number), [] if there else [f"{path} names {name}, but {self.folder / name} is not there"]
+            return step, [] if there else [f"{path} names {name}, but {self.folder / name} is not there"]
         if name:
             return 0, [f"{path} is damaged: it says {storage.shown(name)!r}, which is not the name of a checkpoint"]
         return 0, [f"{path} is empty" if path.exists() else f"{path} is missing"]
@@ -264,7 +257,7 @@ class Checkpoints:
         return self.folder / _FOLLOWED
 
     def was_followed(self, step: int) -> bool:
-        """Whether the run went back to this step because `resume.from` named it, and has the same one since."""
+        """True if the run went back to this step because `resume.from` named it, and has the same one since."""
         followed = self._followed()
         return isinstance(followed, dict) and followed.get("step") == step
 
@@ -315,7 +308,7 @@ class Checkpoints:
         return final
 
     def prune(self, config: CheckpointConfig, *, full: bool = False, dry_run: bool = False) -> list[Checkpoint]:
-        """Remove what the policy does not keep; never the one to go on from, nor the last one that can be trusted.
+        """Remove checkpoints that the policy does not keep; never the one to resume from, nor the last good one.
 
         Args:
             config: the policy's numbers.
@@ -327,7 +320,7 @@ class Checkpoints:
         """
         everything, latest = self.all(), self.latest()
         last_good = self.last_good(full=full)
-        steps = doomed(
+        steps = to_prune(
             config,
             [checkpoint.step for checkpoint in everything],
             latest.step if latest else None,
@@ -341,7 +334,7 @@ class Checkpoints:
         return next((each for each in reversed(self.all()) if not each.problems(full=full)), None)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-        """Remove checkpoints; returns those that are gone. One that another process has removed is passed over.
+        """Remove checkpoints; returns those that are gone. One that another process has removed is skipped.
 
         Raises:
             NotRemoved: when the others are gone. What cannot be removed stays, or files of it under a temporary name.
@@ -377,13 +370,13 @@ class Checkpoints:
                 report(f"{path} could not be removed: {error.strerror}")
 
     def unfinished(self) -> list[Path]:
-        """What is being written or removed, or was when an attempt was killed."""
+        """Folders and files that are being written or removed, or were when an attempt was killed."""
         return sorted(self.folder.glob(f"*{storage.TEMPORARY_SUFFIX}"))
 
     def abandoned(self) -> list[Checkpoint]:
-        """What a run has gone back from, by step."""
-        names = [(path, path.name.removeprefix("step-").partition(".")[0]) for path in self._abandoned.glob("step-*")]
-        found = [Checkpoint(path, int(number)) for path, number in names if number.isdigit()]
+        """Checkpoints that a run has gone back from, by step."""
+        steps = {path: step_of(path.name.partition(".")[0]) for path in self._abandoned.glob("step-*")}
+        found = [Checkpoint(path, step) for path, step in steps.items() if step is not None]
         return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path.name))
 
     @property
@@ -413,7 +406,7 @@ class Checkpoints:
         head = self.latest()
         if self._read(_GOING_BACK):
             if head is not None and head.path.name == self._read(_GOING_BACK):
-                self._go_back_to(head, report)
+                self._abandon_after(head, report)
             (self.folder / _GOING_BACK).unlink(missing_ok=True)
         return head
 
@@ -446,7 +439,7 @@ class Checkpoints:
             current = below
 
     def _is_of(self, checkpoint: Checkpoint, attempt: Any) -> bool:
-        """Whether a checkpoint is there, whole, and was made by this attempt at the run."""
+        """True if a checkpoint is there, whole, and was made by this attempt at the run."""
         if attempt is None or not checkpoint.path.exists() or checkpoint.problems(full=False):
             return False
         return bool(checkpoint.state().get("attempt") == attempt)
@@ -454,7 +447,7 @@ class Checkpoints:
     def _point_to(self, checkpoint: Checkpoint) -> None:
         storage.put(self.folder / _LATEST, f"{checkpoint.path.name}\n".encode())
 
-    def _go_back_to(self, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
+    def _abandon_after(self, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
         """Move `latest` to a checkpoint, and all later ones away.
 
         A kill in between must not let them be taken for what was committed after `latest`: `going-back` says so.
@@ -483,7 +476,7 @@ class Checkpoints:
 
 
 def _descends(child: Checkpoint, parent: Checkpoint) -> bool:
-    """Whether a checkpoint is whole, by its sizes, and was committed as the child of another one."""
+    """True if a checkpoint is whole, by its sizes, and was committed as the child of another one."""
     try:
         origin = child.parent()
     except UNREADABLE:
@@ -498,7 +491,7 @@ def _damaged(checkpoint: Checkpoint, problems: Sequence[str]) -> str:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str | None:
-    """Of a checkpoint that may be damaged."""
+    """The fingerprint of a checkpoint that may be damaged; None if it cannot be read."""
     try:
         return checkpoint.fingerprint
     except OSError:

@@ -1,4 +1,4 @@
-"""When to save and what to keep, as pure functions of numbers.
+"""Pure functions of numbers that decide when a run saves and which checkpoints it keeps.
 
 They speak of the checkpoints of one folder. Whoever keeps copies in several (on the node, on a shared disk) asks once a
 folder, with the rules of that folder.
@@ -13,31 +13,32 @@ from pipeline.config.train import CheckpointConfig
 
 
 def due(config: CheckpointConfig, step: int, total: int) -> bool:
-    """Whether to save after `step` of `total` steps. What the clock asks for is not known here."""
+    """True if a run saves after `step` of `total` steps. What the clock asks for is not known here."""
     return step == total or step % config.every_steps == 0 or is_permanent(config, step)
 
 
 def is_permanent(config: CheckpointConfig, step: int) -> bool:
-    """Whether the checkpoint of a step is kept for ever."""
+    """True if the checkpoint of a step is kept permanently."""
     return config.keep_every is not None and step % config.keep_every == 0
 
 
-def doomed(config: CheckpointConfig, steps: Sequence[int], latest: int | None, good: Collection[int] = ()) -> list[int]:
-    """Which of the committed checkpoints go, ascending.
+def to_prune(
+    config: CheckpointConfig, steps: Sequence[int], latest: int | None, good: Collection[int] = ()
+) -> list[int]:
+    """Steps of the committed checkpoints that are to be removed, ascending.
 
     None goes before a newer one has taken its place: at least `latest` is newer than each of them. Without a `latest`
     none goes.
 
     Args:
-        config: how many stay, and which for ever.
+        config: how many stay, and which ones permanently.
         steps: of all of them, in any order.
-        latest: the one that the run goes on from, which stays.
+        latest: the one that the run resumes from, which stays.
         good: others that must stay, like the last one that can be trusted.
     """
     if latest is None:
         return []
-    newest = sorted(steps)[-config.keep :]
-    stay = {latest, *good, *newest}
+    stay = {latest, *good, *sorted(steps)[-config.keep :]}
     return [step for step in sorted(steps) if step < latest and step not in stay and not is_permanent(config, step)]
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: rank 0 chooses, and all ranks look for damage before anything is loaded.
+"""The checkpoint that a run resumes from: rank 0 chooses, and all ranks look for damage before anything is loaded.
 
 Rank 0 alone lists folders. Of each checkpoint that it considers, every rank reads a share of the files, so that each
 file is read and hashed once.
@@ -22,14 +22,14 @@ Report = Callable[[str], None]
 
 
 def resume_point(checkpoints: Checkpoints, config: ResumeConfig, report: Report) -> Checkpoint | None:
-    """The checkpoint to go on from, None for a run that has none yet; every rank calls this.
+    """The checkpoint to resume from, None for a run that has none yet; every rank calls this.
 
-    Nothing is moved: `Checkpoints.settle` does that, when the run has agreed to what it finds there.
+    Nothing is moved: `Checkpoints.resume_from` does that, when the run has agreed to what it finds there.
 
     Args:
         checkpoints: of the run.
         config: which one is asked for, and how it is verified.
-        report: told what was passed over, on rank 0.
+        report: gets a line per checkpoint that is skipped, on rank 0.
 
     Raises:
         UserError: what was asked for is not there, or nothing can be trusted.
@@ -54,11 +54,11 @@ def rewind_point(checkpoints: Checkpoints, config: ResumeConfig, before: int, re
         checkpoints: of the run.
         config: how it is verified.
         before: steps.
-        report: told what was abandoned or passed over, on rank 0.
+        report: gets a line per checkpoint that is abandoned or skipped, on rank 0.
     """
     return _agree(
         checkpoints,
-        lambda verify: checkpoints.go_back(before, report, verify),
+        lambda verify: checkpoints.rewind(before, report, verify),
         full=config.verify_on_load == "full",
     )
 
@@ -78,24 +78,24 @@ def source_point(checkpoints: Checkpoints, step: int | None) -> Checkpoint:
 
 
 def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | None], *, full: bool) -> Checkpoint | None:
-    """What `choose` finds on rank 0, where it may ask for verification as often as it likes."""
+    """The result of `choose` on rank 0, where it may ask for verification as often as it likes, on all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return choose(lambda checkpoint: checkpoint.problems(full=full))
     if dist.get_rank() != 0:
         while True:
             # Also the end of this loop where rank 0 has failed.
-            task: dict[str, Any] = broadcast_from_rank0(_of_rank_0)
+            task: dict[str, Any] = broadcast_from_rank0(_not_rank_0)
             if "files" not in task:
                 return None if task["step"] is None else checkpoints.committed(task["step"])
-            gather(_look(checkpoints, task, dist.get_rank(), ranks))
+            gather(_verify_own_files(checkpoints, task, dist.get_rank(), ranks))
 
     def verify(checkpoint: Checkpoint) -> list[str]:
         problems = checkpoint.problems(full=False)
         if problems or not full:
             return problems
         task = broadcast_from_rank0(lambda: {"step": checkpoint.step, "files": checkpoint.files()})
-        verdicts = gather(_look(checkpoints, task, 0, ranks))
+        verdicts = gather(_verify_own_files(checkpoints, task, 0, ranks))
         assert verdicts is not None, "this is rank 0"
         for verdict in verdicts:
             if verdict["error"]:
@@ -110,17 +110,17 @@ def _agree(checkpoints: Checkpoints, choose: Callable[[Verify], Checkpoint | Non
     return None if step is None else checkpoints.committed(step)
 
 
-def _of_rank_0() -> dict[str, Any]:
+def _not_rank_0() -> dict[str, Any]:
     raise AssertionError("only rank 0 knows")
 
 
-def _look(checkpoints: Checkpoints, task: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """What is wrong with this rank's share of the files, and whether it could not read one that rank 0 sees."""
+def _verify_own_files(checkpoints: Checkpoints, task: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Problems of this rank's files, and the error if it could not read one that rank 0 sees."""
     problems: list[str] = []
     files: Files = task["files"]
     try:
         checkpoint = checkpoints.committed(task["step"])
-        for name in shares(files, ranks)[rank]:
+        for name in files_by_rank(files, ranks)[rank]:
             path = checkpoint.path / name
             wait_until_visible(path)
             if problem := changed(path, files[name][1]):
@@ -136,7 +136,7 @@ def _look(checkpoints: Checkpoints, task: dict[str, Any], rank: int, ranks: int)
     return {"problems": problems, "error": None}
 
 
-def shares(files: Files, ranks: int) -> list[Sequence[str]]:
+def files_by_rank(files: Files, ranks: int) -> list[Sequence[str]]:
     """File names by rank, each once: the largest first, to the rank with the fewest bytes so far."""
     dealt: list[list[str]] = [[] for _ in range(ranks)]
     load = [0] * ranks

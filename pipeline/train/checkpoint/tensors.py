@@ -39,7 +39,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
 
@@ -83,12 +83,17 @@ def _read_once(checkpoint: Checkpoint, fingerprint: str, file: tuple[int, ...]) 
     return read_metadata(checkpoint)
 
 
-def groups(tensors: Mapping[str, Stored]) -> Iterator[dict[str, Stored]]:
-    """Tensors in groups that are small enough to be held in memory, in order."""
+def groups(tensors: Mapping[str, Stored], max_bytes: float = _AT_ONCE_BYTES) -> Iterator[dict[str, Stored]]:
+    """Tensors in groups, in order; by default of a size that is held in memory.
+
+    Args:
+        tensors: by name.
+        max_bytes: of a group; a tensor that is larger is alone in its own.
+    """
     group: dict[str, Stored] = {}
     size = 0
     for name, each in tensors.items():
-        if group and size + each.bytes > _AT_ONCE_BYTES:
+        if group and size + each.bytes > max_bytes:
             yield group
             group, size = {}, 0
         group[name] = each

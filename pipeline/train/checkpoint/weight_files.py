@@ -7,6 +7,7 @@ Hugging Face writes it.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from pipeline.common import storage
 from pipeline.train.checkpoint.committed import Files, record_of
-from pipeline.train.checkpoint.tensors import Stored
+from pipeline.train.checkpoint.tensors import Stored, groups
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -41,22 +42,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
-def plan_shards(tensors: Mapping[str, Stored], max_bytes: int | None) -> dict[str, dict[str, Stored]]:
+def split_into_files(tensors: Mapping[str, Stored], max_bytes: int | None) -> dict[str, dict[str, Stored]]:
     """File name -> tensors in it, in order. A tensor that is larger than a file may be has one of its own."""
-    shards: list[dict[str, Stored]] = [{}]
-    size = 0
-    for name, each in tensors.items():
-        if shards[-1] and max_bytes is not None and size + each.bytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = each
-        size += each.bytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
+    shards = list(groups(tensors, math.inf if max_bytes is None else max_bytes))
+    if len(shards) < 2:
+        return {SINGLE: dict(tensors)}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
-def write_shards(
+def write_weight_files(
     folder: Path,
     shards: Mapping[str, Mapping[str, Stored]],
     read: Callable[[Mapping[str, Stored]], Iterable[tuple[str, Tensor]]],
@@ -66,9 +60,9 @@ def write_shards(
 
     Args:
         folder: where to.
-        shards: from `plan_shards`.
+        shards: from `split_into_files`.
         read: gives the tensors that it is asked for, in that order.
-        advance: told the bytes as they are written.
+        advance: gets the bytes as they are written.
     """
     files: Files = {}
     for name, tensors in shards.items():
@@ -90,30 +84,27 @@ def _write(
     advance: Callable[[int], None],
 ) -> tuple[int, str]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    offset = 0
     for name, each in tensors.items():
         header[name] = {
             "dtype": _NAMES[each.dtype],
             "shape": each.shape,
-            "data_offsets": (place, place + each.bytes),
+            "data_offsets": (offset, offset + each.bytes),
         }
-        place += each.bytes
+        offset += each.bytes
     text = orjson.dumps(header)
     text += b" " * (-len(text) % _ALIGNMENT)
-    digest, size = xxhash.xxh3_64(), 0
+    head = struct.pack("<Q", len(text)) + text
+    digest = xxhash.xxh3_64(head)
     with path.open("wb") as file:
-        for data in (struct.pack("<Q", len(text)), text):
-            file.write(data)
-            digest.update(data)
-            size += len(data)
+        file.write(head)
         for (name, value), wanted in zip(values, tensors, strict=True):
             each = tensors[wanted]
             assert name == wanted and tuple(value.shape) == each.shape and value.dtype == each.dtype, name
             body = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
             file.write(body)
             digest.update(body)
-            size += len(body)
             advance(len(body))
         file.flush()
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
+    return len(head) + offset, digest.hexdigest()

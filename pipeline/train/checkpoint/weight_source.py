@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +16,13 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.committed import COMMIT, Files, changed
+from pipeline.train.checkpoint.committed import COMMIT, Files, changed, step_of
 from pipeline.train.checkpoint.export import Weights, longest_windows
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
 from pipeline.train.checkpoint.weight_files import DTYPES
+
+_IMPOSSIBLE = "says of its model what cannot be"
 
 
 class WeightSource(Protocol):
@@ -57,9 +59,9 @@ def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource
         return _Exported(path, weights)
     if RunFiles(path).checkpoints.is_dir():
         return _InCheckpoint(Checkpoints.of_run(path).at(step), weights)
-    number = path.name.removeprefix("step-")
-    if (path / COMMIT).is_file() and number.isdigit():
-        return _InCheckpoint(Checkpoints(path.parent).at(int(number)), weights)
+    named_step = step_of(path.name)
+    if (path / COMMIT).is_file() and named_step is not None:
+        return _InCheckpoint(Checkpoints(path.parent).at(named_step), weights)
     raise UserError(
         f"{path} has no weights: name a run folder (with `checkpoints`), a checkpoint in it (with {COMMIT}), or a "
         f"folder that was exported (with {EXPORT_ORIGIN})"
@@ -74,7 +76,7 @@ class _InCheckpoint:
     def __post_init__(self) -> None:
         state = self.checkpoint.state()
         self.name = str(self.checkpoint.path)
-        self.model = _model(state["fingerprints"]["model"], self.name)
+        self.model = validated_model(state["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
         self.positions = longest_windows(state["config"])
         self.tokenizer = Tokenizer.open(self.checkpoint.path)
         found = stored(self.checkpoint).get(self.weights)
@@ -96,25 +98,30 @@ class _Exported:
         if self.weights == "ema" and about["weights"] != "ema":
             raise UserError(f"{self.folder} has the weights that were trained, and not their moving average")
         for name, (_, digest) in exported_files(self.folder, about).items():
-            if problem := changed(self.folder / name, digest, links=True):
+            if problem := changed(self.folder / name, digest, symlinks=True):
                 raise UserError(f"{problem}; export them again")
         self.name = str(self.folder)
-        self.model = _model(about["fingerprints"]["model"], self.name)
+        self.model = validated_model(about["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
         self.positions = int(about["positions"])
         self.tokenizer = Tokenizer.open(self.folder)
-        self._files, self.tensors = tensors_in(self.folder, about["files"])
+        self._files, self.tensors = exported_tensors(self.folder, about["files"])
 
     def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         return read_tensors(self.folder, self._files, tensors)
 
 
-def _model(values: Any, where: str) -> ModelConfig:
-    """What weights compute, as their folder says; a `UserError` where that is no model, or one of absurd size."""
+def validated_model(values: Any, failure: str) -> ModelConfig:
+    """A `model:` section as a file has it; a `UserError` where it cannot be one, or one of absurd size.
+
+    Args:
+        values: of the section.
+        failure: how the message begins.
+    """
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        what = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise UserError(f"{where} says of its model what cannot be: {what}") from None
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UserError(f"{failure}: {problems}") from None
 
 
 def exported_files(folder: Path, about: Mapping[str, Any]) -> Files:
@@ -133,17 +140,22 @@ def exported_files(folder: Path, about: Mapping[str, Any]) -> Files:
         raise UserError(f"{file} is damaged: its list of files cannot be read ({error}); export them again") from None
 
 
-def tensors_in(folder: Path, listed: Collection[str]) -> tuple[dict[str, str], dict[str, Stored]]:
-    """The file of each tensor, and what it is, of the safetensors files that an export lists.
+def exported_tensors(folder: Path, listed: Iterable[str]) -> tuple[dict[str, str], dict[str, Stored]]:
+    """`tensors_in` of those files that an export lists which are safetensors files."""
+    return tensors_in(folder, sorted(name for name in listed if name.endswith(".safetensors")))
+
+
+def tensors_in(folder: Path, names: Iterable[str]) -> tuple[dict[str, str], dict[str, Stored]]:
+    """The file of each tensor, and what it is, of safetensors files in a folder.
 
     Raises:
         UserError: a file is none.
     """
     files, tensors = dict[str, str](), dict[str, Stored]()
-    for path in sorted(folder / name for name in listed if name.endswith(".safetensors")):
-        found = tensors_of(path)
+    for name in names:
+        found = tensors_of(folder / name)
         tensors |= found
-        files |= dict.fromkeys(found, path.name)
+        files |= dict.fromkeys(found, name)
     return files, tensors
 
 
@@ -159,11 +171,11 @@ def tensors_of(path: Path) -> dict[str, Stored]:
                 if dtype is None:
                     raise UserError(f"{path}: {name} is {piece.get_dtype()}, which is no type that is read here")
                 found[name] = Stored(tuple(piece.get_shape()), dtype)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{path} is no sound safetensors file ({error}); is the download complete?") from error
     return found
 

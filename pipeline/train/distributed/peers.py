@@ -44,7 +44,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def is_watched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher on this machine, ours or torchrun, ends all ranks when one dies."""
+    """True if a launcher on this machine, ours or torchrun, ends all ranks when one dies."""
     return STORE in environment or "TORCHELASTIC_RUN_ID" in environment
 
 
@@ -111,9 +111,9 @@ class Peers:
             store.set(_KEY, f"{self._server.getsockname()[1]} {self._token}")
 
     def over(self) -> None:
-        """From now on ranks may end: this one looks no more, and is no more looked at."""
+        """Stop watching: from now on ranks may end."""
         self._over.set()
-        self._tell(_BYE)
+        self._send_to_all(_BYE)
         with suppress(OSError):
             self._wake.send(b".")
 
@@ -134,12 +134,12 @@ class Peers:
                 if end is self._server:
                     self._accept(self._server)
                 elif isinstance(end, socket.socket) and end in self._connections:
-                    gone = gone or self._hear(end)
+                    gone = gone or self._receive(end)
             for end, since in list(self._nameless.items()):
                 if time.monotonic() - since >= _NAMING:
-                    self._forget(end)
+                    self._close(end)
         if gone is not None:
-            self._tell(gone.encode() + b"\n")
+            self._send_to_all(gone.encode() + b"\n")
             if not self._over.wait(PATIENCE):
                 _end(gone)
 
@@ -162,7 +162,7 @@ class Peers:
             self._connections.pop(end, None)
             end.close()
 
-    def _hear(self, end: socket.socket) -> str | None:
+    def _receive(self, end: socket.socket) -> str | None:
         """Read what has come; the name of a rank that has gone."""
         peer = self._connections[end]
         try:
@@ -174,7 +174,7 @@ class Peers:
         *lines, peer.text = (peer.text + come).split(b"\n")
         for line in lines:
             if line + b"\n" == _BYE:
-                self._forget(end)
+                self._close(end)
                 return None
             if self._rank:
                 return line.decode(errors="replace")  # whom rank 0 has found gone
@@ -188,16 +188,16 @@ class Peers:
                 end.sendall(_WELCOME)
         if come and len(peer.text) < _LONGEST:
             return None
-        self._forget(end)
+        self._close(end)
         return peer.name or None
 
-    def _forget(self, end: socket.socket) -> None:
+    def _close(self, end: socket.socket) -> None:
         self._selector.unregister(end)
         del self._connections[end]
         self._nameless.pop(end, None)
         end.close()
 
-    def _tell(self, line: bytes) -> None:
+    def _send_to_all(self, line: bytes) -> None:
         for end in list(self._connections):
             with suppress(OSError):
                 end.sendall(line)

@@ -90,7 +90,7 @@ def init_process_group(processes: Processes, device: torch.device, limits: TimeL
     if processes.world_size == 1:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
     else:
-        store = _meet(processes, limits.init_seconds)
+        store = _rendezvous(processes, limits.init_seconds)
     # Our own watchdog knows the phases. It comes first, so that a hang is told with the stacks of all ranks.
     store.set_timeout(timedelta(seconds=max(limits.model_dump().values()) + 120))
     record_collectives()
@@ -108,7 +108,7 @@ def init_process_group(processes: Processes, device: torch.device, limits: TimeL
     _Joined.cpu_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if device.type == "cuda" else None
 
 
-def _meet(processes: Processes, init_seconds: float) -> Any:
+def _rendezvous(processes: Processes, init_seconds: float) -> Any:
     """A store that all ranks are connected to, and that has seen each of them once."""
     # Less than the watchdog waits, which would not know who is missing.
     wait = timedelta(seconds=0.8 * init_seconds)

@@ -1,4 +1,4 @@
-"""Which process of a run this is, how it ends with its launcher, and the file that tells the launcher why it failed.
+"""The place of this process in a run, its end with its launcher, and the file that tells the launcher why it failed.
 
 Nothing here needs torch, whose import takes seconds in which a process may have to end already.
 """
@@ -45,12 +45,12 @@ class Processes:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all processes of the run are on this node."""
+        """True if all processes of the run are on this node."""
         return self.world_size == self.local_world_size
 
 
 def is_rank() -> bool:
-    """Whether a launcher (ours, torchrun) started this process as one of several."""
+    """True if a launcher (ours, torchrun) started this process as one of several."""
     return "WORLD_SIZE" in os.environ
 
 
@@ -64,14 +64,14 @@ def of_environment() -> Processes:
     if not given:
         return Processes(0, 1, 0, 1)
     found = ", ".join(f"{name}={value}" for name, value in given.items())
-    mend = "start the processes with torchrun or launch.processes, or unset " + ", ".join(given)
+    advice = "start the processes with torchrun or launch.processes, or unset " + ", ".join(given)
     missing = [name for name in _NAMES if name not in given]
     if missing:
-        raise UserError(f"the environment has {found}, but not {', '.join(missing)}; {mend}")
+        raise UserError(f"the environment has {found}, but not {', '.join(missing)}; {advice}")
     try:
         rank, world, local_rank, local_world = (int(given[name]) for name in _NAMES)
     except ValueError:
-        raise UserError(f"the environment has {found}, which must be whole numbers; {mend}") from None
+        raise UserError(f"the environment has {found}, which must be whole numbers; {advice}") from None
     problems = [
         text
         for wrong, text in (
@@ -86,12 +86,12 @@ def of_environment() -> Processes:
     elif not problems and rank % local_world != local_rank:
         problems = ["ranks must be counted node by node (RANK = number of the node x LOCAL_WORLD_SIZE + LOCAL_RANK)"]
     if problems:
-        raise UserError(f"the environment has {found}: {'; '.join(problems)}; {mend}")
+        raise UserError(f"the environment has {found}: {'; '.join(problems)}; {advice}")
     return Processes(rank, world, local_rank, local_world)
 
 
 def begin_rank() -> None:
-    """What a rank of our launcher does first; nothing under torchrun.
+    """Prepare a rank of our launcher, before all else; nothing under torchrun.
 
     The kernel will end it when the launcher is gone, however that ended. Its log takes both streams in order.
     """
@@ -111,7 +111,7 @@ def begin_rank() -> None:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a rank left behind of its failure."""
+    """The record that a rank has left of its failure."""
 
     time: float
     """Seconds since 1970."""
@@ -121,7 +121,7 @@ class ErrorRecord:
     """Empty where the message says it all: a `UserError`, a stop."""
     consequence: bool
     """Another process failed first, and this one found out by it."""
-    said: bool
+    was_shown: bool
     """Whether the rank has shown the message itself, on the terminal."""
 
 
@@ -163,7 +163,7 @@ def record_error(error: BaseException, trace: str | None = None) -> None:
 
 
 def log_folder() -> Path | None:
-    """Where our own launcher puts the logs of the ranks; None where another one has started this process."""
+    """The folder of the ranks' logs by our own launcher; None where another one has started this process."""
     file = os.environ.get(_ERROR_FILE)
     return Path(file).parent if file and LAUNCHER in os.environ else None
 
@@ -194,17 +194,17 @@ def _record(text: bytes) -> ErrorRecord:
         message=str(data["message"]["message"]),
         traceback=str(data["traceback"]),
         consequence=bool(data["consequence"]),
-        said=bool(data["said"]),
+        was_shown=bool(data["said"]),
     )
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this is how a process learns that another one has failed: a connection that was lost, or `RankFailed`.
+    """True if an error comes from another process that has failed: a connection that was lost, or `RankFailed`.
 
     A network that fails by itself looks the same.
     """
     return not isinstance(error, UserError) and any(
-        isinstance(link, RankFailed) or _is_network(link) for link in _causes(error)
+        isinstance(cause, RankFailed) or _is_network(cause) for cause in _cause_chain(error)
     )
 
 
@@ -215,8 +215,8 @@ def _is_network(error: BaseException) -> bool:
     return named or "gloo/transport" in text or "NCCL error" in text
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__
+def _cause_chain(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

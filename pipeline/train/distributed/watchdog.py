@@ -29,13 +29,13 @@ from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed.rank import NODE_ERRORS, Processes, log_folder, record_error
 from pipeline.train.parallel.torch_compat.core import TORCH_FOLDER, last_collectives, waits_for_ranks
 from pipeline.train.run.folder import RunFolder
-from pipeline.train.run.heartbeat import HUNG, Heartbeat, whom_it_waits_for
+from pipeline.train.run.heartbeat import HUNG, Heartbeat, blocking_ranks_text
 
 Phase = Literal["init", "first_step", "step", "save"]
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Lets a process write the stacks of its threads to its log, and go on."""
-_DOING: dict[Phase, str] = {
+"""Lets a process write the stacks of its threads to its log, and continue."""
+_PHASE_TEXT: dict[Phase, str] = {
     "init": "finding the other processes and building the model",
     "first_step": "the first step",
     "step": "a step",
@@ -45,8 +45,8 @@ _INTERVAL = 1.0
 """Seconds between two looks, at most."""
 _OTHERS = 3.0
 """Seconds in which the other ranks should have noticed as well."""
-_TELLING = 30.0
-"""Seconds after which the process ends, whatever has been told: the log may be on a disk that hangs itself."""
+_REPORT_SECONDS = 30.0
+"""Seconds after which the process ends, whatever has been reported: the log may be on a disk that hangs itself."""
 _LIBRARIES = {name: sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib")}
 
 
@@ -87,12 +87,12 @@ class Watchdog:
         faulthandler.unregister(STACKS_SIGNAL)
 
     def phase(self, phase: Phase, step: int | None = None) -> None:
-        """What begins now, at which step (for the message); starts the clock anew."""
+        """Begin a phase, at a step (for the message); starts the clock anew."""
         with self._lock:
             self._phase, self._step, self._elapsed = phase, step, 0.0
 
     def beat(self) -> None:
-        """The phase goes on and gets on: starts the clock anew."""
+        """Note progress within the phase: starts the clock anew."""
         with self._lock:
             self._elapsed = 0.0
 
@@ -109,7 +109,7 @@ class Watchdog:
     def heartbeats(self, folder: RunFolder, ranks: Processes, seconds: float) -> Heartbeat:
         """The heartbeat of this rank, to be entered with the lock of the run folder held.
 
-        A hang is told with what the others have written in theirs, so there are several within the shortest limit.
+        A hang is reported with what the others have written in theirs, so there are several within the shortest limit.
         """
         self._heartbeat = Heartbeat(
             folder.path,
@@ -137,15 +137,15 @@ class Watchdog:
 
     def _end(self, phase: Phase, step: int | None, elapsed: float) -> None:
         """Tell what is known, within limits, and end the process."""
-        with suppress(Exception):  # whatever happens to the telling, the process ends
-            # Also where the telling never gives Python back; that needs no Python, but has another exit code.
-            faulthandler.dump_traceback_later(2 * _TELLING, exit=True, file=_descriptor())
-            telling = threading.Thread(target=self._tell, args=(phase, step, elapsed), name="hang", daemon=True)
-            telling.start()
-            telling.join(_TELLING)
+        with suppress(Exception):  # whatever happens to the reporting, the process ends
+            # Also where the reporting never gives Python back; that needs no Python, but has another exit code.
+            faulthandler.dump_traceback_later(2 * _REPORT_SECONDS, exit=True, file=_descriptor())
+            reporting = threading.Thread(target=self._report, args=(phase, step, elapsed), name="hang", daemon=True)
+            reporting.start()
+            reporting.join(_REPORT_SECONDS)
         os._exit(EXIT_HANG)
 
-    def _tell(self, phase: Phase, step: int | None, elapsed: float) -> None:
+    def _report(self, phase: Phase, step: int | None, elapsed: float) -> None:
         rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
         with suppress(Exception):
             echo(f"hang: stacks of all threads of rank {rank} of {world}:", error=True, flush=True)
@@ -163,10 +163,10 @@ class Watchdog:
                 else:
                     file = evidence / f"flight-recorder-rank-{int(rank):04d}.json"
                     file.write_bytes(orjson.dumps(last_collectives(), option=orjson.OPT_INDENT_2))
-        what = _DOING[phase] if step is None else f"{_DOING[phase]} (step {step})"
+        what = _PHASE_TEXT[phase] if step is None else f"{_PHASE_TEXT[phase]} (step {step})"
         message = (
-            f"no progress for {elapsed:.0f} s in {what}{self._others(frame, step)}; if it only needs longer, raise "
-            f"launch.time_limits.{phase}_seconds ({self._limits[phase]:g})"
+            f"no progress for {elapsed:.0f} s in {what}{self._blocking_ranks(frame, step)}; if it only needs longer, "
+            f"raise launch.time_limits.{phase}_seconds ({self._limits[phase]:g})"
         )
         if world > 1:
             stacks = "The stacks of each rank are in its log"
@@ -178,14 +178,14 @@ class Watchdog:
             sys.stdout.flush()
 
     def _evidence(self) -> Path | None:
-        """Where the flight recorder goes: beside the logs of our launcher, or a folder of the run."""
+        """The folder of the flight recorder: beside the logs of our launcher, or one of the run."""
         beside = log_folder()
         if beside is not None or self._heartbeat is None:
             return beside
         return RunFiles(self._heartbeat.run).logs / f"hang-{self._heartbeat.attempt():04d}"
 
-    def _others(self, frame: FrameType | None, step: int | None) -> str:
-        """What the heartbeats say of the ranks that keep the others, as a clause of the message."""
+    def _blocking_ranks(self, frame: FrameType | None, step: int | None) -> str:
+        """The ranks that the others wait for, by their heartbeats, as a clause of the message."""
         beat = self._heartbeat
         if beat is None:
             return ""
@@ -195,7 +195,7 @@ class Watchdog:
             if beat.world == 1:
                 return ""
             beats = beat.others_have_noticed(_OTHERS)
-            return f": {whom_it_waits_for(beats, beat.world, beat.silent(beats))}"
+            return f": {blocking_ranks_text(beats, beat.world, beat.silent(beats))}"
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Which cores of its machine a process runs on: those of several ranks are divided, near the GPU of each."""
+"""The cores that a process runs on: those of the machine are divided among its ranks, near the GPU of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipeline.common.format import spans
 from pipeline.common.process_identity import node_name
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.distributed.rank import LAUNCHER
@@ -17,13 +18,13 @@ SYS = Path("/sys")
 _THREAD_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """With any of these, OpenMP has chosen cores for its threads from those that the process began with."""
 
-_given: list[frozenset[int]] = []
+_mask_before_bind: list[frozenset[int]] = []
 """What this process could use before `bind`, if that has bound it."""
 
 
 def available() -> frozenset[int]:
     """CPUs that this process may use, together with other ranks of the machine if `bind` divided them."""
-    return _given[0] if _given else frozenset(os.sched_getaffinity(0))
+    return _mask_before_bind[0] if _mask_before_bind else frozenset(os.sched_getaffinity(0))
 
 
 def bind(ranks: Processes, device: torch.device, environment: Mapping[str, str], system: Path = SYS) -> str | None:
@@ -40,18 +41,18 @@ def bind(ranks: Processes, device: torch.device, environment: Mapping[str, str],
     Returns:
         What was done, in words; None: nothing, as there is nothing to divide, or somebody else did.
     """
-    if _given or ranks.local_world_size == 1 or any(name in environment for name in _THREAD_BINDING):
+    if _mask_before_bind or ranks.local_world_size == 1 or any(name in environment for name in _THREAD_BINDING):
         return None
     mask = frozenset(os.sched_getaffinity(0))
     if not _is_shared(mask, environment, system):
         return None
     nodes = _gpu_nodes(ranks.local_world_size, system) if device.type == "cuda" else None
-    own = share(mask, ranks.local_rank, ranks.local_world_size, system, nodes)
+    own = cpu_set(mask, ranks.local_rank, ranks.local_world_size, system, nodes)
     if own is None or own == mask:
         return None
     os.sched_setaffinity(0, own)
-    _given.append(mask)
-    line = f"rank {ranks.rank} runs on {len(own)} of {len(mask)} CPUs: {spans(own)}"
+    _mask_before_bind.append(mask)
+    line = f"rank {ranks.rank} runs on {len(own)} of {len(mask)} CPUs: {cpu_ranges(own)}"
     if nodes is None:
         return line
     node, place = nodes[ranks.local_rank], _nodes(system)
@@ -61,7 +62,7 @@ def bind(ranks: Processes, device: torch.device, environment: Mapping[str, str],
 
 
 def far_from_gpu(ranks: Processes, device: torch.device, system: Path = SYS) -> str | None:
-    """Where this rank has no core on the NUMA node of its GPU, and what to set; None: it has, or nobody can tell.
+    """A warning if this rank has no core on the NUMA node of its GPU; None: it has, or that is not known.
 
     Args:
         ranks: The place of this process.
@@ -76,17 +77,17 @@ def far_from_gpu(ranks: Processes, device: torch.device, system: Path = SYS) -> 
     if gpu is None or not nodes or gpu in nodes:
         return None
     return (
-        f"rank {ranks.rank} on node {node_name()} runs on CPUs {spans(mask)} (NUMA node "
-        f"{spans(frozenset(nodes))}), but its GPU {index} ({_gpu_address(index)}) is on NUMA node {gpu}: copies to it "
-        "are slow. In the profile of the site set cpu_bind (like none, which leaves it to launch.bind: auto, or "
+        f"rank {ranks.rank} on node {node_name()} runs on CPUs {cpu_ranges(mask)} (NUMA node "
+        f"{cpu_ranges(frozenset(nodes))}), but its GPU {index} ({_gpu_address(index)}) is on NUMA node {gpu}: copies "
+        "to it are slow. In the profile of the site set cpu_bind (like none, which leaves it to launch.bind: auto, or "
         "map_ldom:...), distribution, or options with gres-flags: enforce-binding, so that it gets cores there"
     )
 
 
-def share(
+def cpu_set(
     mask: frozenset[int], rank: int, ranks: int, system: Path = SYS, nodes: Sequence[int] | None = None
 ) -> frozenset[int] | None:
-    """The part of `mask` that one of several ranks gets; all parts are disjoint.
+    """The CPUs of `mask` that one of several ranks gets; those of all ranks are disjoint.
 
     Args:
         mask: What they have together.
@@ -112,19 +113,19 @@ def share(
             rest = [core for core in cores if place.get(core[0]) not in counts]
             # Nodes whose numbers are close mostly share a socket.
             order = sorted(range(ranks), key=lambda peer: (nodes[peer], peer))
-            return _part(near, peers.index(rank), len(peers)) | _part(rest, order.index(rank), ranks)
+            return _slice(near, peers.index(rank), len(peers)) | _slice(rest, order.index(rank), ranks)
     if len(cores) < ranks:  # then threads of a core are divided
         cores = [(cpu,) for core in cores for cpu in core]
-    return _part(cores, rank, ranks)
+    return _slice(cores, rank, ranks)
 
 
-def _part(cores: Sequence[tuple[int, ...]], index: int, parts: int) -> frozenset[int]:
-    begin, end = len(cores) * index // parts, len(cores) * (index + 1) // parts
+def _slice(cores: Sequence[tuple[int, ...]], index: int, count: int) -> frozenset[int]:
+    begin, end = len(cores) * index // count, len(cores) * (index + 1) // count
     return frozenset(cpu for core in cores[begin:end] for cpu in core)
 
 
 def _is_shared(mask: frozenset[int], environment: Mapping[str, str], system: Path) -> bool:
-    """Whether the other ranks of the machine may use the same cores: their launcher has bound none of them.
+    """True if the other ranks of the machine may use the same cores: their launcher has bound none of them.
 
     Processes that torchrun or our own launcher starts have its mask, unless they are bound one by one. Otherwise,
     whoever was given less than all CPUs of the job on this machine was bound.
@@ -161,20 +162,14 @@ def _gpu_address(index: int) -> str:
 
 def _cores(mask: frozenset[int], system: Path) -> set[tuple[int, ...]]:
     """Physical cores, each with those of its CPUs that are in `mask`."""
-    cores = set()
-    for cpu in mask:
-        siblings = _listed(system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") & mask
-        cores.add(tuple(sorted(siblings | {cpu})))
-    return cores
+    siblings = {cpu: _listed(system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in mask}
+    return {tuple(sorted(cpus & mask | {cpu})) for cpu, cpus in siblings.items()}
 
 
 def _nodes(system: Path) -> dict[int, int]:
     """CPU -> NUMA node; empty if the machine does not tell."""
-    found = {}
-    for folder in (system / "devices/system/node").glob("node[0-9]*"):
-        for cpu in _listed(folder / "cpulist"):
-            found[cpu] = int(folder.name.removeprefix("node"))
-    return found
+    folders = (system / "devices/system/node").glob("node[0-9]*")
+    return {cpu: int(folder.name.removeprefix("node")) for folder in folders for cpu in _listed(folder / "cpulist")}
 
 
 def _listed(file: Path) -> frozenset[int]:
@@ -184,18 +179,12 @@ def _listed(file: Path) -> frozenset[int]:
     except OSError:
         return frozenset()
     numbers: set[int] = set()
-    for span in filter(None, text.split(",")):
-        first, _, last = span.partition("-")
+    for numbers_range in filter(None, text.split(",")):
+        first, _, last = numbers_range.partition("-")
         numbers |= set(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
 
 
-def spans(numbers: frozenset[int]) -> str:
+def cpu_ranges(numbers: frozenset[int]) -> str:
     """`0-3,8`, as the kernel writes it."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in found)
+    return spans(sorted(numbers)).replace(" ", "")

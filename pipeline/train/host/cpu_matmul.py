@@ -1,4 +1,4 @@
-"""Which library multiplies fp32 matrices on a CPU.
+"""The library that multiplies fp32 matrices on a CPU.
 
 torch has two, MKL and oneDNN, and takes MKL, whose fast paths are for processors of its maker: on others oneDNN is
 about twice as fast. torch hands products to it when their precision is allowed to be less. Where the processor has no
@@ -15,7 +15,7 @@ from torch import Tensor
 _SHAPE = 256, 1024, 256
 """Rows, inner dimension and columns of the product that is looked at."""
 _WORSE = 4.0
-"""More than so many times the error is another precision: bf16 and TF32 have thousands of times as much."""
+"""More than this many times the error is another precision: bf16 and TF32 have thousands of times as much."""
 
 Precision = Literal["highest", "medium"]
 

@@ -1,4 +1,4 @@
-"""When Python looks for cycles of dead objects: at steps that all ranks share.
+"""Garbage collection of cycles at steps that all ranks have in common.
 
 By itself it does so whenever a process has made enough objects, which is another moment on every rank; each time, all
 others wait for the one that collects.
@@ -13,14 +13,14 @@ EVERY_STEPS = 50
 """Steps between two collections."""
 
 
-class Garbage:
+class GcSchedule:
     """A context manager inside which nothing is collected but by `after`; on leaving, all is as it was.
 
     What lives when the first step is done (modules, compiled code, the model) is never looked at again, so that a
     collection takes milliseconds.
     """
 
-    def __enter__(self) -> Garbage:
+    def __enter__(self) -> GcSchedule:
         self._was_enabled = gc.isenabled()
         self._first = True
         return self

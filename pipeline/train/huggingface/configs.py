@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-from pydantic import ValidationError
-
 from pipeline.common.errors import UserError
 from pipeline.config.model import MAX_LAYERS, ModelConfig
+from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.huggingface.families import FAMILIES, Family
 from pipeline.train.model.mlps.dense.spec import default_ffn_dim
 
 Json = dict[str, Any]
 
-_SAYS_NOTHING = {
+_NEUTRAL_KEYS = {
     *("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "initializer_factor", "pretraining_tp"),
     *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class"),
@@ -40,9 +39,9 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 class _Source:
     """Values of a config.json, and which of them were looked at."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, Any], file: str) -> None:
         self._values = values
-        self._where = where
+        self._file = file
         self._seen: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -60,7 +59,7 @@ class _Source:
         """A value that every such file has."""
         found = self.get(key)
         if found is None:
-            raise UserError(f"{self._where} has no {key}")
+            raise UserError(f"{self._file} has no {key}")
         return found
 
     def need_count(self, key: str, most: int) -> int:
@@ -77,13 +76,13 @@ class _Source:
             self.refuse(key, found, f"only {' or '.join(map(repr, wanted))} is computed here")
 
     def refuse(self, key: str, value: Any, why: str) -> NoReturn:
-        """This value is nothing that we compute."""
-        raise UserError(f"{self._where}: {key}: {value!r} cannot be converted: {why}")
+        """Raise an error: this value is nothing that we compute."""
+        raise UserError(f"{self._file}: {key}: {value!r} cannot be converted: {why}")
 
     def finish(self, ignore: Collection[str]) -> None:
         """Refuse what nobody has looked at."""
         for key, value in self._values.items():
-            if key in self._seen or key in _SAYS_NOTHING or key in _DROPOUT or key in ignore:
+            if key in self._seen or key in _NEUTRAL_KEYS or key in _DROPOUT or key in ignore:
                 continue
             if value in (None, False, [], {}):
                 continue
@@ -96,36 +95,26 @@ class _Source:
             self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")
 
 
-def family_of(values: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json is of; a `UserError` names one that we do not have."""
-    model_type = values.get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"{where}: model_type: {model_type!r} cannot be converted; these can: {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[model_type]
-
-
-def from_hf_config(values: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
+def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
     """The `model:` section that computes what a config.json describes.
 
     Args:
         values: of the file.
-        where: the file, for messages.
+        file: its path, for messages.
         ignore: keys that the user says do not matter.
 
     Raises:
         UserError: an unsupported architecture or feature, by name.
     """
-    family = family_of(values, where)
-    source = _Source(values, where)
+    model_type = values.get("model_type")
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{file}: model_type: {model_type!r} cannot be converted; these can: {', '.join(sorted(FAMILIES))}"
+        )
+    family, source = FAMILIES[model_type], _Source(values, file)
     model = _from_gpt2(source) if family.model_type == "gpt2" else _from_llama_like(source, family.model_type)
     source.finish(ignore)
-    try:
-        return family, ModelConfig(**model)
-    except ValidationError as error:
-        what = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise UserError(f"{where} describes no model that can be built: {what}") from None
+    return family, validated_model(model, f"{file} describes no model that can be built")
 
 
 def to_hf_config(model: ModelConfig, vocab_size: int, positions: int) -> tuple[Family, Json]:

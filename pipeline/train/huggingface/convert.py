@@ -21,10 +21,10 @@ from pipeline.config.load import dump_values
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.export import Weights, free_folder, made_folder
 from pipeline.train.checkpoint.tensors import Stored, groups
-from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
+from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
 from pipeline.train.huggingface.configs import Json, to_hf_config
-from pipeline.train.huggingface.families import TensorPlan, plan_tensors
+from pipeline.train.huggingface.families import TensorMapping, map_tensors
 from pipeline.train.huggingface.folder import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -72,16 +72,16 @@ def to_hf(
     found = open_weights(source, step, weights)
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
     family, values = to_hf_config(found.model, vocab_size, found.positions)
-    plan = plan_tensors(family, decoder_spec(found.model, vocab_size, found.model.max_positions or found.positions))
-    kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in plan.theirs.items()}
+    mapping = map_tensors(family, decoder_spec(found.model, vocab_size, found.model.max_positions or found.positions))
+    kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in mapping.theirs.items()}
     tensors = {
-        name: Stored(shape, _DTYPES[dtype] if dtype else kinds[name]) for name, shape in plan.their_shapes.items()
+        name: Stored(shape, _DTYPES[dtype] if dtype else kinds[name]) for name, shape in mapping.their_shapes.items()
     }
     total = sum(each.bytes for each in tensors.values())
-    shards = plan_shards(tensors, max_shard)
+    shards = split_into_files(tensors, max_shard)
     with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, "to-hf (bytes)", total) as advance:
-            write_shards(tmp, shards, lambda wanted: _their_tensors(found, plan, wanted), advance)
+            write_weight_files(tmp, shards, lambda wanted: _their_tensors(found, mapping, wanted), advance)
         ends = {"bos_token_id": found.tokenizer.end_of_document, "eos_token_id": found.tokenizer.end_of_document}
         name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         storage.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
@@ -132,12 +132,12 @@ def from_hf(
     found = HuggingFaceFolder(folder, ignore)
     tokenizer = _tokenizer_of(found, end_of_document)
     total = sum(each.bytes for each in found.tensors.values())
-    shards = plan_shards(found.tensors, max_shard)
+    shards = split_into_files(found.tensors, max_shard)
     with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, "from-hf (bytes)", total) as advance:
-            files = write_shards(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
+            files = write_weight_files(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
         tokenizer.save(tmp)
-        storage.put(tmp / MODEL_FILE, run_file_part(found, tokenizer, Path(os.path.abspath(to))).encode())
+        storage.put(tmp / MODEL_FILE, run_file_section(found, tokenizer, Path(os.path.abspath(to))).encode())
         storage.put_json(
             tmp / EXPORT_ORIGIN,
             {
@@ -163,10 +163,10 @@ def describe(folder: Path, *, end_of_document: str | None = None, ignore: Collec
     """The part of a run file that goes with a downloaded model; every name and shape of its files is checked."""
     found = HuggingFaceFolder(folder, ignore)
     _ = found.tensors
-    return run_file_part(found, _tokenizer_of(found, end_of_document), None)
+    return run_file_section(found, _tokenizer_of(found, end_of_document), None)
 
 
-def run_file_part(found: HuggingFaceFolder, tokenizer: Tokenizer, converted: Path | None) -> str:
+def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer, converted: Path | None) -> str:
     """`model:`, `tokenizer:` and `train.init_from` as YAML.
 
     Args:
@@ -175,14 +175,14 @@ def run_file_part(found: HuggingFaceFolder, tokenizer: Tokenizer, converted: Pat
         converted: the folder of its weights by our names; None: they are read where they are.
     """
     model = found.model.model_dump(mode="json", exclude_defaults=True)
-    where = {"path": str(converted)} if converted else {"hf": str(found.folder.absolute())}
+    init_from = {"path": str(converted)} if converted else {"hf": str(found.folder.absolute())}
     value: dict[str, Any] = {
         "model": model,
         "tokenizer": {
             "path": str(converted or found.folder.absolute()),
             "end_of_document": tokenizer.end_of_document_token,
         },
-        "train": {"init_from": where},
+        "train": {"init_from": init_from},
     }
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
     return head + dump_values(value)
@@ -203,14 +203,14 @@ def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None) -> Toke
 
 
 def _their_tensors(
-    source: WeightSource, plan: TensorPlan, wanted: Mapping[str, Stored]
+    source: WeightSource, mapping: TensorMapping, wanted: Mapping[str, Stored]
 ) -> Iterator[tuple[str, Tensor]]:
     """In order; a group of them at a time is in memory."""
     for group in groups(wanted):
-        ours = {name: source.tensors[name] for theirs in group for name in plan.theirs[theirs].ours}
+        ours = {name: source.tensors[name] for theirs in group for name in mapping.theirs[theirs].ours}
         values = source.read(ours)
         for name, each in group.items():
-            yield name, plan.to_theirs(name, values).to(each.dtype)
+            yield name, mapping.to_theirs(name, values).to(each.dtype)
 
 
 def _our_tensors(source: HuggingFaceFolder, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:

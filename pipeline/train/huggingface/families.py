@@ -1,4 +1,4 @@
-"""Which tensors of Hugging Face's model families are which of ours: one table a family, read in both directions.
+"""Tensors of Hugging Face's model families and of ours: one table per family, read in both directions.
 
 Every rule has the same form. A tensor of theirs is one of ours, or several of ours below each other, and GPT-2 has its
 matrices the other way round ([in, out], as `Conv1D` multiplies). Nothing is permuted: the order of the rotary pairs is
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import shape_text
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.part_spec import LayerPartSpec
@@ -57,7 +58,7 @@ class Names:
     """Matrices of layers."""
 
     def rules(self, layers: Sequence[Mapping[str, LayerPartSpec]]) -> list[TensorRule]:
-        """Those of a model in its order, given the parts of its layers.
+        """Rules of a model in its order, given the parts of its layers.
 
         Raises:
             UserError: A kind of mixer or mlp has no names of this style.
@@ -146,8 +147,8 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class TensorPart:
-    """Where a tensor of ours is in one of theirs."""
+class TensorSlice:
+    """The rows of one of their tensors that are one of ours."""
 
     theirs: str
     first: int
@@ -166,13 +167,13 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class TensorMapping:
     """The tensors of one model, by their names and by ours."""
 
     theirs: dict[str, TensorRule]
     """Name -> which of ours it is made of, with the numbers of layers in it."""
     their_shapes: dict[str, Shape]
-    ours: dict[str, TensorPart]
+    ours: dict[str, TensorSlice]
     """Name -> where it is."""
     our_shapes: dict[str, Shape]
 
@@ -194,13 +195,13 @@ class TensorPlan:
         return padded
 
 
-def plan_tensors(family: Family, spec: DecoderSpec) -> TensorPlan:
+def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     """The rules of a family with the names and shapes of one model."""
     with torch.device("meta"):
         our_shapes = {name: tuple(value.shape) for name, value in Decoder(spec).named_parameters()}
     theirs: dict[str, TensorRule] = {}
     their_shapes: dict[str, Shape] = {}
-    ours: dict[str, TensorPart] = {}
+    ours: dict[str, TensorSlice] = {}
     for rule in family.names.rules([layer.parts for layer in spec.layers]):
         found = [name for name in rule.ours if name in our_shapes]
         if not found:
@@ -208,45 +209,47 @@ def plan_tensors(family: Family, spec: DecoderSpec) -> TensorPlan:
         assert len(found) == len(rule.ours), rule
         rows = [spec.vocab_size if name in _VOCABULARY else our_shapes[name][0] for name in rule.ours]
         for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=0)), strict=True):
-            ours[name] = TensorPart(rule.theirs, first, stop - first, rule.transposed)
+            ours[name] = TensorSlice(rule.theirs, first, stop - first, rule.transposed)
         shape = (sum(rows), *our_shapes[rule.ours[0]][1:])
         theirs[rule.theirs] = rule
         their_shapes[rule.theirs] = shape[::-1] if rule.transposed else shape
     missing = our_shapes.keys() - ours.keys()
     assert not missing, f"{family.model_type} has no place for {sorted(missing)}"
-    return TensorPlan(theirs, their_shapes, ours, our_shapes)
+    return TensorMapping(theirs, their_shapes, ours, our_shapes)
 
 
-def names_in_files(family: Family, plan: TensorPlan, found: Mapping[str, Sequence[int]], where: str) -> dict[str, str]:
-    """Names of `plan.theirs` -> names that the files have for them.
+def names_in_files(
+    family: Family, mapping: TensorMapping, found: Mapping[str, Sequence[int]], folder: str
+) -> dict[str, str]:
+    """Names of `mapping.theirs` -> names that the files have for them.
 
     Args:
         family: of the model.
-        plan: of the model.
+        mapping: of the model.
         found: shapes in the files by name.
-        where: the files, for messages.
+        folder: of the files, for messages.
 
     Raises:
         UserError: a tensor is missing, has another shape, or is none of this family's.
     """
     full = {name.removeprefix(family.prefix): name for name in found}
     names: dict[str, str] = {}
-    for name, shape in plan.their_shapes.items():
+    for name, shape in mapping.their_shapes.items():
         actual = full.get(name.removeprefix(family.prefix))
         if actual is None:
-            raise UserError(f"{where} has no tensor {name}, which its config.json asks for; is the download complete?")
+            raise UserError(f"{folder} has no tensor {name}, which its config.json asks for; is the download complete?")
         if tuple(found[actual]) != shape:
             raise UserError(
-                f"{where}: {actual} is {_times(found[actual])}, but by config.json it is {_times(shape)}; "
+                f"{folder}: {actual} is {shape_text(found[actual])}, but by config.json it is {shape_text(shape)}; "
                 "do the files belong together?"
             )
         names[name] = actual
     rest = [name for name in found if name not in names.values() and not _is_ignored(family, name)]
-    if HEAD not in plan.theirs:
+    if HEAD not in mapping.theirs:
         rest = [name for name in rest if name != HEAD]  # a copy of the embedding
     if rest:
         raise UserError(
-            f"{where} has {len(rest)} tensors that a {family.model_type} by this config.json has not, like {rest[0]}; "
+            f"{folder} has {len(rest)} tensors that a {family.model_type} by this config.json has not, like {rest[0]}; "
             "it cannot be converted without loss"
         )
     return names
@@ -254,7 +257,3 @@ def names_in_files(family: Family, plan: TensorPlan, found: Mapping[str, Sequenc
 
 def _is_ignored(family: Family, name: str) -> bool:
     return any(re.fullmatch(pattern, name.removeprefix(family.prefix)) for pattern in family.ignored)
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))

@@ -18,9 +18,9 @@ from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
-from pipeline.train.checkpoint.weight_source import read_tensors, tensors_of
+from pipeline.train.checkpoint.weight_source import read_tensors, tensors_in
 from pipeline.train.huggingface.configs import from_hf_config
-from pipeline.train.huggingface.families import HEAD, Family, TensorPlan, names_in_files, plan_tensors
+from pipeline.train.huggingface.families import HEAD, TensorMapping, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = "config.json"
@@ -34,7 +34,7 @@ _POSITIONS = {
 }
 """The key that has the longest context, and what transformers takes where it is not there."""
 _ROWS = 4096
-"""Of two tensors that are compared, so many are in memory."""
+"""Rows of two tensors that are compared at a time."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -56,8 +56,7 @@ class HuggingFaceFolder:
         if not file.is_file():
             raise UserError(f"{folder} has no {CONFIG_FILE}; give the folder of a downloaded model")
         self.values: dict[str, Any] = read_json(file)
-        family, model = from_hf_config(self.values, str(file), ignore)
-        self.family: Family = family
+        self.family, model = from_hf_config(self.values, str(file), ignore)
         changes = {} if vocab_multiple is None else {"vocab_multiple": vocab_multiple}
         self.model: ModelConfig = model.model_copy(update=changes)
         """The `model:` section that computes the same."""
@@ -70,33 +69,29 @@ class HuggingFaceFolder:
 
     @cached_property
     def spec(self) -> DecoderSpec:
-        """Of the model."""
+        """The spec of the model."""
         assert self.model.vocab_size is not None
         return decoder_spec(self.model, self.model.vocab_size, self.model.max_positions or self.positions)
 
     @cached_property
-    def plan(self) -> TensorPlan:
+    def mapping(self) -> TensorMapping:
         """Its tensors and ours."""
-        return plan_tensors(self.family, self.spec)
+        return map_tensors(self.family, self.spec)
 
     @cached_property
     def _found(self) -> tuple[dict[str, str], dict[str, Stored]]:
         """File and kind of each tensor, by the names in the files."""
-        files, tensors = dict[str, str](), dict[str, Stored]()
-        for name in self._weight_files():
-            path = self.folder / name
+        names = self._weight_files()
+        for path in (self.folder / name for name in names):
             if not path.is_file():
                 raise UserError(f"{path} is not there, though {INDEX} names it; is the download complete?")
-            found = tensors_of(path)
-            tensors |= found
-            files |= dict.fromkeys(found, name)
-        return files, tensors
+        return tensors_in(self.folder, names)
 
     @cached_property
     def _names(self) -> dict[str, str]:
         """The names that the files have for those of the plan."""
         shapes = {name: each.shape for name, each in self._found[1].items()}
-        return names_in_files(self.family, self.plan, shapes, str(self.folder))
+        return names_in_files(self.family, self.mapping, shapes, str(self.folder))
 
     def _check_copy(self, embedding: str) -> None:
         """A file may have the head beside a tied embedding: then they must be the same."""
@@ -118,23 +113,25 @@ class HuggingFaceFolder:
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
-        if HEAD in self._found[1] and HEAD not in self.plan.theirs:
-            self._check_copy(self._names[self.plan.ours["embedding.weight"].theirs])
+        if HEAD in self._found[1] and HEAD not in self.mapping.theirs:
+            self._check_copy(self._names[self.mapping.ours["embedding.weight"].theirs])
         return {
-            name: Stored(self.plan.our_shapes[name], self._found[1][self._names[part.theirs]].dtype)
-            for name, part in self.plan.ours.items()
+            name: Stored(self.mapping.our_shapes[name], self._found[1][self._names[part.theirs]].dtype)
+            for name, part in self.mapping.ours.items()
         }
 
     def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Some of ours, whole."""
         files, kinds = self._found
-        wanted = {self._names[self.plan.ours[name].theirs]: name for name in tensors}
+        wanted = {self._names[self.mapping.ours[name].theirs]: name for name in tensors}
         theirs = read_tensors(self.folder, files, {name: kinds[name] for name in wanted})
-        return {name: self.plan.to_ours(name, theirs[self._names[self.plan.ours[name].theirs]]) for name in tensors}
+        return {
+            name: self.mapping.to_ours(name, theirs[self._names[self.mapping.ours[name].theirs]]) for name in tensors
+        }
 
     def read_piece(self, name: str, rows: slice, *others: slice) -> Tensor | None:
         """These rows and columns of one of ours; fewer where the rest of the rows is padding, None where all are."""
-        part = self.plan.ours[name]
+        part = self.mapping.ours[name]
         cut = part.cut(rows, *others)
         if cut is None:
             return None
@@ -183,11 +180,9 @@ class HuggingFaceFolder:
             if not isinstance(named, dict):
                 raise UserError(f"{index} is damaged: weight_map is no table of tensors and files; fetch it again")
             return sorted({storage.plain_name(name, index) for name in named.values()})
-        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if found:
+        if found := sorted(path.name for path in self.folder.glob("*.safetensors")):
             return found
-        pickles = [path.name for pattern in _PICKLES for path in sorted(self.folder.glob(pattern))]
-        if pickles:
+        if pickles := [path.name for pattern in _PICKLES for path in sorted(self.folder.glob(pattern))]:
             raise UserError(
                 f"{self.folder} has its weights in {pickles[0]}, a pickle, which could run code and is not read; make "
                 "safetensors of it where you trust it: "

@@ -1,4 +1,4 @@
-"""What the host does about steps that went wrong: record them, go on, go back, or end the run."""
+"""The policy for steps that went wrong: record them, skip the update, rewind, or end the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rewind(Exception):
 
     Args:
         before: the checkpoint must not be of a later step.
-        skip: steps [first, end), counted from 0, that are passed over then.
+        skip: steps [first, end), counted from 0, that are skipped then.
         reason: in words.
     """
 
@@ -78,7 +78,7 @@ class Faults:
 
     @property
     def troubled(self) -> bool:
-        """Whether the last step went wrong: what is saved now may not be worth keeping."""
+        """True if the last step went wrong: a checkpoint of now may not be worth keeping."""
         return self._in_a_row > 0
 
     def recall(self) -> None:
@@ -118,12 +118,10 @@ class Faults:
             self._end(row, kind, f"{what}, and train.faults.on_{kind} is stop", "it")
         if policy == "rewind":
             back = self._way_back(step - 1)
-            if back is not None and self._rewinds >= self._config.max_rewinds:
-                times = (
-                    f"the run has gone back {self._rewinds} times already, as often as train.faults.max_rewinds allows"
-                )
-                self._end(row, kind, f"{what}, and {times}", "it")
             if back is not None:
+                if self._rewinds >= self._config.max_rewinds:
+                    times = f"{self._rewinds} times already, as often as train.faults.max_rewinds allows"
+                    self._end(row, kind, f"{what}, and the run has gone back {times}", "it")
                 self._rewinds += 1
                 self._in_a_row = 0
                 self._write(row, kind, "rewind", skip=back)
@@ -151,13 +149,13 @@ class Faults:
 
     @property
     def withheld(self) -> str:
-        """How many updates were withheld, without those of steps that a rewind has undone, in words; "" for none."""
+        """The number of withheld updates, without those of steps that a rewind has undone, in words; "" for none."""
         if not self._withheld:
             return ""
         return "1 update was withheld" if self._withheld == 1 else f"{self._withheld:,} updates were withheld"
 
     def _way_back(self, fault: int) -> tuple[int, int] | None:
-        """Steps to pass over, [first, end), where they begin at a checkpoint or after one; None without such.
+        """Steps to skip, [first, end), where they begin at a checkpoint or after one; None without such.
 
         Args:
             fault: the faulty step, counted from 0.
@@ -169,9 +167,8 @@ class Faults:
     def _end(self, row: dict[str, Any], kind: Kind, why: str, them: str) -> None:
         self._write(row, kind, "stop")
         last, first = row["step"], row["step"] - max(self._in_a_row, 1) + 1
-        these = f"the step (blend.skip: [{{steps: {last}}}])"
-        if first < last:
-            these = f"the steps (blend.skip: [{{steps: {first}-{last}}}])"
+        steps = f"{first}-{last}" if first < last else f"{last}"
+        these = f"the {'steps' if first < last else 'step'} (blend.skip: [{{steps: {steps}}}])"
         raise NumericalError(
             f"{why} ({self.withheld} in all). {self._saver.last_saved()} is from before {them}. {self._advice()}, "
             f"look at the samples in {self.record}, or pass over {these} and run the same command; "
@@ -179,7 +176,7 @@ class Faults:
         )
 
     def _advice(self) -> str:
-        """What to change where steps go wrong."""
+        """Advice where steps go wrong."""
         if self._fp16:
             return (
                 "Set train.precision.compute: bf16 (or fp32), whose range is larger, lower train.optimizer.lr, "
@@ -217,7 +214,7 @@ class Faults:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """Load the result of `state`."""
         self._in_a_row = int(state["in_a_row"])
         # A rewind is not forgotten by going back to before it.
         self._rewinds = max(self._rewinds, int(state["rewinds"]))

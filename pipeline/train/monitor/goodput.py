@@ -1,4 +1,4 @@
-"""How much of the time that a run has taken has brought it forward, and where the rest went."""
+"""Goodput: the fraction of a run's time that went into steps that count, and where the rest went."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pipeline.common import storage
+from pipeline.common.format import counted
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import Attempt, attempts
 
@@ -66,7 +67,7 @@ class Goodput:
             "other": self.other,
         }
         rest = ", ".join(f"{name} {seconds / self.wall:.1%}" for name, seconds in parts.items() if seconds)
-        tries = "1 attempt" if self.attempts == 1 else f"{self.attempts:,} attempts"
+        tries = counted(self.attempts, "attempt")
         whole = f"{self.share:.1%} of {_duration(self.wall)} in {tries} went into steps that count"
         return f"{whole}; {rest}" if rest else whole
 
@@ -74,7 +75,7 @@ class Goodput:
 def goodput(
     run: Path, tries: Sequence[Attempt] | None = None, rows: Iterable[dict[str, Any]] | None = None
 ) -> Goodput | None:
-    """Of a run folder; None before its first attempt. An attempt that still runs counts until now.
+    """The goodput of a run folder; None before its first attempt. An attempt that still runs counts until now.
 
     Args:
         run: folder.
@@ -171,7 +172,7 @@ class _Use:
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """Whether a row of metrics.jsonl can be of such a step."""
+    """True if a row of metrics.jsonl can be of such a step."""
     return type(value) is int and 0 <= value <= MOST_STEPS
 
 

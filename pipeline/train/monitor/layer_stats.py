@@ -1,4 +1,4 @@
-"""What happens inside the model, by layer, every so many steps: gradients, activations, attention logits.
+"""Statistics by layer, every N steps: norms of gradients, sizes of activations, largest attention logits.
 
 Shapes: B samples of a micro-batch, S positions, T keys, D width, H query heads, K key heads, E head size.
 """
@@ -24,7 +24,7 @@ _LOGITS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Observed:
-    """What was seen of a step over all ranks, fp64; called, it reads its tensors for metrics.jsonl."""
+    """Statistics of a step over all ranks, fp64; called, it reads its tensors for metrics.jsonl."""
 
     groups: list[str]
     """Layers, then the modules at the ends of the model."""
@@ -63,17 +63,17 @@ class Observer:
         for part in model.parts.values():
             for index, block in part.layers.items():
                 self._places |= {module: int(index) for module in (block, block.get_submodule("mixer"))}
-        self._seen: _Seen | None = None
+        self._seen: _StepSums | None = None
 
     def begin(self, step: int) -> None:
         """Before the forward passes of a step, counted from 1; decides whether it is observed."""
         observes = self._every_steps is not None and step % self._every_steps == 0
-        self._seen = _Seen(self._places, self._layers, self._device) if observes else None
+        self._seen = _StepSums(self._places, self._layers, self._device) if observes else None
 
     def watch(self, batch: Batch) -> ActivationObserver | None:
-        """What the forward pass of a micro-batch has to be shown to; None if nothing is observed."""
+        """The observer of the forward pass of a micro-batch; None if nothing is observed."""
         # Padding fills up the micro-batches of some layouts, and is none of the step's samples.
-        return None if self._seen is None else _Watch(self._seen, batch.sources >= 0)
+        return None if self._seen is None else _MicroBatchObserver(self._seen, batch.sources >= 0)
 
     def gradients(self, gradients: Gradients) -> None:
         """After the backward passes, while the gradients are there and not clipped yet."""
@@ -104,7 +104,7 @@ class Observer:
         return Observed(self._groups, norms, sizes, peaks)
 
 
-class _Seen:
+class _StepSums:
     """Sums and maxima of this process over the micro-batches of a step, by layer of the whole model, fp64."""
 
     def __init__(self, places: dict[nn.Module, int], layers: int, device: torch.device) -> None:
@@ -116,10 +116,10 @@ class _Seen:
         self.gradients = self.squares  # until they are there
 
 
-class _Watch:
+class _MicroBatchObserver:
     """Takes in the forward pass of a micro-batch, see `ActivationObserver`."""
 
-    def __init__(self, seen: _Seen, counts_B: Tensor) -> None:
+    def __init__(self, seen: _StepSums, counts_B: Tensor) -> None:
         self._seen = seen
         self._counts_B = counts_B
 
@@ -167,6 +167,6 @@ def largest_logits(q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None, at_once:
 
 
 def _group(name: str) -> str:
-    """Of a parameter: the number of its layer, or the module at an end of the model."""
+    """The group of a parameter: the number of its layer, or the module at an end of the model."""
     first, second = name.split(".")[:2]
     return second if first == "layers" else first

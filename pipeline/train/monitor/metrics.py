@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -42,7 +42,7 @@ _KEPT = 100_000
 _PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds until such a sink is tried again: at first, and at most."""
 _FLUSH = 30.0
-"""TensorBoard has what is older than so many seconds."""
+"""Seconds after which TensorBoard has a row."""
 
 
 class Sink(Protocol):
@@ -60,7 +60,7 @@ class Rewindable(Protocol):
     """A sink that shows steps in order."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on from this step, so later ones come again."""
+        """Forget steps after this one, from which the run resumes: they come again."""
 
 
 class TensorBoard:
@@ -255,7 +255,7 @@ def open_sinks(config: Config, run: Path, console: Console, first: int, total: i
     return [*sinks, Terminal(console, first, total, metrics.log_every_steps)]
 
 
-class _Patient:
+class _RetryingSink:
     """A sink whose disk may be full for a while: rows are kept, and written when there is room again."""
 
     def __init__(self, sink: Sink) -> None:
@@ -309,17 +309,14 @@ class _Patient:
         logging.getLogger(__name__).warning("%s: " + text, type(self.sink).__name__, *values)
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """All sinks of a run. A context manager: they are closed however the run ends.
 
     No sink ends the run: one that cannot be written to, on a full disk, is tried again later.
     """
 
     def __init__(self, sinks: list[Sink]) -> None:
-        self._sinks = [_Patient(sink) for sink in sinks]
-
-    def __enter__(self) -> Metrics:
-        return self
+        self._sinks = [_RetryingSink(sink) for sink in sinks]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -333,6 +330,6 @@ class Metrics:
             sink.write(row)
 
     def rewind(self, step: int) -> None:
-        """The run goes on from an earlier step: what was written of later ones no longer counts."""
+        """Tell every sink that the run resumes from an earlier step: later ones no longer count."""
         for sink in self._sinks:
             sink.rewind(step)

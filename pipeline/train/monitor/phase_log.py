@@ -30,7 +30,7 @@ def describe_run(config: Config, journal: Journal, first: int, last: int) -> str
 
 
 def describe_change(config: Config, journal: Journal, number: int) -> str:
-    """What a segment, not the first one, has other than the one before it."""
+    """The differences of a segment, not the first one, from the one before it, in words."""
     before, after = journal.segments[number - 1], journal.segments[number]
     phase = label(config, journal, number)
     changes = [

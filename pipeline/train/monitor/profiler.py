@@ -6,7 +6,7 @@ None of it changes what is computed, and none of it ends a run: what cannot be w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -27,7 +27,7 @@ _AGREED = (Stopped, Rewind, NumericalError)
 """Raised by all ranks after the same step: no device waits for another one, and a profile can be ended in peace."""
 
 
-class Profile:
+class Profile(AbstractContextManager["Profile"]):
     """A context manager around the steps of a run. Every process has one; without a config it does nothing.
 
     Args:
@@ -70,9 +70,6 @@ class Profile:
         if self._watches_memory:
             self._records_memory = self._attempted(record_allocations)
 
-    def __enter__(self) -> Profile:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -85,7 +82,7 @@ class Profile:
         self._end_memory()
 
     def announce(self, total: int) -> Iterator[str]:
-        """What is set and will not be done, in a run of `total` steps."""
+        """Lines about settings that have no effect in a run of `total` steps."""
         config = self._config
         if config is None:
             return
@@ -95,7 +92,7 @@ class Profile:
             yield f"train.profile.memory=true has no effect on a {self._device.type}: it is about the memory of a GPU"
 
     def ends_with(self, step: int) -> bool:
-        """Whether this is the last step of the profile, counted from 1; `finish` comes after it."""
+        """True for the last step of the profile, counted from 1; `finish` comes after it."""
         return self._config is not None and step == self._config.steps[1]
 
     @contextmanager
@@ -130,15 +127,14 @@ class Profile:
         self._begin_trace(warm_up=False)
         if self._spans is None:
             self._first = step
-            traced = self._trace is not None
-            path = self._folder() / f"spans.{self._whose()}.json"
             if self._config.spans:
-                self._attempted(lambda: self._open(path, traced))
-            self._spans = self._spans or Spans(None, self._rank, traced=traced)
+                self._attempted(self._open_spans)
+            self._spans = self._spans or Spans(None, self._rank, traced=self._trace is not None)
 
-    def _open(self, path: Path, traced: bool) -> None:
+    def _open_spans(self) -> None:
+        path = self._folder() / f"spans.{self._whose()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._spans = Spans(path, self._rank, traced=traced)
+        self._spans = Spans(path, self._rank, traced=self._trace is not None)
 
     def _begin_trace(self, *, warm_up: bool) -> None:
         """Start torch's profiler, unless it runs; its first step is slower, and is thrown away where there is one."""
@@ -216,7 +212,7 @@ class Profile:
             tmp.unlink(missing_ok=True)
 
     def _attempted(self, action: Callable[[], object]) -> bool:
-        """What fails is told, on the rank that it happens to. The run goes on, or ends by an error of its own."""
+        """Do something, and warn on this rank if it fails. The run continues, or ends by an error of its own."""
         try:
             action()
             return True

@@ -17,7 +17,7 @@ _LEAST_DEVIATION = 1e-3
 
 
 class SpikeVerdict(NamedTuple):
-    """What is known of a step before its update, on the device."""
+    """The verdict on a step before its update, on the device."""
 
     spike: Tensor
     """Bool scalar: the loss or the norm lies too far above those before it."""
@@ -47,7 +47,7 @@ class SpikeGuard:
         self._kind = kind
 
     def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> SpikeVerdict:
-        """Whether this step is a spike; if not, and if it is finite, it joins the window.
+        """The verdict on this step; if it is no spike, and finite, it is added to the window.
 
         Args:
             loss: fp64 scalar, nats a target.
@@ -76,7 +76,7 @@ class SpikeGuard:
         return {"losses": losses[first:], "norms": norms[first:], "kind": self._kind}
 
     def load(self, state: dict[str, Any]) -> None:
-        """What `state` gave, of a window of any size: its newest steps count. Nothing in it is an empty window."""
+        """Load the result of `state`, of a window of any size: its newest steps count. {} is an empty window."""
         self._forget()
         self._kind = state.get("kind")
         values_2N = torch.tensor([state.get("losses", []), state.get("norms", [])], dtype=torch.float64)

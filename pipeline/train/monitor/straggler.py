@@ -1,4 +1,4 @@
-"""How long each rank works in a step, not counting that it waits for the others, and which one is the slowest.
+"""The time that each rank works in a step, without waiting for the others, and the slowest rank.
 
 Every rank takes as long for a step as the slowest one, since they wait for one another: their step times say nothing
 about who it is. The time that each of them does not wait does.
@@ -17,13 +17,13 @@ from typing import Any
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 """Of the kernel, for this thread: nanoseconds on a core, nanoseconds of waiting for one, turns."""
 _STEPS = 20
-"""Steps in a row in which a rank must be the slowest before it is told."""
+"""Steps in a row in which a rank must be the slowest before it is reported."""
 _RATIO = 1.5
 """How many times as long as the median it must work."""
 _SHARE = 0.1
 """Of the step, that its work beyond the median must take: below that nobody waits for it."""
 _QUIET = 100
-"""Steps in which it is not told again."""
+"""Steps in which it is not reported again."""
 
 
 class WorkClock:
@@ -46,7 +46,7 @@ class WorkClock:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What is done inside is no work."""
+        """A context whose time does not count as work."""
         before = _worked()
         try:
             yield
@@ -79,7 +79,7 @@ def _waited_for_a_core() -> float:
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
-    """Of the seconds by rank: median, maximum, the slowest rank and its ratio to the median; {} for one rank.
+    """Median and maximum of the seconds by rank, the slowest rank and its ratio to the median; {} for one rank.
 
     The lower one of two medians: of two ranks, that of the faster.
     """
@@ -100,7 +100,7 @@ class Stragglers:
     def __init__(self, host: Callable[[int], str | None]) -> None:
         self._host = host
         self._last: deque[tuple[int, float]] = deque(maxlen=_STEPS)
-        self._told: int | None = None
+        self._reported_step: int | None = None
 
     def see(self, step: int, work: dict[str, Any], seconds: float) -> str | None:
         """A warning, or None.
@@ -110,17 +110,16 @@ class Stragglers:
             work: Its `summary`.
             seconds: How long it took all ranks.
         """
-        matters = work["ratio"] > _RATIO and work["max"] - work["median"] > _SHARE * seconds
-        if not matters:
+        if work["ratio"] <= _RATIO or work["max"] - work["median"] <= _SHARE * seconds:
             self._last.clear()
             return None
         self._last.append((work["slowest"], work["ratio"]))
         ranks, ratios = zip(*self._last, strict=True)
         if len(ranks) < _STEPS or len(set(ranks)) > 1:
             return None
-        if self._told is not None and 0 <= step - self._told < _QUIET:
+        if self._reported_step is not None and 0 <= step - self._reported_step < _QUIET:
             return None
-        self._told = step
+        self._reported_step = step
         rank, host = ranks[0], self._host(ranks[0])
         return (
             f"rank {rank}{f' on {host}' if host else ''} works {statistics.median(ratios):.1f} times as long as the "

@@ -1,4 +1,4 @@
-"""What the host does when: named stretches of time, one inside another, as a file that Perfetto opens."""
+"""Spans of host work: named stretches of time, one inside another, as a file that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Spans:
     Args:
         path: Of the file, which is begun anew; None where there is none.
         rank: Of this process.
-        traced: Whether a profiler runs, which is told the names; then they are in its trace beside the kernels.
+        traced: Whether a profiler runs, which gets the names; then they are in its trace beside the kernels.
     """
 
     def __init__(self, path: Path | None, rank: int, *, traced: bool) -> None:
@@ -39,7 +39,7 @@ class Spans:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """What is done inside has this name."""
+        """A span with this name."""
         with record_function(name) if self._traced else _NOTHING:
             begin = time.perf_counter_ns()
             try:
@@ -72,7 +72,7 @@ _recorders: list[Spans] = []
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """What is done inside has this name, where a profile is made. Elsewhere this costs a look at a list."""
+    """A span with this name, where a profile is made. Elsewhere this costs a look at a list."""
     return _recorders[-1].span(name) if _recorders else _NOTHING
 
 

@@ -35,7 +35,7 @@ from pipeline.train.parallel.parallelize import ParallelModel, parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.torch_compat.core import local_shard
 from pipeline.train.planning.fake import fake_mesh
-from pipeline.train.planning.ledger import KINDS, Memory, MemoryLedger, Passes
+from pipeline.train.planning.ledger import KINDS, MemoryKind, MemoryLedger, Passes
 from pipeline.train.step import Stepper
 
 DeviceType = Literal["cpu", "cuda"]
@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a process is trained on in a step."""
+    """The batch of a process in a step."""
 
     samples: int
     """Of a micro-batch."""
@@ -62,7 +62,7 @@ class Shape:
 class StageMemory:
     """Bytes of a stage, where in a step which kind of memory takes how many. Linear in the number of layers."""
 
-    points: Mapping[tuple[str, Memory], float]
+    points: Mapping[tuple[str, MemoryKind], float]
     """By part of the step and kind; at the peak of the part, of the activations those of one micro-batch alone."""
     kept: float
     """Activations of a micro-batch between its forward and its backward pass."""
@@ -89,7 +89,7 @@ class StageMemory:
         return min(self.points[label, "unsharded"] for label in self.labels if label != "optimizer")
 
     def plus(self, times: float, less: StageMemory, more: StageMemory) -> StageMemory:
-        """This one, and so many times what `more` has and `less` has not."""
+        """This memory, plus `times` the difference between `more` and `less`."""
 
         def mix(mine: float, without: float, with_it: float) -> float:
             return mine + times * (with_it - without)
@@ -156,7 +156,7 @@ def _measure(
         optimizers = Optimizers(config, model)
         stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=1)
         count = pp if pp > 1 else min(2, shape.micro_batches)
-        return _Recording(model, optimizers, stepper, ledger).run(_batches(shape, count))
+        return _Recording(model, optimizers, stepper, ledger).run(partial(_batches, shape, count))
 
 
 def _plain(train: TrainConfig) -> TrainConfig:
@@ -167,22 +167,19 @@ def _plain(train: TrainConfig) -> TrainConfig:
     return train.model_copy(update={"compile": False, "precision": precision, "metrics": metrics})
 
 
-def _batches(shape: Shape, count: int) -> Callable[[], list[Batch]]:
-    def make() -> list[Batch]:
-        size = (shape.samples, shape.length)
-        return [
-            Batch(
-                torch.empty(size, dtype=torch.int64),
-                torch.empty(size, dtype=torch.int64),
-                torch.empty(size),
-                torch.empty(shape.samples, dtype=torch.int32),
-                torch.empty(shape.samples, dtype=torch.int64),
-                {},
-            )
-            for _ in range(count)
-        ]
-
-    return make
+def _batches(shape: Shape, count: int) -> list[Batch]:
+    size = (shape.samples, shape.length)
+    return [
+        Batch(
+            torch.empty(size, dtype=torch.int64),
+            torch.empty(size, dtype=torch.int64),
+            torch.empty(size),
+            torch.empty(shape.samples, dtype=torch.int32),
+            torch.empty(shape.samples, dtype=torch.int64),
+            {},
+        )
+        for _ in range(count)
+    ]
 
 
 class _Recording:
@@ -219,20 +216,20 @@ class _Recording:
 
     def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> StageMemory:
         ledger = self._ledger
-        known: dict[Memory, set[Any]] = {"parameters": ledger.find(parameters), "moments": ledger.find(self._states())}
+        known: dict[MemoryKind, set[Any]] = {
+            "parameters": ledger.find(parameters),
+            "moments": ledger.find(self._states()),
+        }
         shards = {local_shard(parameter).numel() for parameter in parameters}
         wholes = {_whole_numel(parameter) for parameter in parameters}
         sizes = {GRADIENT_BYTES * numel for numel in shards | wholes}
         sizes |= {width * numel for numel in wholes for width in COMPUTE_BYTES.values()}
-        points: dict[tuple[str, Memory], float] = {}
+        points: dict[tuple[str, MemoryKind], float] = {}
         peaks: dict[str, float] = {}
-        kept = 0.0
         marks = iter(ledger.marks)
         now, following = next(marks), next(marks, None)
         levels = list(ledger.levels(known, self._passes, sizes))
-        for at, level in levels:
-            if at <= self._passes.ends[0]:
-                kept = level.get("activations", 0)
+        kept = [level.get("activations", 0) for at, level in levels if at <= self._passes.ends[0]][-1]
         for at, level in levels:
             while following is not None and at >= following.time:
                 now, following = following, next(marks, None)
@@ -258,7 +255,7 @@ class _Recording:
         return states + (list(self._stepper.ema.averages.values()) if self._stepper.ema else [])
 
     def _names(self, label: str) -> list[str]:
-        """Of a part of the step, in stages of any number of layers."""
+        """Names of a part of the step that hold in stages of any number of layers."""
         what, _, index = label.partition(" of layer ")
         if not index:
             return [label]
@@ -333,7 +330,7 @@ def _whole_numel(parameter: Tensor) -> int:
 
 
 def _use_gpu_kernels(model: ParallelModel) -> None:
-    """Where a GPU has one operation for what a CPU has several, which keep more for backward: that one.
+    """Use one operation where a GPU has one and a CPU several, which keep more for backward.
 
     That is RMSNorm. Attention is one operation on both, see `_kernel`.
     """
@@ -343,7 +340,7 @@ def _use_gpu_kernels(model: ParallelModel) -> None:
 
 
 def _kernel(config: Config, device_type: DeviceType) -> Kernel:
-    """What computes attention, as far as memory goes; on a GPU one of torch's own where none is named.
+    """The attention kernel, as far as memory goes; on a GPU one of torch's own where none is named.
 
     A kernel keeps queries, keys, values, its output and an fp32 number of each query and head; where it needs a mask,
     that too, in the type of the queries.

@@ -1,4 +1,4 @@
-"""The least memory and time that a layout needs, whatever else it takes: cheap, to pass over what cannot be chosen."""
+"""The least memory and time that a layout needs, whatever else it takes: cheap, to skip what cannot be chosen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         layout: The degrees.
         spec: The model.
         shape: Of the step.
-        kept: Bytes of activations for a token and layer, where an estimate of a similar layout has told them.
+        kept: Bytes of activations for a token and layer, where they are known from an estimate of a similar layout.
     """
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     element, averages = COMPUTE_BYTES[config.train.precision.compute], config.train.ema is not None
@@ -109,7 +109,7 @@ class MicroBatch:
 
 
 def micro_batch(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device) -> MicroBatch:
-    """What of a step's time neither the pipeline nor data parallelism decides.
+    """The time of a micro-batch, which neither the pipeline nor data parallelism decides.
 
     Args:
         config: The run file.
@@ -150,8 +150,9 @@ def least_seconds(config: Config, layout: Layout, spec: DecoderSpec, shape: Step
     stages = split_stages(spec, pp, pipeline, config.train.sequence_length)
     for stage in stages:
         layers[stage.rank] += len(stage.part.layers)
-    last = stages[-1].rank
-    slowest = max(count * cost.layer + (cost.ends if rank == last else 0.0) for rank, count in enumerate(layers))
+    slowest = max(
+        count * cost.layer + (cost.ends if rank == stages[-1].rank else 0.0) for rank, count in enumerate(layers)
+    )
     bubble = least_bubble(pipeline.schedule, pp, pipeline.stages_per_rank, shape.micro_batches)
     return _SLACK * max(shape.micro_batches * slowest, total / pp / (1 - bubble))
 

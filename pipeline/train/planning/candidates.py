@@ -1,4 +1,4 @@
-"""Layouts that a run could have: every way to spread it over so many devices that is worth pricing.
+"""Candidate layouts of a run: every way to spread it over a number of devices that is worth pricing.
 
 What a run computes stays: model, batch, sequence lengths and data are never touched.
 """
@@ -51,7 +51,7 @@ def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices:
         # What remains of a length that tp does not divide cannot be cut.
         cut = layout.tp == 1 or all(length // layout.cp % layout.tp == 0 for length in lengths)
         for parallel in _parallel(config, layout, cut):
-            if not _is_tested(config, layout, parallel):
+            if LayoutKind.of(overridden(config, parallel).parallel, layout) not in tested_kinds():
                 continue
             for windows in _micro_batches(config, layout.dp):
                 for recompute in _recomputations(config):
@@ -157,10 +157,6 @@ def _schedules(config: Config, pp: int) -> list[Overrides]:
     if len(given) == pp * own.stages_per_rank and sum(given) == (layers if own.layers_per_stage else len(given)):
         found += [of(own.schedule, own.virtual_stages, own.layers_per_stage)] if len(given) <= layers + 2 else []
     return [value for place, value in enumerate(found) if value not in found[:place]]
-
-
-def _is_tested(config: Config, layout: Layout, parallel: Overrides) -> bool:
-    return LayoutKind.of(overridden(config, parallel).parallel, layout) in tested_kinds()
 
 
 def _micro_batches(config: Config, dp: int) -> list[int]:

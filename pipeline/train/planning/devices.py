@@ -1,4 +1,4 @@
-"""What the vendors state of the devices that runs are planned for, and how much memory their drivers report."""
+"""Devices that runs are planned for: the figures of their vendors, and the memory that their drivers report."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def find_device(name: str) -> Device:
 
 
 def device_of_driver(name: str) -> Device | None:
-    """What has the peak of a device, by the full name that the driver gives it; None where it is not known.
+    """The device with the peak of one that the driver gives this full name; None where it is not known.
 
     A slice of a device or a variant with other clocks is not known, which is better than a wrong figure. A variant with
     the same peak is not calibrated.
@@ -185,5 +185,5 @@ def device_of_driver(name: str) -> Device | None:
 
 
 def device_of_gres(name: str | None) -> Device | None:
-    """The same by what a site calls it in gres; not calibrated."""
+    """The device that a site gives this name in gres; not calibrated."""
     return next((device for device in _ALL if name is not None and re.fullmatch(device.gres, name.lower())), None)

@@ -29,7 +29,7 @@ _FEW = 16
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _MemoryPool:
     """Memory that some ranks share."""
 
     ranks: Sequence[int]
@@ -75,7 +75,7 @@ def check_memory(config: Config, processes: int = 1) -> list[str]:
 
 
 def is_meant_for_this_machine(config: Config, processes: int) -> bool:
-    """Whether a layout that is only looked at would probably run here: all of it, and without a cluster."""
+    """True if a layout that is only checked would probably run here: all of it, and without a cluster."""
     if is_rank() or "slurm" in config.model_fields_set:
         return False
     gpus = visible_gpus() if config.launch.device != "cpu" else 0
@@ -84,7 +84,7 @@ def is_meant_for_this_machine(config: Config, processes: int) -> bool:
     return processes <= (gpus or max(_FEW, os.cpu_count() or 1))
 
 
-def _places(config: Config, ranks: Processes) -> list[_Memory]:
+def _places(config: Config, ranks: Processes) -> list[_MemoryPool]:
     """The memories that the ranks of this machine use, of which this process knows."""
     own = LAUNCHER in os.environ and is_rank()
     here = range(ranks.rank - ranks.local_rank, ranks.rank - ranks.local_rank + ranks.local_world_size)
@@ -94,20 +94,20 @@ def _places(config: Config, ranks: Processes) -> list[_Memory]:
         if found is None:
             return []
         name = f"the memory of {node_name()}" + (" (limited by its cgroup)" if found.limited else "")
-        return [_Memory(here, name, found.free, found.total, "cpu")]
+        return [_MemoryPool(here, name, found.free, found.total, "cpu")]
     if ranks.local_world_size > gpus:
         return []  # which is refused in other words
     if not is_rank() and ranks.world_size > 1:
         return []  # a launcher must take no memory of GPUs: its ranks look themselves
     free, total = torch.cuda.mem_get_info(ranks.local_rank)
-    return [_Memory([ranks.rank], f"GPU {ranks.local_rank} of {node_name()}", free, total, "cuda")]
+    return [_MemoryPool([ranks.rank], f"GPU {ranks.local_rank} of {node_name()}", free, total, "cuda")]
 
 
 def _pp_rank(layout: Layout, rank: int) -> int:
     return rank // (layout.world_size // layout.pp)
 
 
-def _refuse(place: _Memory, states: Sequence[int], *, again: bool) -> None:
+def _refuse(place: _MemoryPool, states: Sequence[int], *, again: bool) -> None:
     """An error where the states of the ranks do not fit.
 
     Args:
@@ -137,8 +137,8 @@ def _needs(sizes: Sequence[int]) -> str:
     return f"{most}{gib(max(sizes))} GiB per process x {len(sizes)} processes on this machine = {gib(sum(sizes))} GiB"
 
 
-def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Memory, held: int) -> bool:
-    """Whether a generous bound does not fit."""
+def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _MemoryPool, held: int) -> bool:
+    """True if a generous bound does not fit."""
     most = 0
     for shape in step_shapes(config, layout.dp):
         tokens = shape.micro_batch_size * shape.sequence_length * (shape.micro_batches if layout.pp > 1 else 1)
@@ -149,7 +149,7 @@ def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Mem
     return 2 * (held + most) * len(place.ranks) > place.free
 
 
-def _estimate(config: Config, layout: Layout, spec: DecoderSpec, place: _Memory) -> Iterator[str]:
+def _estimate(config: Config, layout: Layout, spec: DecoderSpec, place: _MemoryPool) -> Iterator[str]:
     from pipeline.train.planning.plan import most_memory  # not where no estimate is made: every training starts here
 
     shape, ranks = most_memory(config, layout, spec, step_shapes(config, layout.dp), place.device_type)

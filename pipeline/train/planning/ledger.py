@@ -1,4 +1,4 @@
-"""What memory tensors take while code runs on fake tensors, told apart by how long they live."""
+"""The memory of tensors while code runs on fake tensors, by kind, which follows from how long they live."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Memory = Literal["parameters", "moments", "batches", "gradients", "unsharded", "activations", "working"]
-KINDS: tuple[Memory, ...] = ("parameters", "moments", "batches", "gradients", "unsharded", "activations", "working")
+from pipeline.train.parallel.torch_compat.core import local_shard
+
+MemoryKind = Literal["parameters", "moments", "batches", "gradients", "unsharded", "activations", "working"]
+KINDS: tuple[MemoryKind, ...] = ("parameters", "moments", "batches", "gradients", "unsharded", "activations", "working")
 
 # What FSDP's collectives fill and read; tensor parallelism has functional ones.
 _GATHERS = ("c10d::_allgather_base_", "c10d::all_gather_into_tensor")
@@ -23,7 +25,7 @@ _SCATTERS = ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor")
 
 
 @dataclass(eq=False)
-class _Memory:
+class _Storage:
     """A storage, for as long as it lives."""
 
     born: int
@@ -47,7 +49,7 @@ class Mark:
 
 @dataclass
 class Passes:
-    """When, in operations."""
+    """The passes of a step, by the number of operations before."""
 
     starts: list[int] = field(default_factory=list)
     """Forward passes began."""
@@ -68,10 +70,10 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._time = 0
-        self._alive: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
-        self._events: list[tuple[int, _Memory, int]] = []
-        self._elastic: list[tuple[weakref.ref[Any], _Memory]] = []
-        self._all: list[_Memory] = []
+        self._alive: dict[int, tuple[weakref.ref[Any], _Storage]] = {}
+        self._events: list[tuple[int, _Storage, int]] = []
+        self._elastic: list[tuple[weakref.ref[Any], _Storage]] = []
+        self._all: list[_Storage] = []
         self.marks: list[Mark] = []
 
     def __torch_dispatch__(
@@ -112,15 +114,10 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From here on it is `label`."""
         self.marks.append(Mark(self._time + 1, label, others))
 
-    def find(self, tensors: Iterable[Tensor]) -> set[_Memory]:
+    def find(self, tensors: Iterable[Tensor]) -> set[_Storage]:
         """The memory of tensors, of DTensors their local ones."""
-        found = set()
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            entry = self._alive.get(local.untyped_storage()._cdata)
-            if entry is not None:
-                found.add(entry[1])
-        return found
+        entries = [self._alive.get(local_shard(tensor).untyped_storage()._cdata) for tensor in tensors]
+        return {memory for _, memory in filter(None, entries)}
 
     def _book(self, tensor: Any) -> None:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
@@ -129,7 +126,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._alive:
             return
-        memory = _Memory(self._time, storage.nbytes(), at_start=False)
+        memory = _Storage(self._time, storage.nbytes(), at_start=False)
         self._alive[key] = weakref.ref(storage, lambda _: self._bury(key)), memory
         self._all.append(memory)
         self._events.append((self._time, memory, memory.size))
@@ -154,20 +151,18 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory.is_buffer = not memory.at_start
 
     def levels(
-        self, known: Mapping[Memory, set[_Memory]], passes: Passes, sizes: set[int]
-    ) -> Iterator[tuple[int, Mapping[Memory, int]]]:
+        self, known: Mapping[MemoryKind, set[_Storage]], passes: Passes, sizes: set[int]
+    ) -> Iterator[tuple[int, Mapping[MemoryKind, int]]]:
         """Bytes by kind after each operation since `begin`.
 
         Args:
-            known: Memory whose kind is known.
+            known: Storages whose kind is known.
             passes: When the forward and backward passes were.
             sizes: Bytes of whole and sharded gradients of parameters.
         """
         kinds = {memory: kind for kind, memories in known.items() for memory in memories}
-        for memory in self._all:
-            if memory not in kinds:
-                kinds[memory] = _kind(memory, passes, sizes)
-        now: dict[Memory, int] = defaultdict(int)
+        kinds |= {memory: _kind(memory, passes, sizes) for memory in self._all if memory not in kinds}
+        now: dict[MemoryKind, int] = defaultdict(int)
         for memory in self._all:
             now[kinds[memory]] += memory.start
         at = 0
@@ -179,7 +174,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield at, dict(now)
 
 
-def _kind(memory: _Memory, passes: Passes, sizes: set[int]) -> Memory:
+def _kind(memory: _Storage, passes: Passes, sizes: set[int]) -> MemoryKind:
     if memory.elastic or memory.is_buffer:
         return "unsharded"
     if memory.at_start:
@@ -193,5 +188,4 @@ def _kind(memory: _Memory, passes: Passes, sizes: set[int]) -> Memory:
         adds_up = memory.size in sizes and any(memory.born < turn < died for turn in turns)
         if adds_up or died > passes.until:
             return "gradients"
-    kept = any(memory.born <= end < died for end in passes.ends)
-    return "activations" if kept else "working"
+    return "activations" if any(memory.born <= end < died for end in passes.ends) else "working"

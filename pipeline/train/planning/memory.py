@@ -134,15 +134,16 @@ def _run(
         changed = recompute.model_copy(update={"mode": mode, "offload": False})
         train = config.train.model_copy(update={"recompute": changed})
         some = config.model_copy(update={"train": train})
-        questions = {count: _Question.of(some, layout, spec, shape, ends, count, device_type) for count in counts}
-        new = [count for count, question in questions.items() if question not in _answers]
-        if len(_answers) > _MOST_ANSWERS:
-            _answers.clear()
+        common = _settings(some, layout), replace(layout, pp=1), spec, shape, ends, device_type
+        keys = {count: (*common, count) for count in counts}
+        new = [count for count, key in keys.items() if key not in _measured]
+        if len(_measured) > _MOST_MEASURED:
+            _measured.clear()
             new = list(counts)
         if new:
             found = measure(some, layout, spec, shape, ends, new, device_type)
-            _answers.update({questions[count]: one for count, one in zip(new, found, strict=True)})
-        return {count: _answers[question] for count, question in questions.items()}
+            _measured.update({keys[count]: one for count, one in zip(new, found, strict=True)})
+        return {count: _measured[key] for count, key in keys.items()}
 
     if recompute.mode != "budget":
         return of_mode(recompute.mode)
@@ -150,45 +151,24 @@ def _run(
     return {count: nothing[count].plus(recompute.budget, nothing[count], everything[count]) for count in counts}
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What a stage is measured for. Schedules and the other stages of the pipeline do not matter to it."""
-
-    settings: str
-    layout: Layout
-    spec: DecoderSpec
-    shape: Shape
-    ends: Ends
-    count: int
-    device_type: DeviceType
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        layout: Layout,
-        spec: DecoderSpec,
-        shape: Shape,
-        ends: Ends,
-        count: int,
-        device_type: DeviceType,
-    ) -> _Question:
-        parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.degrees})
-        train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
-        settings = parallel + config.model.model_dump_json() + train
-        return cls(settings, replace(layout, pp=1), spec, shape, ends, count, device_type)
+def _settings(config: Config, layout: Layout) -> str:
+    """All values of the run file that the memory of a stage depends on: not those of the pipeline's schedule."""
+    parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.degrees})
+    train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
+    return parallel + config.model.model_dump_json() + train
 
 
-_answers: dict[_Question, StageMemory] = {}
-"""What was measured before: whoever compares layouts asks for the same stages again and again."""
-_MOST_ANSWERS = 512
+_measured: dict[tuple[str, Layout, DecoderSpec, Shape, Ends, DeviceType, int], StageMemory] = {}
+"""Memory by all that a stage's depends on, the number of its layers last; whoever compares layouts asks for the same
+stages again and again."""
+_MOST_MEASURED = 512
 
 Order = Sequence[tuple[int, str, int]]
 """Stage, kind of pass, micro-batch."""
 
 
 def _orders(config: Config, layout: Layout, micro_batches: int) -> list[Order]:
-    """What each pp rank does in a step; nothing of note without a pipeline, where one micro-batch follows another."""
+    """The passes of each pp rank in their order; empty without a pipeline, where one micro-batch follows another."""
     if layout.pp == 1:
         return [[]]
     pipeline = config.parallel.pipeline
@@ -273,6 +253,5 @@ def _at(label: str, index: int, stages: Mapping[int, StageMemory], has_gradients
         else:
             here["gradients"] += stage.gradients * has_gradients
     if label != "optimizer":
-        gathered = sorted((stage.unsharded for stage in resting), reverse=True)[: ACTIVE_STAGES - 1]
-        here["unsharded"] += sum(gathered)
+        here["unsharded"] += sum(sorted((stage.unsharded for stage in resting), reverse=True)[: ACTIVE_STAGES - 1])
     return here

@@ -1,4 +1,4 @@
-"""What a run will take, priced before it starts: memory, communication, time. Estimates: no step was made."""
+"""The resource plan of a run before it starts: memory, communication, time. Estimates: no step was made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """A run on so many devices."""
+    """The resource plan of a run on a number of devices."""
 
     config: Config
     layout: Layout
@@ -86,12 +86,12 @@ class ResourcePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every process has the memory it needs."""
+        """True if every process has the memory it needs."""
         return self.peak_bytes <= self.memory_limit
 
     @property
     def peak_bytes(self) -> int:
-        """Of the process that needs the most."""
+        """Bytes of the process that needs the most."""
         return max(rank.total for rank in self.memory)
 
     @property
@@ -100,48 +100,23 @@ class ResourcePlan:
         return max(self.phases, key=lambda phase: phase.steps * phase.seconds.total)
 
     @property
-    def tokens_per_step(self) -> int:
-        """Of the main phase."""
-        return self.main.shape.tokens
-
-    @property
-    def step_seconds(self) -> float:
-        """Of the main phase."""
-        return self.main.seconds.total
-
-    @property
-    def mfu(self) -> float:
-        """Of the main phase, attention counted whole."""
-        return self.main.mfu
-
-    @property
-    def mfu_causal(self) -> float:
-        """Of the main phase, attention counted half."""
-        return self.main.mfu_causal
-
-    @property
     def steps(self) -> int:
-        """Of the run."""
+        """Steps of the run."""
         return sum(phase.steps for phase in self.phases)
 
     @property
     def tokens(self) -> int:
-        """Of the run."""
+        """Tokens of the run."""
         return sum(phase.steps * phase.shape.tokens for phase in self.phases)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Of a device in the main phase."""
-        return self.tokens_per_step / self.step_seconds / self.layout.world_size
-
-    @property
-    def links(self) -> int | None:
+    def jobs(self) -> int | None:
         """Jobs that the run takes, one after the other; None where that is not known."""
         return None if self.job_seconds is None else jobs_needed(self.hours * 3600, self.job_seconds)
 
     @property
     def hours(self) -> float:
-        """Of all steps."""
+        """Hours of all steps."""
         return sum(phase.steps * phase.seconds.total for phase in self.phases) / 3600
 
 
@@ -180,7 +155,7 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
 
 
 def mean_mfu(config: Config, device: Device, world_size: int) -> float:
-    """`ResourcePlan.mfu` as the mean of all steps, without an estimate of memory, which takes seconds.
+    """Model FLOPs utilization as the mean of all steps, without an estimate of memory, which takes seconds.
 
     Raises:
         UserError: See `plan`.

@@ -37,10 +37,6 @@ class Shares:
         """Share of fp8's peak for a value of `train.precision.fp8.recipe`."""
         return self.fp8.get("tensorwise" if recipe in _ONE_SCALE else recipe, self.products)
 
-    def to_json(self) -> dict[str, object]:
-        """As in the file."""
-        return {**vars(self), "fp8": dict(self.fp8)}
-
 
 @dataclass(frozen=True)
 class MeasuredShares:
@@ -59,10 +55,6 @@ class MeasuredShares:
     def __str__(self) -> str:
         commit = "" if self.commit is None else f", commit {self.commit}"
         return f"measured on {self.driver} on {self.date[:10]} with torch {self.torch}{commit}"
-
-    def to_json(self) -> dict[str, object]:
-        """As in the file."""
-        return {**vars(self), "shares": self.shares.to_json()}
 
 
 def measured(device: str) -> MeasuredShares | None:

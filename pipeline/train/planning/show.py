@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pipeline.common.format import counted, duration, gib, percent, shortened, size, spans
@@ -24,7 +25,7 @@ _HEADS = ("weights", *_PARTS[1:])
 
 
 _ALIKE = 0.02
-"""Of what a rank of the pipeline needs: ranks that differ by less are told together."""
+"""Of what a rank of the pipeline needs: ranks that differ by less share a row."""
 _TIGHT = 0.97
 """Of the limit: what needs more is called tight, as an estimate may be off by some percent."""
 
@@ -52,32 +53,29 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
     yield from _memory_lines(plan)
     first, left_out, last = shortened(plan.phases, MOST_SHAPES)
-    for phase in first:
-        yield from _phase_lines(plan, phase)
+    yield from (line for phase in first for line in _phase_lines(plan, phase))
     if left_out:
         yield f"  {left_out}"
-    for phase in last:
-        yield from _phase_lines(plan, phase)
+    yield from (line for phase in last for line in _phase_lines(plan, phase))
     yield from _run_lines(plan, default_time)
     yield from (f"assumes: {line}" for line in plan.assumptions)
 
 
 def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
     """Layouts in words, one per line, in the order given; there is at least one."""
-    device = suggestions[0][1].device
-    yield f"suggestions, fastest first ({basis(device)}):"
+    yield f"suggestions, fastest first ({basis(suggestions[0][1].device)}):"
     for overrides, other in suggestions:
         keys = " ".join(as_arguments(overrides)) or "as it is"
-        share = other.peak_bytes / other.memory_limit
-        tight = ", tight" if share >= _TIGHT else ""
+        fraction = other.peak_bytes / other.memory_limit
+        tight = ", tight" if fraction >= _TIGHT else ""
         yield (
-            f"  {duration(other.hours * 3600)}, mfu {percent(other.mfu, 1)}, {gib(other.peak_bytes)} GiB a process "
-            f"({percent(share, 0)} of the limit{tight}): {keys}"
+            f"  {duration(other.hours * 3600)}, mfu {percent(other.main.mfu, 1)}, {gib(other.peak_bytes)} GiB a "
+            f"process ({percent(fraction, 0)} of the limit{tight}): {keys}"
         )
 
 
 def to_json(plan: ResourcePlan) -> dict[str, Any]:
-    """The same for programs. Names are stable; bytes, seconds and FLOPs without prefixes."""
+    """A plan for programs. Names are stable; bytes, seconds and FLOPs without prefixes."""
     return {
         "fits": plan.fits,
         "layout": plan.layout.to_json(),
@@ -92,7 +90,7 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "hours": plan.hours,
         "device_hours": plan.hours * plan.layout.world_size,
-        "links": plan.links,
+        "links": plan.jobs,
         "assumptions": plan.assumptions,
         "warnings": plan.warnings,
     }
@@ -105,8 +103,8 @@ def device_json(device: Device, compute: str) -> dict[str, Any]:
         "memory_bytes": device.memory_bytes,
         "flops": device.flops[compute],
         "source": device.source,
-        "shares": device.shares.to_json(),
-        "measured": None if device.measured is None else device.measured.to_json(),
+        "shares": asdict(device.shares),
+        "measured": None if device.measured is None else asdict(device.measured),
     }
 
 
@@ -116,9 +114,9 @@ def suggestions_json(suggestions: Suggestions) -> list[dict[str, Any]]:
         {
             "overrides": dict(overrides),
             "hours": other.hours,
-            "mfu": other.mfu,
-            "mfu_causal": other.mfu_causal,
-            "step_seconds": other.step_seconds,
+            "mfu": other.main.mfu,
+            "mfu_causal": other.main.mfu_causal,
+            "step_seconds": other.main.seconds.total,
             "peak_bytes": other.peak_bytes,
         }
         for overrides, other in suggestions
@@ -166,7 +164,7 @@ def _seconds(phase: PhasePlan) -> dict[str, float]:
 
 def _verdict(plan: ResourcePlan, nodes: bool) -> Iterator[str]:
     rank = max(plan.memory, key=lambda each: each.total)
-    where = f"a process of pp rank {rank.pp_rank}" if plan.layout.pp > 1 else "a process"
+    process = f"a process of pp rank {rank.pp_rank}" if plan.layout.pp > 1 else "a process"
     limit = (
         f"{gib(plan.memory_limit)} GiB ({gib(plan.device.memory_bytes)} less {percent(RESERVE, 0)} for CUDA, NCCL and "
         "what the allocator cannot use)"
@@ -175,22 +173,22 @@ def _verdict(plan: ResourcePlan, nodes: bool) -> Iterator[str]:
     steps = f", in steps of {shape.micro_batch_size:,} x {shape.sequence_length:,} tokens ({_section(shape)})"
     if plan.fits:
         steps = steps if len(plan.phases) > 1 else ""
-        yield f"fits, as estimated: {where} needs {gib(rank.total)} of {limit}, at its peak in {rank.when}{steps}"
+        yield f"fits, as estimated: {process} needs {gib(rank.total)} of {limit}, at its peak in {rank.when}{steps}"
         return
     yield (
-        f"does not fit, as estimated: {where} needs {gib(rank.total)} GiB, {gib(rank.total - plan.memory_limit)} GiB "
+        f"does not fit, as estimated: {process} needs {gib(rank.total)} GiB, {gib(rank.total - plan.memory_limit)} GiB "
         f"more than {limit}, at its peak in {rank.when}{steps}"
     )
     yield f"change: {'; '.join(_ways_out(plan, rank, nodes))}; or let --suggest look for a layout"
 
 
 def _section(shape: StepShape) -> str:
-    """Where the run file has the longest part of what makes a shape: a phase, or `train`."""
+    """The section of the run file that decides a shape: a phase, or `train`."""
     return max((key.rpartition(".")[0] for key in (shape.length_key, shape.batch_key)), key=len)
 
 
 def _ways_out(plan: ResourcePlan, rank: RankMemory, nodes: bool) -> Iterator[str]:
-    """What makes the largest part smaller, and is not set already."""
+    """Changes that make the largest part smaller, and are not made already."""
     shape, layout, train = plan.memory_shape, plan.layout, plan.config.train
     more = f"{'parallel.tp or ' if layout.tp < plan.device.node_devices else ''}parallel."
     if rank.activations + rank.working > rank.total / 2:
@@ -227,8 +225,8 @@ def _memory_lines(plan: ResourcePlan) -> Iterator[str]:
         parts = "".join(
             f" {gib(getattr(rank, part)):>{max(9, len(name))}}" for part, name in zip(_PARTS, _HEADS, strict=True)
         )
-        share = rank.total / plan.memory_limit
-        yield f"  {span:>7} {rank.count:>15,}{parts} {gib(rank.total):>9} {percent(share, 0):>8}  {rank.when}"
+        fraction = rank.total / plan.memory_limit
+        yield f"  {span:>7} {rank.count:>15,}{parts} {gib(rank.total):>9} {percent(fraction, 0):>8}  {rank.when}"
 
 
 def _alike(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
@@ -262,8 +260,8 @@ def _phase_lines(plan: ResourcePlan, phase: PhasePlan) -> Iterator[str]:
     if plan.layout.pp > 1:
         yield f"  bubble: {percent(phase.bubble, 1)} of the pipeline's time"
     parts = sorted(_seconds(phase).items(), key=lambda part: -part[1])
-    shares = ", ".join(f"{name} {percent(value / total, 1)}" for name, value in parts if value / total >= 0.0005)
-    yield f"  time: {duration(total)}: {shares}"
+    fractions = ", ".join(f"{name} {percent(value / total, 1)}" for name, value in parts if value / total >= 0.0005)
+    yield f"  time: {duration(total)}: {fractions}"
     yield (
         f"  {shape.tokens / total / plan.layout.world_size:,.0f} tokens/s a device, mfu {percent(phase.mfu, 1)}, "
         f"mfu_causal {percent(phase.mfu_causal, 1)}"
@@ -275,10 +273,10 @@ def _run_lines(plan: ResourcePlan, default_time: bool) -> Iterator[str]:
     yield f"length: {counted(plan.steps, 'step')}, {plan.tokens:,} tokens"
     line = f"time: {duration(plan.hours * 3600)} of steps, {hours:,.1f} device-hours"
     if plan.job_seconds is not None:
-        if plan.links is None:
+        if plan.jobs is None:
             line += "; the time of a job leaves none for steps"
         else:
-            line += f", about {counted(plan.links, 'job')} with {duration(plan.job_seconds)} of steps each"
+            line += f", about {counted(plan.jobs, 'job')} with {duration(plan.job_seconds)} of steps each"
         if default_time:
             line += " (this is the default; say how long yours are in slurm.train.time)"
     yield line

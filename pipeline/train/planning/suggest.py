@@ -52,7 +52,7 @@ def suggest(
         device: What each process runs on.
         world_size: Processes.
         best: How many at most.
-        advance: Told of each candidate whose memory was estimated, of `MOST_PLANS` at most.
+        advance: Called for each candidate whose memory was estimated, of `MOST_PLANS` at most.
 
     Returns:
         What to change in the run file, as key paths and values, and the plan it gives; fastest first.
@@ -76,8 +76,6 @@ def suggest(
         if priced.fits:
             done.add(candidate.layout)
             found.append((differences(config, candidate.overrides), priced))
-        else:
-            search.failed(candidate, priced)
     if not found:
         raise search.nothing_fits()
     return sorted(found, key=lambda each: each[1].hours)
@@ -105,7 +103,7 @@ class _Candidate:
     """What decides the time of a micro-batch."""
 
     def needs_no_less_than(self, other: _Candidate) -> bool:
-        """Whether it has the same layout, and keeps as much or more."""
+        """True if it has the same layout, and keeps as much or more."""
         return self.same == other.same and all(a >= b for a, b in zip(self.keeps, other.keeps, strict=True))
 
 
@@ -123,13 +121,8 @@ class _Search:
         self._refused: UserError | None = None
 
     def by_time(self, done: set[Layout]) -> Iterator[_Candidate]:
-        """Those that may fit, fastest first; none of the layouts that are added to `done` meanwhile."""
-        queue: list[tuple[float, int, bool, _Candidate]] = []
-        for place, candidate in enumerate(self._possible()):
-            seconds = least_seconds(
-                candidate.config, candidate.layout, self._spec, candidate.shape, self._cost(candidate)
-            )
-            queue.append((seconds, place, False, candidate))
+        """Candidates that may fit, fastest first; none of the layouts that are added to `done` meanwhile."""
+        queue = [(self._least_seconds(each), place, False, each) for place, each in enumerate(self._possible())]
         heapq.heapify(queue)
         while queue:
             _, place, exact, candidate = heapq.heappop(queue)
@@ -141,14 +134,16 @@ class _Search:
                 heapq.heappush(queue, (self._seconds(candidate), place, True, candidate))
 
     def is_hopeless(self, candidate: _Candidate) -> bool:
-        """Whether it needs no less memory than one that did not fit, or more than there is by what others keep."""
+        """True if it needs as much memory as one that did not fit, or more than there is by what others keep."""
         if any(candidate.needs_no_less_than(other) for other, _ in self._failed):
             return True
         kept = self._kept.get(candidate.layer)
         return kept is not None and self._least_bytes(candidate, kept) > self._limit
 
     def learn(self, candidate: _Candidate, priced: ResourcePlan) -> None:
-        """How much a layer keeps, from an estimate."""
+        """Note how much a layer keeps, from an estimate, and whether the candidate fits."""
+        if not priced.fits:
+            self._failed.append((candidate, priced))
         config, layout, shape = candidate.config, candidate.layout, candidate.shape
         stages = split_stages(self._spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
         layers = sum(len(stage.part.layers) for stage in stages if stage.rank == 0)
@@ -160,12 +155,8 @@ class _Search:
         shapes = step_shapes(candidate.config, candidate.layout.dp)
         return max(least_bytes(candidate.config, candidate.layout, self._spec, shape, kept) for shape in shapes)
 
-    def failed(self, candidate: _Candidate, priced: ResourcePlan) -> None:
-        """One that does not fit."""
-        self._failed.append((candidate, priced))
-
     def nothing_fits(self) -> UserError:
-        """What to say if no candidate fits."""
+        """The error where no candidate fits."""
         devices = f"{counted(self._world_size, 'device')} ({self._device.name})"
         if self._failed:
             candidate, priced = min(self._failed, key=lambda each: each[1].peak_bytes)
@@ -183,7 +174,7 @@ class _Search:
         )
 
     def _possible(self) -> Iterator[_Candidate]:
-        """Those whose least memory is there."""
+        """Candidates whose least memory is there."""
         for overrides in candidates(self._config, self._spec, self._world_size, self._device.node_devices):
             candidate = _candidate(self._config, overrides, self._world_size)
             least = self._least_bytes(candidate)
@@ -200,13 +191,12 @@ class _Search:
             return False
         return True
 
-    def _cost(self, candidate: _Candidate) -> MicroBatch:
-        """`micro_batch`, which many candidates have in common."""
+    def _least_seconds(self, candidate: _Candidate) -> float:
+        """A lower bound of a step's time; many candidates have the cost of a micro-batch in common."""
+        of_candidate = candidate.config, candidate.layout, self._spec, candidate.shape
         if candidate.work not in self._costs:
-            self._costs[candidate.work] = micro_batch(
-                candidate.config, candidate.layout, self._spec, candidate.shape, self._device
-            )
-        return self._costs[candidate.work]
+            self._costs[candidate.work] = micro_batch(*of_candidate, self._device)
+        return least_seconds(*of_candidate, self._costs[candidate.work])
 
     def _seconds(self, candidate: _Candidate) -> float:
         """A step's time. Of many micro-batches in a pipeline by fewer: each further round adds the same."""

@@ -1,4 +1,4 @@
-"""How long a step takes: closed forms from FLOPs, bytes and what a device is taken to reach of its stated peaks.
+"""The time of a step: closed forms from FLOPs, bytes and the fractions of its stated peaks that a device reaches.
 
 Shares of the peaks are those of `Device.shares`, measured or assumed; all else is assumed. `assumptions` says it in
 words.
@@ -41,14 +41,14 @@ _NOT_COMPILED = 2.5
 
 
 def basis(device: Device) -> str:
-    """Where the shares of a device come from, in words."""
+    """The origin of the shares of a device, in words."""
     if device.measured is None:
         return f"shares of the peaks are assumed: nothing was measured on {device.name}"
     return f"shares of the peaks are {device.measured}"
 
 
 def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
-    """What a time rests on, in words: measured shares and where they come from, and what is assumed."""
+    """The assumptions behind a time, in words, and the origin of measured shares."""
     shares = device.shares
     share = shares.products
     measured_only = (
@@ -84,7 +84,7 @@ def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Of one step. The parts add up; those of computing are means over the ranks of the pipeline."""
+    """Seconds of one step. The parts add up; those of computing are means over the ranks of the pipeline."""
 
     products: float
     """Matrix products of the model."""
@@ -110,7 +110,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepTime:
-    """What is known of a step's time."""
+    """The time of a step, and what it follows from."""
 
     seconds: StepSeconds
     bubble: float
@@ -122,7 +122,7 @@ class StepTime:
 def step_time(
     config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device, parameters: Sequence[int]
 ) -> StepTime:
-    """How long a step takes.
+    """The time of a step.
 
     Args:
         config: The run file.
@@ -269,7 +269,7 @@ def _stage_work(
 
 
 def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Device, stages: Sequence[Stage]) -> float:
-    """What the pp rank with the most layers takes to orthogonalize their matrices, each on one process of the stage."""
+    """Seconds in which the pp rank with the most layers orthogonalizes matrices, each on one process of the stage."""
     optimizer = config.train.optimizer
     if optimizer.type != "muon":
         return 0.0
@@ -300,7 +300,7 @@ class _Rates:
         self._factor = _NOT_COMPILED if config.train.compile is False else 1.0
 
     def products(self, flops: float, fp8: float = 0.0) -> float:
-        """Of which a share is in fp8."""
+        """Seconds of matrix products, of which a fraction is in fp8."""
         quicker = fp8 / self._gain if fp8 else 0.0
         return flops * (1 - fp8 + quicker) / self._reached
 
@@ -358,7 +358,7 @@ def _exposed(
 
 
 def transfer_seconds(transfer: Transfer, layout: Layout, device: Device) -> float:
-    """How long equal operations take, one after the other."""
+    """Seconds of equal operations, one after the other."""
     if transfer.operation in ("send", "all_to_all"):
         hops = 1
     else:

@@ -1,4 +1,4 @@
-"""What the processes of a layout send one another in a step, counted from what each part of the program sends.
+"""The traffic between the processes of a layout in a step, counted from what each part of the program sends.
 
 Shapes: B samples of a micro-batch, S positions of the whole sequence, D width, V padded vocabulary.
 
@@ -23,7 +23,7 @@ from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_schedules import actions_of
-from pipeline.train.parallel.pipeline_stages import Stage, split_stages
+from pipeline.train.parallel.pipeline_stages import Stage
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 
@@ -34,7 +34,7 @@ Phase = Literal["forward", "backward", "again", "update"]
 """`again`: forward passes that backward repeats. `update`: once a step, in the last backward pass or after it."""
 
 ACTIVE_STAGES = 3
-"""A rank with several stages keeps the weights of those whole that its next actions need, at most so many."""
+"""A rank with several stages keeps the weights of those whole that its next actions need, at most this number."""
 _FP32 = 4
 
 
@@ -58,33 +58,25 @@ class Transfer:
         """Bytes that each rank sends.
 
         In a ring that is (n - 1) / n of a gather's or a reduce-scatter's, twice that of an all-reduce's; of an exchange
-        it is the others' share.
+        it is that of the others.
         """
         if self.operation == "send":
             return self.bytes
         return (2 if self.operation == "all_reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
 
 
-def traffic(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape) -> list[list[Transfer]]:
-    """What a process sends in a step, by pp rank.
+def stage_traffic(
+    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, stages: Sequence[Stage]
+) -> list[list[Transfer]]:
+    """The transfers of a process in a step, by pipeline stage.
 
     Args:
         config: The run file.
         layout: The degrees.
         spec: The model.
         shape: Of the step.
+        stages: All of the pipeline.
     """
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
-    found: list[list[Transfer]] = [[] for _ in range(layout.pp)]
-    for stage, transfers in zip(stages, stage_traffic(config, layout, spec, shape, stages), strict=True):
-        found[stage.rank] += transfers
-    return found
-
-
-def stage_traffic(
-    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, stages: Sequence[Stage]
-) -> list[list[Transfer]]:
-    """The same by stage."""
     counters = [_Counter(config, layout, spec, shape, stage, stages) for stage in stages]
     return [[each for each in counter.all() if each.calls and each.bytes and each.ranks > 1] for counter in counters]
 
@@ -98,17 +90,17 @@ def bytes_by_axis(transfers: Iterable[Transfer]) -> dict[Axis, int]:
 
 
 def is_recomputed(recompute: RecomputeConfig, layer: int) -> bool:
-    """Whether backward computes a layer's forward pass again, or parts of it."""
+    """True if backward computes a layer's forward pass again, or parts of it."""
     return recompute.mode != "none" and (recompute.mode == "budget" or layer % recompute.every == 0)
 
 
 def repeats_gathers(recompute: RecomputeConfig) -> bool:
-    """Whether what a recomputed layer gathers is gathered again."""
+    """True if a recomputed layer gathers its inputs again."""
     return recompute.mode in ("full", "selective")
 
 
 def repeats_communication(recompute: RecomputeConfig) -> bool:
-    """Whether its sums and exchanges are made again."""
+    """True if a recomputed layer repeats its sums and exchanges."""
     return repeats_gathers(recompute) and not (recompute.mode == "selective" and "communication" in recompute.keep)
 
 
@@ -140,6 +132,8 @@ class _Counter:
         self._shards = layout.shards
         self._reduction = reduction(config.parallel, layout)
         self._reductions = self._micro if self._reduction == "each" else 1
+        self._end_parameters = end_parameters(spec, stage.part, layout.tp)
+        self._layer_parameters = sum(layer_parameters(layer, layout.tp) for _, layer in self._layers)
 
     def all(self) -> Iterator[Transfer]:
         """Every kind, some of them without calls or bytes."""
@@ -149,7 +143,7 @@ class _Counter:
             yield from self._context_parallel()
         yield from self._pipeline()
         yield from self._sharded()
-        yield from self._replicated()
+        yield self._replicated()
 
     def _tensor_parallel(self) -> Iterator[Transfer]:
         stream = self._tokens * self._spec.dim * self._element
@@ -158,46 +152,44 @@ class _Counter:
         gathered = again if repeats_gathers(self._recompute) else 0
         summed = again if repeats_communication(self._recompute) else 0
         # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum neither.
-        if self._cut:
-            yield self._tp("all_gather", "inputs of mixer and mlp", "forward", 2 * layers, stream)
-            yield self._tp("reduce_scatter", "outputs of mixer and mlp", "forward", 2 * layers, stream)
-            yield self._tp("all_gather", "gradients of their outputs", "backward", 2 * layers, stream)
-            yield self._tp("reduce_scatter", "gradients of their inputs", "backward", 2 * layers, stream)
-            yield self._tp("all_gather", "inputs of mixer and mlp", "again", 2 * gathered, stream)
-            yield self._tp("reduce_scatter", "outputs of mixers", "again", summed, stream)
-        else:
-            yield self._tp("all_reduce", "outputs of mixer and mlp", "forward", 2 * layers, stream)
-            yield self._tp("all_reduce", "gradients of their inputs", "backward", 2 * layers, stream)
-            yield self._tp("all_reduce", "outputs of mixers", "again", summed, stream)
+        rows: list[tuple[Operation, str, Phase, int]] = [
+            ("all_gather", "inputs of mixer and mlp", "forward", 2 * layers),
+            ("reduce_scatter", "outputs of mixer and mlp", "forward", 2 * layers),
+            ("all_gather", "gradients of their outputs", "backward", 2 * layers),
+            ("reduce_scatter", "gradients of their inputs", "backward", 2 * layers),
+            ("all_gather", "inputs of mixer and mlp", "again", 2 * gathered),
+            ("reduce_scatter", "outputs of mixers", "again", summed),
+        ]
         if part.first:
-            yield self._tp("reduce_scatter" if self._cut else "all_reduce", "embedding", "forward", 1, stream)
-            yield self._tp("all_gather", "gradient of the embedding", "backward", 1 if self._cut else 0, stream)
+            rows += [
+                ("reduce_scatter", "embedding", "forward", 1),
+                ("all_gather", "gradient of the embedding", "backward", 1),
+            ]
         if part.last:
-            yield self._tp("all_gather", "input of the head", "forward", 1 if self._cut else 0, stream)
-            yield self._tp(
-                "reduce_scatter" if self._cut else "all_reduce", "gradient of the head's input", "backward", 1, stream
-            )
+            rows += [
+                ("all_gather", "input of the head", "forward", 1),
+                ("reduce_scatter", "gradient of the head's input", "backward", 1),
+            ]
+        for operation, what, phase, calls in rows:
+            if self._cut:
+                yield self._in_each_micro_batch("tp", operation, what, phase, calls, calls * stream)
+            elif operation == "reduce_scatter":  # without a cut there is nothing to gather, and sums stay whole
+                yield self._in_each_micro_batch("tp", "all_reduce", what, phase, calls, calls * stream)
+        if part.last:
             chunks = -(-self._tokens // self._chunk)
-            row = self._tokens * _FP32
-            yield self._tp("all_reduce", "largest logits", "forward", chunks, row // chunks, whole=row)
-            yield self._tp("all_reduce", "sums of the softmax", "forward", chunks, 2 * row // chunks, whole=2 * row)
+            size = self._tokens * _FP32
+            yield self._in_each_micro_batch("tp", "all_reduce", "largest logits", "forward", chunks, size)
+            yield self._in_each_micro_batch("tp", "all_reduce", "sums of the softmax", "forward", chunks, 2 * size)
         yield self._partial_gradients()
 
-    def _tp(
-        self,
-        operation: Operation,
-        what: str,
-        phase: Phase,
-        calls: int,
-        size: int,
-        whole: int | None = None,
+    def _in_each_micro_batch(
+        self, axis: Literal["tp", "cp"], operation: Operation, what: str, phase: Phase, calls: int, size: int
     ) -> Transfer:
-        """In every micro-batch."""
-        total = calls * size if whole is None else whole
-        return Transfer("tp", operation, what, phase, self._micro * calls, self._micro * total, self._layout.tp)
+        ranks = self._layout.tp if axis == "tp" else self._layout.cp
+        return Transfer(axis, operation, what, phase, self._micro * calls, self._micro * size, ranks)
 
     def _partial_gradients(self) -> Transfer:
-        """Of parameters that are whole on all tp ranks but see a part of tokens or heads on each."""
+        """Gradients of parameters that are whole on all tp ranks but see some of the tokens or heads on each."""
         spec, tp, part = self._spec, self._layout.tp, self._stage.part
         sizes: list[int] = []
         for _, layer in self._layers:
@@ -227,13 +219,11 @@ class _Counter:
             sent = layer.mixer.cp_transfer(method, layout.tp, layout.cp)
             assert sent is not None, f"{layer.mixer.label} over cp"
             size = self._tokens * sent.numbers * self._element
-            yield self._cp(forward, sent.what, "forward", sent.calls, size)
-            yield self._cp(backward, f"gradients of {sent.what}", "backward", sent.calls, size)
+            gradients = f"gradients of {sent.what}"
+            yield self._in_each_micro_batch("cp", forward, sent.what, "forward", sent.calls, size)
+            yield self._in_each_micro_batch("cp", backward, gradients, "backward", sent.calls, size)
             if is_recomputed(self._recompute, index) and repeats:
-                yield self._cp(forward, sent.what, "again", sent.calls, size)
-
-    def _cp(self, operation: Operation, what: str, phase: Phase, calls: int, size: int) -> Transfer:
-        return Transfer("cp", operation, what, phase, self._micro * calls, self._micro * size, self._layout.cp)
+                yield self._in_each_micro_batch("cp", forward, sent.what, "again", sent.calls, size)
 
     def _pipeline(self) -> Iterator[Transfer]:
         layout, index = self._layout, self._stage.index
@@ -253,8 +243,7 @@ class _Counter:
             yield Transfer("pp", "send", "gradient of the tied embedding", "update", 1, table, layout.pp)
 
     def _sharded(self) -> Iterator[Transfer]:
-        ends = end_parameters(self._spec, self._stage.part, self._layout.tp)
-        layers = sum(layer_parameters(layer, self._layout.tp) for _, layer in self._layers)
+        ends, layers = self._end_parameters, self._layer_parameters
         (forward, backward), rest = self._gathers()
         # One byte each instead of two.
         gathered = layers * self._element - sum(self._fp8.get(index, 0) for index, _ in self._layers)
@@ -276,7 +265,7 @@ class _Counter:
         )
 
     def _gathers(self) -> tuple[tuple[int, int], int]:
-        """How often whole weights are collected in a step: of layers in forward and in backward passes, of the rest."""
+        """Gathers of whole weights in a step: of layers in forward and in backward passes, of the rest."""
         reshards = LayoutKind.of(self._parallel, self._layout).reshard or False
         if self._layout.pp == 1:
             return (self._micro, self._micro if reshards else 0), self._micro
@@ -288,16 +277,14 @@ class _Counter:
         )
         return by_stage[self._stage.index]
 
-    def _replicated(self) -> Iterator[Transfer]:
-        ends = end_parameters(self._spec, self._stage.part, self._layout.tp)
-        layers = sum(layer_parameters(layer, self._layout.tp) for _, layer in self._layers)
-        yield Transfer(
+    def _replicated(self) -> Transfer:
+        return Transfer(
             "dp_replicate",
             "all_reduce",
             "gradients",
             "update",
-            len(self._layers) + (1 if ends else 0),
-            GRADIENT_BYTES * (layers + ends) // self._shards,
+            len(self._layers) + (1 if self._end_parameters else 0),
+            GRADIENT_BYTES * (self._layer_parameters + self._end_parameters) // self._shards,
             self._layout.dp_replicate,
         )
 
@@ -306,7 +293,7 @@ class _Counter:
 def _gathers_in_pipeline(
     schedule: ScheduleName, pp: int, stages_per_rank: int, micro_batches: int, reshards: bool
 ) -> dict[int, tuple[tuple[int, int], int]]:
-    """How often whole weights are collected, by stage: of layers in forward and in backward passes, of the rest.
+    """Gathers of whole weights, by stage: of layers in forward and in backward passes, of the rest.
 
     Args:
         schedule: Its name in the run file.

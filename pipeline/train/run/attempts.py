@@ -31,15 +31,15 @@ from pipeline.train.run.heartbeat import HUNG, read_beat
 from pipeline.train.run.lock import is_held, job
 
 _BEGIN, _END = "attempt", "attempt end"
-_SAYS_NOTHING = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
+_NEUTRAL_ENDS = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
 """Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
-_WITHOUT_A_WORD = "ended without a word, as after kill -9 or the loss of a node"
-_WENT_BACK = "rewind"
+_KILLED = "ended without a word, as after kill -9 or the loss of a node"
+_REWOUND = "rewind"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is known of an attempt."""
+    """An attempt at training, as far as it is known."""
 
     number: int
     begin: float
@@ -67,11 +67,11 @@ class Attempt:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in a word."""
+        """The end of the attempt, in a word."""
         if self.end is None:
             return "running"
         if self.code is None:
-            return "rewound" if self.reason.startswith(_WENT_BACK) else "killed"
+            return "rewound" if self.reason.startswith(_REWOUND) else "killed"
         words = {
             EXIT_OK: "done",
             EXIT_REFUSED: "refused",
@@ -85,7 +85,7 @@ class Attempt:
 
     @property
     def died(self) -> bool:
-        """Whether it ended by no will of a person or scheduler that the run could answer to."""
+        """True if no request of a person or scheduler that the run could handle ended it."""
         return self.outcome in ("killed", "hung", "diverged", "unsaved", "failed")
 
 
@@ -103,7 +103,7 @@ def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]
         begin, end = begins[number], ends.get(number)
         runs = end is None and number == numbers[-1] and held(run)
         if end is None:
-            end = _signs(run, begin)
+            end = _inferred_end(run, begin)
         start = _stage_start(stages, begin["time"], found[-1].end if found else None)
         found.append(
             Attempt(
@@ -125,13 +125,13 @@ def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]
     return found
 
 
-class Running:
+class RunningAttempt:
     """The attempt that this process makes, from its line in the ledger on.
 
     Args:
         run: folder; its lock is held.
         number: of the attempt.
-        first_step: steps of the checkpoint that it goes on from.
+        first_step: steps of the checkpoint that it resumes from.
         layout: processes by axis.
         config: hash of what it is started with.
     """
@@ -150,24 +150,24 @@ class Running:
             "first_step": first_step,
             "config": config,
         }
-        append(run, self._line)
+        append_entry(run, self._line)
 
     def end(self, code: int | None, reason: str, step: int, **more: Any) -> None:
         """Write how it ended."""
         seconds = time.monotonic() - self._clock
-        append(self._run, _end_line(self._line["attempt"], code, reason, step, seconds) | more)
+        append_entry(self._run, _end_line(self._line["attempt"], code, reason, step, seconds) | more)
 
-    def rewound(self, number: int, step: int) -> Running:
+    def rewound(self, number: int, step: int) -> RunningAttempt:
         """The run has gone back to `step` in this process: this attempt ends, and the next one begins."""
-        self.end(None, f"{_WENT_BACK} to step {step}", _signs(self._run, self._line)["step"])
-        return Running(self._run, number, step, self._line["layout"], self._line["config"])
+        self.end(None, f"{_REWOUND} to step {step}", _inferred_end(self._run, self._line)["step"])
+        return RunningAttempt(self._run, number, step, self._line["layout"], self._line["config"])
 
 
-def settle(run: Path) -> None:
+def record_missing_end(run: Path) -> None:
     """Note what is known of the last attempt if it left no line of its end. Only the holder of the lock calls this."""
     begins, ends, _ = _entries(run)
     if begins and (last := max(begins)) not in ends:
-        append(run, {**_signs(run, begins[last]), "event": _END, "attempt": last})
+        append_entry(run, {**_inferred_end(run, begins[last]), "event": _END, "attempt": last})
 
 
 def first_steps(run: Path) -> dict[int, int]:
@@ -180,8 +180,8 @@ def last_begun(run: Path) -> int:
     return max(_entries(run)[0], default=0)
 
 
-def correct(run: Path, since: float, code: int, reason: str) -> None:
-    """Write how the last attempt ended, by one who saw it end and knows better than what it said itself.
+def correct_end(run: Path, since: float, code: int, reason: str) -> None:
+    """Write how the last attempt ended, by a process that saw it end and knows better than its own record.
 
     Args:
         run: folder.
@@ -195,31 +195,31 @@ def correct(run: Path, since: float, code: int, reason: str) -> None:
     begin = begins[max(begins)]
     if begin["time"] < since:
         return
-    known = ends.get(begin["attempt"]) or _signs(run, begin)
-    append(run, _end_line(begin["attempt"], code, reason, known["step"], time.time() - begin["time"]))
+    known = ends.get(begin["attempt"]) or _inferred_end(run, begin)
+    append_entry(run, _end_line(begin["attempt"], code, reason, known["step"], time.time() - begin["time"]))
 
 
 def refuse_crash_loop(
-    run: Path, limit: int, checkpoint: int, config: str, passes_over: Callable[[int], bool] = lambda step: False
+    run: Path, limit: int, checkpoint: int, config: str, is_skipped: Callable[[int], bool] = lambda step: False
 ) -> None:
     """A `UserError` where the last attempts all died at the same step, and the next would come to it again.
 
     Args:
         run: folder.
-        limit: so many of them, `launch.crash_loop`.
-        checkpoint: steps of the checkpoint that the next one goes on from.
+        limit: number of them, `launch.crash_loop`.
+        checkpoint: steps of the checkpoint that the next one resumes from.
         config: hash of what it is started with. Attempts that were started with something else do not count: what was
             changed may be what mends it.
-        passes_over: whether a step, counted from 0, is passed over now.
+        is_skipped: whether a step, counted from 0, is skipped now.
     """
     row: list[Attempt] = []
     for attempt in reversed(attempts(run)):
-        if attempt.code in _SAYS_NOTHING:
+        if attempt.code in _NEUTRAL_ENDS:
             continue
         if not attempt.died or attempt.config != config or (row and attempt.step != row[0].step):
             break
         row.append(attempt)
-    if len(row) < limit or checkpoint > row[0].step or passes_over(row[0].step):
+    if len(row) < limit or checkpoint > row[0].step or is_skipped(row[0].step):
         return
     step = row[0].step + 1
     numbers = ", ".join(str(attempt.number) for attempt in reversed(row[:limit]))
@@ -236,7 +236,7 @@ def refuse_crash_loop(
     )
 
 
-def append(run: Path, entry: dict[str, Any]) -> None:
+def append_entry(run: Path, entry: dict[str, Any]) -> None:
     """Add a line to the ledger."""
     storage.add_json_line(RunFiles(run).ledger, entry)
 
@@ -268,7 +268,7 @@ def _entries(run: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, 
 
 
 def _stage_start(stages: list[dict[str, Any]], begin: float, after: float | None) -> float:
-    """When the stage was started that came to an attempt at `begin`; processes and packages take a while."""
+    """The start of the stage that came to an attempt at `begin`; processes and packages take a while."""
     found = [
         line["start"]
         for line in stages
@@ -277,7 +277,7 @@ def _stage_start(stages: list[dict[str, Any]], begin: float, after: float | None
     return max(found, default=begin)
 
 
-def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
+def _inferred_end(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
     """The end of an attempt that has left none, as the files of the run tell it."""
     number, last, step = begin["attempt"], float(begin["time"]), int(begin["first_step"])
     for row in RunFiles(run).newest_rows():
@@ -289,7 +289,7 @@ def _signs(run: Path, begin: dict[str, Any]) -> dict[str, Any]:
         if "tokens" in row:  # of a step, which those of saves and validations are not
             step = max(step, row["step"])
             break
-    code, reason = None, _WITHOUT_A_WORD
+    code, reason = None, _KILLED
     beat = read_beat(run)
     if beat is not None and beat.attempt == number:
         last = max(last, beat.time)

@@ -29,7 +29,7 @@ from pipeline.common.errors import (
 )
 from pipeline.common.run_files import RunFiles
 from pipeline.train.monitor.goodput import goodput
-from pipeline.train.run.attempts import Running, correct, last_begun, settle
+from pipeline.train.run.attempts import RunningAttempt, correct_end, last_begun, record_missing_end
 from pipeline.train.run.heartbeat import read_beat
 from pipeline.train.run.lock import Lock
 
@@ -48,26 +48,21 @@ class RunFolder:
     step: int = 0
     """Steps trained so far, for `exit.json`."""
     lock: Lock | None = None
-    running: Running | None = field(default=None, init=False)
+    running: RunningAttempt | None = field(default=None, init=False)
     """This attempt in the ledger, once it has begun."""
     reserved: storage.Reserved | None = None
     """Room for `exit.json` on a disk that is full by then."""
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step and attempt."""
-        return RunFiles(self.path).metrics
 
     def begin(self, first_step: int, *, layout: dict[str, int], config: str) -> None:
         """Note in the ledger that this attempt begins; rank 0 calls this.
 
         Args:
-            first_step: steps of the checkpoint that it goes on from.
+            first_step: steps of the checkpoint that it resumes from.
             layout: processes by axis.
             config: hash of what it is started with.
         """
         _count(self.path, self.attempt)
-        self.running = Running(self.path, self.attempt, first_step, layout, config)
+        self.running = RunningAttempt(self.path, self.attempt, first_step, layout, config)
 
     def next_attempt(self, *, write: bool) -> None:
         """Count another attempt within this process, since steps are made again; rank 0 writes it down."""
@@ -107,7 +102,7 @@ class RunFolder:
             return
         more: dict[str, Any] = {}
         if code in (EXIT_OK, EXIT_STOPPED):
-            with suppress(Exception):  # how the attempt ended must be told whatever the files hold
+            with suppress(Exception):  # the end of the attempt must be recorded whatever the files hold
                 spent = goodput(self.path)
                 more = {"goodput": spent.to_json()} if spent else {}
         self.running.end(code, reason, self.step, **more)
@@ -127,7 +122,7 @@ class RunFolder:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The metrics of every step, in order: one row a step, validation included.
 
-    Of a step that was trained more than once the last attempt counts. A line that a crash cut short is passed over.
+    Of a step that was trained more than once the last attempt counts. A line that a crash cut short is skipped.
     """
     steps: dict[int, dict[str, Any]] = {}
     for row in storage.read_json_lines(RunFiles(run).metrics):
@@ -181,7 +176,7 @@ def open_run(path: Path) -> Iterator[RunFolder]:
     try:
         for tmp in path.glob(f".*{storage.TEMPORARY_SUFFIX}"):
             storage.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
-        settle(path)
+        record_missing_end(path)
         folder = RunFolder(path, _next_attempt(path), lock=lock, reserved=storage.Reserved(RunFiles(path).exit_room))
         lock.note(folder.attempt)
         RunFiles(path).exit.unlink(missing_ok=True)
@@ -214,7 +209,7 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
         code, reason = exit_code(end), end_reason(end)
         how = {"code": code, "reason": reason, "agreed": isinstance(end, Stopped) and end.agreed}
         storage.put_json(RunFiles(run).exit, {"attempt": last_attempt(run), "step": step, **state, **how})
-        correct(run, start, code, reason)
+        correct_end(run, start, code, reason)
 
 
 def last_attempt(run: Path) -> int:
@@ -227,7 +222,7 @@ def last_attempt(run: Path) -> int:
 
 
 def _next_attempt(run: Path) -> int:
-    # The ledger counts, too: metrics of an attempt with a lower number than one before it would be passed over.
+    # The ledger counts, too: metrics of an attempt with a lower number than one before it would be skipped.
     return max(last_attempt(run), last_begun(run)) + 1
 
 

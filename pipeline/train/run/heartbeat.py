@@ -1,4 +1,4 @@
-"""What each process of a run does now, a line each in a file for each node: `RUN/heartbeats/node-0001.jsonl`.
+"""Heartbeats: what each process of a run does now, a line each in a file per node (`RUN/heartbeats/node-0001.jsonl`).
 
 Whoever looks at the run folder sees from them which ranks live, how far they are, and which one the others wait for.
 They are signs of life and nothing more: a disk that is full or gone must not end a run because of them.
@@ -76,7 +76,7 @@ def read_beats(run: Path, attempt: int | None = None) -> dict[int, Beat]:
 
 
 def host_of(run: Path, rank: int) -> str | None:
-    """Where a rank runs, by its last heartbeat."""
+    """The host of a rank, by its last heartbeat."""
     beat = read_beat(run, rank)
     return None if beat is None else beat.host
 
@@ -228,7 +228,7 @@ class Heartbeat:
                 storage.write_at(self._file, self._offset, line.ljust(_SLOT - 1) + b"\n")
 
     def others_have_noticed(self, within: float) -> dict[int, Beat]:
-        """The heartbeats, when every rank that gives a sign of life has found that it hangs, or after so many seconds.
+        """The heartbeats, when every rank that gives a sign of life has found that it hangs, or after `within` seconds.
 
         Ranks come to their limits a little apart, and each can say whether it is the one that the others wait for.
         """
@@ -247,48 +247,48 @@ class Heartbeat:
         return {rank for rank, beat in beats.items() if beat.time < limit and beat.phase not in (HUNG, ENDED)}
 
 
-def whom_it_waits_for(
+def blocking_ranks_text(
     beats: Mapping[int, Beat], world: int, silent: Iterable[int] = (), *, missing: bool = True, now: float | None = None
 ) -> str:
-    """Which of the ranks keep the others, told from their heartbeats; "" for one rank.
+    """The ranks that the others wait for, in words, by their heartbeats; "" for one rank.
 
     Args:
         beats: By rank, of this attempt.
         world: Number of ranks.
         silent: Those that give no sign of life any more: stopped, or lost with their machine.
-        missing: Whether a rank without a heartbeat is worth telling.
+        missing: Whether a rank without a heartbeat is worth naming.
         now: Seconds since 1970; by default the time it is.
     """
     if world == 1:
         return ""
     now = time.time() if now is None else now
     quiet = set(silent)
-    told = [
+    reasons = [
         f"{_who(beats[rank])} has given no sign of life for {max(0.0, now - beats[rank].time):.0f} s; "
-        f"the last one came from {_where(beats[rank])}"
+        f"the last one came from {_position(beats[rank])}"
         for rank in sorted(quiet)
     ]
     if missing:
-        told += [f"rank {rank} has given no sign of life at all" for rank in range(world) if rank not in beats]
+        reasons += [f"rank {rank} has given no sign of life at all" for rank in range(world) if rank not in beats]
     lively = [beat for rank, beat in sorted(beats.items()) if rank not in quiet]
-    told += [
+    reasons += [
         f"{_who(beat)} is in no collective, but at {beat.place}"
         for beat in lively
         if beat.waits is False and beat.place
     ]
-    told += [f"{_who(beat)} has left the training" for beat in lively if beat.phase == ENDED]
+    reasons += [f"{_who(beat)} has left the training" for beat in lively if beat.phase == ENDED]
     busy = [beat for beat in lively if beat.phase not in (HUNG, ENDED)]
-    if not told:
-        told += [f"{_who(beat)} is at {_where(beat)}" for beat in busy]
-    if not told:
+    if not reasons:
+        reasons += [f"{_who(beat)} is at {_position(beat)}" for beat in busy]
+    if not reasons:
         return "every rank waits for the others; compare the last collectives of each in the flight recorder"
-    more = len(told) - _NAMED
-    return "; ".join([*told[:_NAMED], *([f"and {more:,} more"] if more > 0 else [])])
+    more = len(reasons) - _NAMED
+    return "; ".join([*reasons[:_NAMED], *([f"and {more:,} more"] if more > 0 else [])])
 
 
 def _who(beat: Beat) -> str:
     return f"rank {beat.rank} on {beat.host} (process {beat.pid})"
 
 
-def _where(beat: Beat) -> str:
+def _position(beat: Beat) -> str:
     return f"step {beat.step} ({beat.phase})" if beat.step is not None else f'the phase "{beat.phase}"'

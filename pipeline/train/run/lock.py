@@ -70,8 +70,7 @@ class Lock:
                 if refuse:
                     raise UserError(_in_use(run, _parse(path, before), refuse))
             if not _replace(path, before, orjson.dumps(mine)):
-                other = holder(run)
-                raise UserError(_in_use(run, other or {}, "it came at the same moment"))
+                raise UserError(_in_use(run, holder(run) or {}, "it came at the same moment"))
         return cls(path, mine)
 
     def note(self, attempt: int) -> None:
@@ -82,7 +81,7 @@ class Lock:
             storage.put(self._path, orjson.dumps(self._mine))
 
     def is_mine(self) -> bool:
-        """Whether nobody has taken it over."""
+        """True if nobody has taken it over."""
         try:
             return holder(self._path.parent) == self._mine
         except UserError:
@@ -100,14 +99,14 @@ class Lock:
     def release(self) -> None:
         """Give it back, if it is still this process's."""
         with ExitStack() as stack:
-            with suppress(MachineError):  # who holds the guard for ever must not keep the run from going on
+            with suppress(MachineError):  # a guard that is never released must not stop the run
                 stack.enter_context(_guard(self._path))
             if self.is_mine():
                 self._path.unlink(missing_ok=True)
 
 
 def holder(run: Path) -> Holder | None:
-    """Who holds the lock of a run folder, gone or not; None if nobody does.
+    """The holder of the lock of a run folder, gone or not; None if nobody has it.
 
     Raises:
         UserError: the file is damaged.
@@ -117,7 +116,7 @@ def holder(run: Path) -> Holder | None:
 
 
 def is_held(run: Path, job_state: Callable[[str], str | None] | None = None) -> bool:
-    """Whether a process trains in a run folder, or may; for reports.
+    """True if a process trains in a run folder, or may; for reports.
 
     Args:
         run: folder.
@@ -132,7 +131,7 @@ def is_held(run: Path, job_state: Callable[[str], str | None] | None = None) -> 
 
 
 def refusal(run: Path) -> str | None:
-    """What `Lock.take` would refuse with, had this process asked; None if it would have got the lock."""
+    """The message with which `Lock.take` would refuse this process now; None if it would get the lock."""
     found = holder(run)
     why = None if found is None else _why_not(found, _identity())
     return None if found is None or why is None else _in_use(run, found, why)
@@ -146,27 +145,19 @@ def clear(run: Path, job: str) -> str | None:
         job: that asks, none of whose processes trains now: a lock of its own is of a step that has ended. What lives on
             of that, on a node that was lost, finds out at its next commit.
     """
-    path = RunFiles(run).lock
     try:
-        return _clear(run, path, job)
+        with _guard(RunFiles(run).lock):
+            found = holder(run)
+            if found is None or "job" not in found:
+                return None  # whether a process without a job lives training can find out itself
+            why = None if found["job"] == job else _why_not(found, _identity())
+            if why is not None:
+                return _in_use(run, found, why)
+            RunFiles(run).lock.unlink()
     except FileNotFoundError:
         return None
     except MachineError as error:  # the guard is held
         return str(error)
-
-
-def _clear(run: Path, path: Path, job: str) -> str | None:
-    with _guard(path):
-        before = _bytes(path)
-        if before is None:
-            return None
-        found = _parse(path, before)
-        if "job" not in found:
-            return None  # whether that process lives training can find out itself
-        why = None if found["job"] == job else _why_not(found, _identity())
-        if why is not None:
-            return _in_use(run, found, why)
-        path.unlink()
     return None
 
 
@@ -183,18 +174,18 @@ def job() -> dict[str, Any]:
 
 
 def _number(variable: str) -> int:
-    """Of the environment, 0 where it is not set."""
+    """A number in the environment, 0 where it is not set."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else 0
 
 
 def _identity() -> Holder:
-    """What tells this process apart from every other one, also from a later one with the same pid."""
+    """The identity of this process, which no other one has, also not a later one with the same pid."""
     return {**process_identity.identity(), **job(), "since": time.time()}
 
 
 def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] | None = None) -> str | None:
-    """Why a lock may not be taken over by `mine`, in words; None if its holder is known to be gone."""
+    """The reason why a lock may not be taken over by `mine`, in words; None if its holder is known to be gone."""
     alive = _lives_here(held, mine)
     if alive is not None:
         return "it runs" if alive else None
@@ -214,12 +205,12 @@ def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] 
 
 
 def _start(of: Holder) -> tuple[int, int]:
-    """What grows with each start of the training in a job."""
+    """Numbers that grow with each start of the training in a job."""
     return of.get("restarts", 0), of.get("step", 0)
 
 
 def _lives_here(held: Holder, mine: Holder) -> bool | None:
-    """Whether the holder runs, as far as it can be looked up from here; else None."""
+    """True if the holder runs, None if that cannot be looked up from here."""
     if held["host"] != mine["host"]:
         return None
     boot, space = held.get("boot") or mine["boot"], held.get("namespace") or mine["namespace"]

@@ -22,12 +22,12 @@ _ALLOCATION_END = "SLURM_JOB_END_TIME"
 """Set by SLURM in a job that has a time limit: when it ends, in seconds since 1970."""
 
 
-_UNKNOWN = 120.0
+_UNMEASURED_SECONDS = 120.0
 """Seconds for a step and a save of which none was measured yet."""
 
 
 class StopRequest(NamedTuple):
-    """What one process, or any of them, asks for at the end of a step."""
+    """Requests of one process, or of any of them, at the end of a step."""
 
     stop: bool
     save: bool
@@ -48,7 +48,7 @@ class Requests:
         started: when the attempt began, by `time.monotonic`; by default now.
         max_minutes: so long after that a stop is asked for.
         before_end: so many seconds before the end of the job's allocation a stop is asked for, where SLURM says when
-            that is; None: as long as steps and saves turn out to take, see `took`.
+            that is; None: as long as steps and saves turn out to take, see `note_durations`.
         save_minutes: so long after the last save another one is asked for.
     """
 
@@ -73,7 +73,7 @@ class Requests:
         self._step_seconds = self._save_seconds = 0.0
         self._saved = time.monotonic()
         self._start = self._saved if started is None else started
-        self._honoured: int | None = None
+        self._handled_save: int | None = None
         self._signal: int | None = None
         self._previous: dict[int, signal.Handlers | int | object] = {}
 
@@ -98,12 +98,12 @@ class Requests:
         on_stop(number)
         self._signal = number
 
-    def wish(self) -> StopRequest:
-        """What this process asks for now."""
+    def request(self) -> StopRequest:
+        """The requests of this process now."""
         return StopRequest(self.reason() is not None, self._wants_save())
 
     def reason(self) -> str | None:
-        """Why the run should stop now, or None."""
+        """The reason why the run should stop now, or None."""
         if self._signal is not None:
             return signal.Signals(self._signal).name
         if self._stop_file is None:
@@ -117,8 +117,8 @@ class Requests:
             return f"the end of the allocation, {self._reserve():.0f} s ahead ({named})"
         return None
 
-    def took(self, step: float, save: float) -> None:
-        """A step, with all that follows it, took so many seconds; and the longest save so far, 0 if there was none."""
+    def note_durations(self, step: float, save: float) -> None:
+        """Note the seconds of a step, with all that follows it, and of the longest save so far, 0 if there was none."""
         self._step_seconds = max(step, self._step_seconds)
         self._save_seconds = save
 
@@ -128,24 +128,24 @@ class Requests:
             return self._before_end
         assert self._allocation_end is not None
         measured = 2 * (self._step_seconds + self._save_seconds)
-        enough = measured if self._save_seconds else max(measured, _UNKNOWN)
+        enough = measured if self._save_seconds else max(measured, _UNMEASURED_SECONDS)
         return min(enough, (self._allocation_end - self._begin) / 4)
 
     def _wants_save(self) -> bool:
         if self._save_file is None:
             return False
         due = self._save_minutes is not None and time.monotonic() - self._saved > 60 * self._save_minutes
-        return due or _touched(self._save_file) not in (None, self._honoured)
+        return due or _touched(self._save_file) not in (None, self._handled_save)
 
     def saved(self) -> None:
-        """A save has been made: the wish for one is fulfilled."""
+        """A save has been made: the request for one is fulfilled."""
         self._saved = time.monotonic()
         if self._save_file is not None:
-            self._honoured = _touched(self._save_file)
+            self._handled_save = _touched(self._save_file)
             with suppress(OSError):  # a file that cannot be removed counts once
                 self._save_file.unlink(missing_ok=True)
 
-    def consume(self) -> None:
+    def remove_stop_file(self) -> None:
         """Remove the stop file, so that the next attempt does not stop at once."""
         if self._stop_file is not None:
             with suppress(OSError):  # the state is saved, which must not end as a failure
@@ -153,7 +153,7 @@ class Requests:
 
 
 def _touched(file: Path) -> int | None:
-    """When a file was last written, or None where there is none."""
+    """The time of the last write to a file, or None where there is none."""
     try:
         return file.stat().st_mtime_ns
     except OSError:

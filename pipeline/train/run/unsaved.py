@@ -1,4 +1,4 @@
-"""How long ago a run was saved, where saves fail.
+"""The time since the last save of a run, where saves fail.
 
 Rank 0 keeps it in `saves.json` in the run folder, which has its room from the start: on a full disk it tells `pipeline
 status` and the job what the logs may have no room for.
@@ -45,7 +45,7 @@ class Saves:
     """Why."""
 
     def words(self, now: float) -> str:
-        """What has failed, and since when; "" if nothing has.
+        """Failed saves and the time since the last good one, in words; "" if none has failed.
 
         Args:
             now: seconds since 1970.
@@ -134,12 +134,12 @@ class Unsaved:
 
     @property
     def overdue(self) -> bool:
-        """Whether saves have failed for too long."""
+        """True if saves have failed for too long."""
         return too_late(self._saves.failed, _clock() - self._since, _clock() - self._first, 60 * self._limit)
 
     @property
     def why(self) -> str:
-        """Why the run ends, if the last save fails, too."""
+        """The reason why the run ends, if the last save fails, too."""
         limit = f"train.checkpoint.max_unsaved_minutes ({self._limit:g})"
         if not self._saves.failed:  # of another rank
             return f"no checkpoint could be written for longer than {limit}"

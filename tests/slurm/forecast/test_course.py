@@ -13,7 +13,7 @@ from pipeline.config.load import load
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.config.train import CheckpointConfig
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.policy import doomed, due
+from pipeline.train.checkpoint.policy import due, to_prune
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.monitor import metrics
@@ -64,7 +64,7 @@ def test_most_checkpoints_are_those_of_the_policy(keep: int, keep_every: int | N
                 if due(rules, step, steps):
                     there.add(step)
                     most = max(most, len(there))
-                    there -= set(doomed(rules, sorted(there), step))
+                    there -= set(to_prune(rules, sorted(there), step))
             assert most_checkpoints(rules, steps) == most, (every, steps)
 
 

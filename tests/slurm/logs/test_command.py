@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
-from pipeline.train.run.attempts import append
+from pipeline.train.run.attempts import append_entry
 from slurm import jobs
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end
 from slurm.jobs import Stage
@@ -66,7 +66,7 @@ def ended(run: Path, launch: Launch, code: int, following: Next, reason: str = "
 
 def attempted(run: Path, number: int, job: str | None = "77", **more: Any) -> None:
     line = {"attempt": number, "host": "n1", "pid": number, "layout": {"world_size": 4}, "first_step": 0, "config": ""}
-    append(run, {"event": "attempt", "time": time.time(), "job": job, "restarts": 0, **line, **more})
+    append_entry(run, {"event": "attempt", "time": time.time(), "job": job, "restarts": 0, **line, **more})
 
 
 def shown(run: Path, **how: Any) -> str:
@@ -135,7 +135,7 @@ def test_trained_by_hand(run: Path) -> None:
     with pytest.raises(UserError):
         show_logs(run / "logs", Console(), follow=False, rank=0, attempt=None, first_error=False, lines=1)
     start = time.time() + 5
-    append(run, {"event": "start", "stage": "train", "start": start, "host": "n1", "pid": 1})
+    append_entry(run, {"event": "start", "stage": "train", "start": start, "host": "n1", "pid": 1})
     folder = run / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(start + 2))
     folder.mkdir()
     attempted(run, 1, None, time=start + 4)

@@ -21,7 +21,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load, load_written
-from pipeline.train.run.attempts import Running
+from pipeline.train.run.attempts import RunningAttempt
 from pipeline.train.run.heartbeat import Beat, node_file
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
@@ -253,7 +253,7 @@ def test_what_was_cancelled_has_nothing_to_do_with_an_older_end(tmp_path: Path) 
 def test_the_cause_goes_before_what_came_of_it(tmp_path: Path) -> None:
     send(tmp_path)
     begun = launch(tmp_path)
-    tried = Running(tmp_path, 1, 0, {"world_size": 2}, "hash")
+    tried = RunningAttempt(tmp_path, 1, 0, {"world_size": 2}, "hash")
     tried.end(1, "[pair.cc:553] Connection closed by peer", 3)
     cause = "rank 1 on n1: was killed by SIGKILL"
     text = f"{cause}; relaunch: start 1 of 3 without a newer checkpoint"
@@ -326,7 +326,7 @@ def test_a_cancel_that_does_not_stop_a_training(tmp_path: Path) -> None:
     """A colleague's, whom the scheduler does not obey, or one that comes at the very end."""
     send(tmp_path)
     begun = launch(tmp_path)
-    tried = Running(tmp_path, 1, 0, {"world_size": 2}, "hash")
+    tried = RunningAttempt(tmp_path, 1, 0, {"world_size": 2}, "hash")
     jobs.note_cancelled(tmp_path, now=True, stages=("train",))
     tried.end(0, "done", 8)
     for following in ("scheduler", "done"):
@@ -395,12 +395,12 @@ def beats(run: Path, attempt: int, *ages: float) -> None:
 @pytest.fixture
 def elsewhere(run: Path) -> Iterator[Path]:
     """A run that another machine makes another attempt at, as far as its files say, in job 77."""
-    from pipeline.train.run.attempts import append
+    from pipeline.train.run.attempts import append_entry
 
     (run / "ledger.jsonl").unlink()
     send(run)
     values = {"time": time.time() - 1000, "host": "host-0", "pid": 1, "first_step": 3, "config": "x"}
-    append(
+    append_entry(
         run, {"event": "attempt", "attempt": 2, "layout": {"dp": 2, "tp": 1, "world_size": 2}, "job": "77", **values}
     )
     held = {"host": "host-0", "pid": 1, "started": 1, "boot": "b", "namespace": "n", "job": "77", "attempt": 2}

@@ -31,7 +31,7 @@ from pipeline.train.checkpoint import commands, committed
 from pipeline.train.checkpoint.export import average, export
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups
-from pipeline.train.checkpoint.weight_files import plan_shards, write_shards
+from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from tests.train.runs import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -100,7 +100,7 @@ def quiet() -> Console:
 
 def test_list_shows_what_is_there_and_what_is_left_of_others(run: Path, call: Any) -> None:
     checkpoints = Checkpoints.of_run(run)
-    checkpoints.go_back(4, lambda line: None)
+    checkpoints.rewind(4, lambda line: None)
     (folder(run, 2) / "state.json").unlink()
     checkpoints.begin(9, 3)
     code, out, _ = call("list", run, "train.checkpoint.keep_every=4", "--json")
@@ -291,7 +291,7 @@ def test_a_folder_that_cannot_be_written_is_named_as_it_was_given(
 
 
 def test_prune_removes_what_the_run_has_gone_back_from_only_when_asked(run: Path, call: Any) -> None:
-    Checkpoints.of_run(run).go_back(4, lambda line: None)
+    Checkpoints.of_run(run).rewind(4, lambda line: None)
     assert call("prune", run)[1] == "nothing to remove\n"
     old = run / "checkpoints" / "abandoned" / "step-00000006"
     assert call("prune", run, "--abandoned")[1] == f"removed {old}\n"
@@ -391,9 +391,9 @@ def test_weights_of_all_types_and_shapes_open_in_safetensors(tmp_path: Path) -> 
         "double": torch.randn(3, dtype=torch.float64),
     }
     stored = {name: Stored(tuple(value.shape), value.dtype) for name, value in values.items()}
-    shards = plan_shards(stored, None)
+    shards = split_into_files(stored, None)
     seen: list[int] = []
-    files = write_shards(tmp_path, shards, lambda wanted: ((name, values[name]) for name in wanted), seen.append)
+    files = write_weight_files(tmp_path, shards, lambda wanted: ((name, values[name]) for name in wanted), seen.append)
     path = tmp_path / "model.safetensors"
     assert files == {path.name: (path.stat().st_size, f"{file_hash(path):016x}")}
     assert sum(seen) == sum(value.nbytes for value in values.values())

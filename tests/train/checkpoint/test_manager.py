@@ -42,14 +42,14 @@ def resume(checkpoints: Checkpoints, report: Callable[[str], None]) -> Checkpoin
     """As a start does that goes on from the latest one."""
     found = checkpoints.resumable(report)
     if found is not None:
-        checkpoints.settle(found, None, report)
+        checkpoints.resume_from(found, None, report)
     return found
 
 
 def follow(checkpoints: Checkpoints, step: int, report: Callable[[str], None]) -> Checkpoint:
     """As a start does that is told to go on from a step."""
     found = checkpoints.follow(step, report)
-    checkpoints.settle(found, step, report)
+    checkpoints.resume_from(found, step, report)
     return found
 
 
@@ -236,16 +236,16 @@ def test_going_back_moves_later_ones_away_and_begins_a_new_line(checkpoints: Che
     save(checkpoints, 10, 20, 30, 40)
     damage(checkpoints, 20)
     said: list[str] = []
-    found = checkpoints.go_back(25, said.append)
+    found = checkpoints.rewind(25, said.append)
     assert found is not None
     assert found.step == 10
     assert "step-00000020 is damaged" in said[0]
     assert [c.step for c in checkpoints.all()] == [10]
     assert [c.step for c in checkpoints.abandoned()] == [20, 30, 40]
     save(checkpoints, 20)
-    assert checkpoints.go_back(5, silent) is None
+    assert checkpoints.rewind(5, silent) is None
     assert checkpoints.at(None).parent() == Parent("step-00000010", 10, found.fingerprint)
-    found = checkpoints.go_back(15, silent)
+    found = checkpoints.rewind(15, silent)
     assert found is not None
     assert [c.path.name for c in checkpoints.abandoned()] == [
         "step-00000020",
@@ -281,7 +281,7 @@ def test_a_kill_while_going_back_is_finished_by_the_next_start(checkpoints: Chec
 
 def go_back_and_die(checkpoints: Checkpoints, instant: int) -> None:
     dies_at_rename(instant)
-    checkpoints.go_back(10, silent)
+    checkpoints.rewind(10, silent)
 
 
 def dies_at_rename(instant: int) -> None:
@@ -398,7 +398,7 @@ def test_a_step_that_was_followed_may_be_gone_later(checkpoints: Checkpoints) ->
     assert follow(checkpoints, 10, said.append).step == 25
     assert "resume.from=10 was followed before, and is not there any more: going on from step 25" in said[0]
     assert follow(checkpoints, 25, silent).step == 25
-    checkpoints.go_back(15, silent)
+    checkpoints.rewind(15, silent)
     assert follow(checkpoints, 25, silent).step == 15
     with pytest.raises(UserError, match="step 10 .*steps there: 15"):
         follow(checkpoints, 10, silent)
@@ -408,7 +408,7 @@ def test_a_run_that_has_made_the_followed_step_anew_stays_where_it_is(checkpoint
     """A fault led it back to before that step, and it has come by since."""
     save(checkpoints, 10, 20, 30)
     follow(checkpoints, 20, silent)
-    checkpoints.go_back(15, silent)
+    checkpoints.rewind(15, silent)
     for step in (20, 30):
         tmp = checkpoints.begin(step, 2)
         checkpoints.commit(tmp, step, write(tmp), {"attempt": 2})
@@ -420,7 +420,7 @@ def test_a_step_that_is_asked_for_and_damaged_or_gone_is_an_error(checkpoints: C
     with pytest.raises(UserError, match="step 10 .*steps there: none"):
         follow(checkpoints, 10, silent)
     save(checkpoints, 10, 20, 30)
-    checkpoints.go_back(20, silent)
+    checkpoints.rewind(20, silent)
     with pytest.raises(UserError, match="steps there: 10, 20.*abandoned has one"):
         follow(checkpoints, 30, silent)
     damage(checkpoints, 10)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.train import CheckpointConfig
-from pipeline.train.checkpoint.policy import doomed, due, is_permanent
+from pipeline.train.checkpoint.policy import due, is_permanent, to_prune
 
 
 def test_saves_are_due_at_both_rhythms_and_at_the_end() -> None:
@@ -32,7 +32,7 @@ def test_saves_are_due_at_both_rhythms_and_at_the_end() -> None:
 def test_the_newest_and_the_permanent_ones_stay(
     keep: int, keep_every: int | None, steps: list[int], latest: int | None, good: list[int], gone: list[int]
 ) -> None:
-    assert doomed(CheckpointConfig(keep=keep, keep_every=keep_every), steps, latest, good) == gone
+    assert to_prune(CheckpointConfig(keep=keep, keep_every=keep_every), steps, latest, good) == gone
 
 
 configs = st.builds(
@@ -47,14 +47,14 @@ configs = st.builds(
 def test_nothing_that_is_needed_is_ever_doomed(config: CheckpointConfig, steps: set[int], data: st.DataObject) -> None:
     latest = data.draw(st.sampled_from(sorted(steps)) if steps else st.none())
     good = data.draw(st.sets(st.sampled_from(sorted(steps)), max_size=2) if steps else st.just(set()))
-    gone = doomed(config, sorted(steps, reverse=True), latest, good)
+    gone = to_prune(config, sorted(steps, reverse=True), latest, good)
     assert gone == sorted(set(gone))
     assert set(gone) <= steps - good - {latest}
     assert all(latest is not None and step < latest for step in gone)
     assert not any(is_permanent(config, step) for step in gone)
     stay = sorted(steps - set(gone))
     assert stay[-config.keep :] == sorted(steps)[-config.keep :]
-    assert not doomed(config, stay, latest, good)
+    assert not to_prune(config, stay, latest, good)
 
 
 @given(configs, st.integers(1, 80), st.sets(st.integers(1, 80)))
@@ -69,7 +69,7 @@ def test_a_run_never_holds_more_than_the_rolling_and_the_permanent_ones(
             continue
         there.append(step)
         permanent += is_permanent(config, step)
-        gone = doomed(config, there, step)
+        gone = to_prune(config, there, step)
         assert step not in gone
         there = [each for each in there if each not in gone]
         assert len(there) <= config.keep + permanent

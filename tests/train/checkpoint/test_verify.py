@@ -17,7 +17,7 @@ from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, RankFailed, UserErr
 from pipeline.config.train import ResumeConfig
 from pipeline.train.checkpoint import committed
 from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
-from pipeline.train.checkpoint.resume_point import resume_point, rewind_point, shares
+from pipeline.train.checkpoint.resume_point import files_by_rank, resume_point, rewind_point
 from pipeline.train.distributed.process_group import barrier
 from tests.train.distributed.ranks import Ranks
 
@@ -74,7 +74,7 @@ def find(
             barrier()
             if found is not None and dist.get_rank() == 0:
                 assert there == 3, "nothing has been moved yet"
-                checkpoints.settle(found, config.step, said.append)
+                checkpoints.resume_from(found, config.step, said.append)
         else:
             found = rewind_point(checkpoints, config, before, said.append)
         error, step = None, found.step if found else None
@@ -204,8 +204,8 @@ def test_a_name_that_a_network_file_system_shows_late_is_waited_for(
 def test_shares_are_even_and_cover_every_file_once() -> None:
     files: Files = {f"f{number}": (size, "") for number, size in enumerate([7, 9, 2, 2, 5, 1, 0, 4])}
     for count in (1, 2, 3, 20):
-        dealt = shares(files, count)
+        dealt = files_by_rank(files, count)
         assert sorted(chain(*dealt)) == sorted(files)
         loads = [sum(files[name][0] for name in names) for names in dealt]
         assert max(loads) - min(loads) <= 9
-    assert [sum(files[name][0] for name in names) for names in shares(files, 3)] == [11, 10, 9]
+    assert [sum(files[name][0] for name in names) for names in files_by_rank(files, 3)] == [11, 10, 9]

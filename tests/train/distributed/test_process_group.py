@@ -246,11 +246,11 @@ def test_error_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("RANK", "0")
     mistake = record(KeyError("k"))
-    assert (mistake.code, mistake.message, mistake.said) == (1, "KeyError: 'k'", True)
+    assert (mistake.code, mistake.message, mistake.was_shown) == (1, "KeyError: 'k'", True)
     assert mistake.traceback.startswith("Traceback")
     monkeypatch.setenv("RANK", "1")
     known = record(UserError("wrong"))
-    assert (known.code, known.message, known.traceback, known.said) == (2, "wrong", "", False)
+    assert (known.code, known.message, known.traceback, known.was_shown) == (2, "wrong", "", False)
     assert record(RankFailed("rank 0 has failed", 77)).consequence
     assert read_error(tmp_path / "none.json") is None
     (tmp_path / "cut.json").write_text("{")

@@ -15,7 +15,7 @@ from pipeline.config.load import load
 from pipeline.train import setup
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.host import cpu_affinity
-from pipeline.train.host.cpu_affinity import available, bind, far_from_gpu, share, spans
+from pipeline.train.host.cpu_affinity import available, bind, cpu_ranges, cpu_set, far_from_gpu
 from tests import tiny
 from tests.train.distributed import ranks
 
@@ -49,7 +49,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     state = SimpleNamespace(mask=frozenset(range(32)), parent=None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set((process and state.parent) or state.mask))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, mask: setattr(state, "mask", frozenset(mask)))
-    monkeypatch.setattr(cpu_affinity, "_given", [])
+    monkeypatch.setattr(cpu_affinity, "_mask_before_bind", [])
     yield state
 
 
@@ -60,37 +60,40 @@ def rank_of(local: int, count: int) -> Processes:
 def test_cores_are_whole_and_nodes_stay_together(tmp_path: Path) -> None:
     system = machine(tmp_path, nodes=2, cores=8)  # CPUs 0-31
     every = frozenset(range(32))
-    assert [spans(share(every, rank, 2, system) or frozenset()) for rank in range(2)] == ["0-7,16-23", "8-15,24-31"]
-    four = [share(every, rank, 4, system) or frozenset() for rank in range(4)]
-    assert [spans(part) for part in four] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
+    assert [cpu_ranges(cpu_set(every, rank, 2, system) or frozenset()) for rank in range(2)] == [
+        "0-7,16-23",
+        "8-15,24-31",
+    ]
+    four = [cpu_set(every, rank, 4, system) or frozenset() for rank in range(4)]
+    assert [cpu_ranges(part) for part in four] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
     # Of a mask only what is in it, and what cannot be divided evenly is divided all the same.
     odd = frozenset([1, 2, 3, 9, 17, 25])
-    parts = [share(odd, rank, 3, system) for rank in range(3)]
+    parts = [cpu_set(odd, rank, 3, system) for rank in range(3)]
     assert parts == [{1, 17}, {2}, {3, 9, 25}]
     # More ranks than cores have a thread each; more ranks than CPUs have none.
-    assert [share(frozenset([0, 16]), rank, 2, system) for rank in range(2)] == [{0}, {16}]
-    assert share(frozenset([0, 16]), 0, 3, system) is None
+    assert [cpu_set(frozenset([0, 16]), rank, 2, system) for rank in range(2)] == [{0}, {16}]
+    assert cpu_set(frozenset([0, 16]), 0, 3, system) is None
 
 
 def test_without_a_topology_cpus_are_counted(tmp_path: Path) -> None:
-    assert [share(frozenset(range(6)), rank, 3, tmp_path) for rank in range(3)] == [{0, 1}, {2, 3}, {4, 5}]
+    assert [cpu_set(frozenset(range(6)), rank, 3, tmp_path) for rank in range(3)] == [{0, 1}, {2, 3}, {4, 5}]
 
 
 def test_ranks_are_near_their_gpus(tmp_path: Path) -> None:
     system = machine(tmp_path, nodes=2, cores=8)
     every = frozenset(range(32))
     nodes = [1, 0, 1, 0]
-    parts = [spans(share(every, rank, 4, system, nodes) or frozenset()) for rank in range(4)]
+    parts = [cpu_ranges(cpu_set(every, rank, 4, system, nodes) or frozenset()) for rank in range(4)]
     assert parts == ["8-11,24-27", "0-3,16-19", "12-15,28-31", "4-7,20-23"]
     # Where the job has no cores on a GPU's node, all ranks share what it has.
     first = frozenset(range(8))
-    assert [share(first, rank, 4, system, nodes) for rank in range(4)] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    assert [cpu_set(first, rank, 4, system, nodes) for rank in range(4)] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
 
 
 def test_cores_of_nodes_without_a_gpu_are_dealt_to_all(tmp_path: Path) -> None:
     system = machine(tmp_path, nodes=4, cores=4)  # 16 cores; node 0 is 0-3, node 3 is 12-15
     every = frozenset(range(32))
-    parts = [spans(share(every, rank, 4, system, [3, 3, 1, 1]) or frozenset()) for rank in range(4)]
+    parts = [cpu_ranges(cpu_set(every, rank, 4, system, [3, 3, 1, 1]) or frozenset()) for rank in range(4)]
     assert parts == ["8-9,12-13,24-25,28-29", "10-11,14-15,26-27,30-31", "0-1,4-5,16-17,20-21", "2-3,6-7,18-19,22-23"]
 
 
@@ -106,14 +109,14 @@ def test_a_gpu_is_found_by_its_address(
     system = machine(tmp_path / "one", nodes=2, cores=8, gpus={0x9D: 1, 0x1B: 0})
     line = bind(rank_of(0, 2), CUDA, LAUNCHED, system)
     assert line == "rank 0 runs on 16 of 32 CPUs: 8-15,24-31, near its GPU (NUMA node 1)"
-    assert spans(process.mask) == "8-15,24-31"
+    assert cpu_ranges(process.mask) == "8-15,24-31"
     # What it got elsewhere is told.
-    cpu_affinity._given.clear()
+    cpu_affinity._mask_before_bind.clear()
     process.mask = frozenset(range(8))
     line = bind(rank_of(0, 2), CUDA, LAUNCHED, system)
     assert line == "rank 0 runs on 4 of 8 CPUs: 0-3, 0 of them near its GPU (NUMA node 1)"
     # A machine with one node says -1.
-    cpu_affinity._given.clear()
+    cpu_affinity._mask_before_bind.clear()
     process.mask = frozenset(range(32))
     unknown = machine(tmp_path / "two", nodes=2, cores=8, gpus={0x9D: -1, 0x1B: -1})
     assert bind(rank_of(0, 2), CUDA, LAUNCHED, unknown) == "rank 0 runs on 16 of 32 CPUs: 0-7,16-23"
@@ -130,7 +133,7 @@ def test_a_process_is_bound_once(tmp_path: Path, process: SimpleNamespace) -> No
     system = machine(tmp_path, nodes=2, cores=8)
     assert bind(rank_of(1, 2), CPU, LAUNCHED, system) is not None
     assert bind(rank_of(1, 2), CPU, LAUNCHED, system) is None
-    assert spans(process.mask) == "8-15,24-31"
+    assert cpu_ranges(process.mask) == "8-15,24-31"
     assert available() == frozenset(range(32))
 
 

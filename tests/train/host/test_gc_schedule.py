@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.train import trainer
-from pipeline.train.host.gc_schedule import EVERY_STEPS, Garbage
+from pipeline.train.host.gc_schedule import EVERY_STEPS, GcSchedule
 from pipeline.train.step import Stepper
 from tests.train.runs import train
 from tests.train.test_step import batches, stepper, train_config
@@ -33,7 +33,7 @@ def as_it_was(quick_collections: None) -> Iterator[None]:
 
 
 def test_only_its_steps_collect() -> None:
-    with Garbage() as garbage:
+    with GcSchedule() as garbage:
         assert gc.isenabled()
         garbage.after(7)
         assert not gc.isenabled() and gc.get_freeze_count() > 0
@@ -48,12 +48,12 @@ def test_only_its_steps_collect() -> None:
 
 
 def test_an_exception_leaves_it_as_it_was() -> None:
-    with pytest.raises(KeyError), Garbage() as garbage:
+    with pytest.raises(KeyError), GcSchedule() as garbage:
         garbage.after(1)
         raise KeyError
     assert gc.isenabled() and gc.get_freeze_count() == 0
     gc.disable()
-    with Garbage() as garbage:
+    with GcSchedule() as garbage:
         garbage.after(1)
     assert not gc.isenabled(), "whoever called had it so"
 

@@ -32,7 +32,7 @@ def folder(path: Path, **values: Any) -> Path:
 
 def test_a_billion_layers(tmp_path: Path) -> None:
     message = bounded.refused(
-        "HuggingFaceFolder(Path(sys.argv[1])).plan",
+        "HuggingFaceFolder(Path(sys.argv[1])).mapping",
         "from pathlib import Path\nfrom pipeline.train.huggingface.folder import HuggingFaceFolder",
         folder(tmp_path / "hf", num_hidden_layers=10**9),
     )
@@ -42,7 +42,7 @@ def test_a_billion_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"])
 def test_other_sizes(tmp_path: Path, key: str) -> None:
     with pytest.raises(UserError, match="less than or equal to"):
-        _ = HuggingFaceFolder(folder(tmp_path / "hf", **{key: 2**40})).plan
+        _ = HuggingFaceFolder(folder(tmp_path / "hf", **{key: 2**40})).mapping
 
 
 def test_exported_weights(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import JsonLines
 from pipeline.train.monitor.goodput import Goodput, goodput
-from pipeline.train.run.attempts import append, attempts
+from pipeline.train.run.attempts import append_entry, attempts
 from pipeline.train.run.folder import open_run, read_metrics
 from tests import tiny
 
@@ -25,14 +25,14 @@ PARTS = ("productive", "lost", "waiting", "saving", "validating", "starting", "d
 
 def begin(run: Path, number: int, time: float, first_step: int, stage: float | None = None) -> None:
     if stage is not None:
-        append(run, {"stage": "train", "host": "h", "pid": 1, "start": stage, "event": "start"})
+        append_entry(run, {"stage": "train", "host": "h", "pid": 1, "start": stage, "event": "start"})
     line = {"event": "attempt", "attempt": number, "time": time, "host": "h", "pid": 1, "layout": {}, "config": ""}
-    append(run, {**line, "first_step": first_step})
+    append_entry(run, {**line, "first_step": first_step})
 
 
 def end(run: Path, number: int, seconds: float, step: int, code: int | None = 0) -> None:
     line = {"event": "attempt end", "attempt": number, "time": 0.0, "seconds": seconds}
-    append(run, {**line, "step": step, "code": code, "reason": ""})
+    append_entry(run, {**line, "step": step, "code": code, "reason": ""})
 
 
 def rows(run: Path, *rows: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train import trainer
-from pipeline.train.host.gc_schedule import Garbage
+from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.monitor.profiler import Profile
 from tests import tiny
 from tests.train.distributed.ranks import Ranks
@@ -48,7 +48,7 @@ def _train(file: Path, values: list[str]) -> None:
 def _times(file: Path, values: list[str]) -> float:
     """When this rank went on behind the profile; rank 0 when it had written, which takes a while."""
     times = []
-    finish, after = Profile.finish, Garbage.after
+    finish, after = Profile.finish, GcSchedule.after
 
     def slowly(profile: Profile) -> None:
         finish(profile)
@@ -56,16 +56,16 @@ def _times(file: Path, values: list[str]) -> float:
             time.sleep(1.5)
             times.append(time.monotonic())
 
-    def passing(garbage: Garbage, step: int) -> None:
+    def passing(garbage: GcSchedule, step: int) -> None:
         if dist.get_rank() == 1 and step == LAST:
             times.append(time.monotonic())
         after(garbage, step)
 
-    Profile.finish, Garbage.after = slowly, passing  # type: ignore[method-assign]
+    Profile.finish, GcSchedule.after = slowly, passing  # type: ignore[method-assign]
     try:
         _train(file, values)
     finally:
-        Profile.finish, Garbage.after = finish, after  # type: ignore[method-assign]
+        Profile.finish, GcSchedule.after = finish, after  # type: ignore[method-assign]
     return times[0]
 
 

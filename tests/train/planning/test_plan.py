@@ -49,7 +49,7 @@ def test_parts_of_a_plan_belong_together(run_file: Path) -> None:
     flops = flops_per_token(planned_spec(config), 2048, causal=True)
     assert phase.mfu_causal == pytest.approx(8 * 2048 * flops / (phase.seconds.total * 8 * 989e12))
     assert found.hours == pytest.approx(10 * phase.seconds.total / 3600)
-    assert found.links == 1
+    assert found.jobs == 1
     assert [rank.pp_rank for rank in found.memory] == [0, 1] and found.fits
     assert found.memory_limit == int(81_559 * 2**20 * (1 - RESERVE))
 
@@ -93,10 +93,10 @@ def test_steps_are_those_of_the_journal(run_file: Path) -> None:
 
 def test_jobs_are_as_many_as_the_time_takes(run_file: Path) -> None:
     found = plan(load(run_file, PIPELINE), H100, 8)
-    assert found.links is None
+    assert found.jobs is None
     seconds = found.hours * 3600
-    assert replace(found, job_seconds=seconds / 2.5).links == 3
-    assert replace(found, job_seconds=-1.0).links is None
+    assert replace(found, job_seconds=seconds / 2.5).jobs == 3
+    assert replace(found, job_seconds=-1.0).jobs is None
     assert any("leaves none for steps" in line for line in plan_lines(replace(found, job_seconds=-1.0)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def test_without_measured_shares_times_have_the_same_bits(
 def test_only_the_device_itself_is_calibrated(given: Callable[..., Device]) -> None:
     a100 = {**ENTRY, "driver": "NVIDIA A100-SXM4-80GB"}
     h200 = given(h200=ENTRY, a100=a100, h100={**ENTRY, "driver": "NVIDIA H100 PCIe"})
-    assert h200.measured is not None and h200.measured.to_json() == ENTRY
+    assert h200.measured is not None and asdict(h200.measured) == ENTRY
     assert find_device("H100").measured is None, "its figures are those of another card"
     drivers = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 80GB HBM3", "NVIDIA B200")
     found = [device_of_driver(name) for name in drivers]
@@ -175,7 +175,7 @@ def test_the_forecast_of_a_job_uses_them(tmp_path: Path, given: Callable[..., De
     h200 = given()
     ahead = forecast(config, site, eight)
     mfu = mean_mfu(config, h200, 8)
-    assert mfu == pytest.approx(plan(config, h200, 8).mfu, rel=1e-12)
+    assert mfu == pytest.approx(plan(config, h200, 8).main.mfu, rel=1e-12)
     assert assumed.seconds is not None and ahead.seconds is not None
     assert ahead.seconds == pytest.approx(assumed.seconds * forecasting.ASSUMED_MFU / mfu, rel=1e-12)
     assert f"(planned with shares {SOURCE}) of 989 TFLOP/s" in ahead.how

@@ -13,8 +13,9 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.layout_check import planned_spec
 from pipeline.train.parallel.layout import resolve
+from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import step_shapes
-from pipeline.train.planning.traffic import Transfer, bytes_by_axis, traffic
+from pipeline.train.planning.traffic import Transfer, bytes_by_axis, stage_traffic
 from tests.train.distributed import ranks
 from tests.train.parallel import layouts
 from tests.train.planning.counted import Counts, count
@@ -32,14 +33,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected(config: Config, world: int) -> list[Counts]:
     """By pp rank."""
-    layout = resolve(config.parallel, world)
-    found: list[Counts] = []
-    for transfers in traffic(config, layout, planned_spec(config), step_shapes(config, layout.dp)[0]):
-        counts: Counts = {}
+    layout, spec = resolve(config.parallel, world), planned_spec(config)
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    found: list[Counts] = [{} for _ in range(layout.pp)]
+    sent = stage_traffic(config, layout, spec, step_shapes(config, layout.dp)[0], stages)
+    for stage, transfers in zip(stages, sent, strict=True):
+        counts = found[stage.rank]
         for each in transfers:
             calls, size = counts.get((each.axis, each.operation), (0, 0))
             counts[each.axis, each.operation] = calls + each.calls, size + each.bytes
-        found.append(counts)
     return found
 
 

@@ -25,7 +25,7 @@ from pipeline.train import open_run as train_start
 from pipeline.train.open_run import _what_is_tried
 from pipeline.train.run.attempts import (
     attempts,
-    correct,
+    correct_end,
     last_begun,
     refuse_crash_loop,
 )
@@ -148,12 +148,12 @@ def test_a_heartbeat_tells_a_hang_where_nobody_saw_the_exit_code(tmp_path: Path)
 def test_the_launcher_knows_better_how_an_attempt_ended(tmp_path: Path) -> None:
     before = time.time()
     killed(tmp_path, 0, 4)
-    correct(tmp_path, before, 1, "rank 0 of 2 was killed by SIGKILL")
+    correct_end(tmp_path, before, 1, "rank 0 of 2 was killed by SIGKILL")
     assert outcomes(tmp_path) == [(1, 0, 4, "failed")]
     attempt(tmp_path, 2, 5, RuntimeError("lost the others"))
-    correct(tmp_path, before, 76, "rank 1 hung")
+    correct_end(tmp_path, before, 76, "rank 1 hung")
     assert outcomes(tmp_path)[1] == (2, 2, 5, "hung")
-    correct(tmp_path, time.time() + 1, 1, "of a start that never came so far")
+    correct_end(tmp_path, time.time() + 1, 1, "of a start that never came so far")
     assert outcomes(tmp_path)[1] == (2, 2, 5, "hung")
 
 

@@ -13,11 +13,11 @@ from pipeline.train.run.heartbeat import (
     Beat,
     Heartbeat,
     beat_file,
+    blocking_ranks_text,
     host_of,
     node_file,
     read_beat,
     read_beats,
-    whom_it_waits_for,
 )
 from tests.waiting import until
 
@@ -146,38 +146,38 @@ def test_others_are_waited_for_until_all_have_noticed(tmp_path: Path) -> None:
 
 def test_a_silent_rank_is_to_blame() -> None:
     beats = {0: beat(0), 1: beat(1, "step", waits=None, ago=30)}
-    assert whom_it_waits_for(beats, 2, {1}, now=NOW) == (
+    assert blocking_ranks_text(beats, 2, {1}, now=NOW) == (
         "rank 1 on n1 (process 101) has given no sign of life for 30 s; the last one came from step 7 (step)"
     )
 
 
 def test_a_rank_that_never_came_is_to_blame() -> None:
-    assert whom_it_waits_for({0: beat(0)}, 2, now=NOW) == "rank 1 has given no sign of life at all"
+    assert blocking_ranks_text({0: beat(0)}, 2, now=NOW) == "rank 1 has given no sign of life at all"
 
 
 def test_a_rank_outside_of_a_collective_is_to_blame() -> None:
     beats = {0: beat(0), 1: beat(1, waits=False, place="data.py:3 (read)"), 2: beat(2)}
-    assert whom_it_waits_for(beats, 3, now=NOW) == (
+    assert blocking_ranks_text(beats, 3, now=NOW) == (
         "rank 1 on n1 (process 101) is in no collective, but at data.py:3 (read)"
     )
 
 
 def test_a_rank_that_has_left_is_to_blame() -> None:
-    assert whom_it_waits_for({0: beat(0), 1: beat(1, "end")}, 2, now=NOW) == (
+    assert blocking_ranks_text({0: beat(0), 1: beat(1, "end")}, 2, now=NOW) == (
         "rank 1 on n1 (process 101) has left the training"
     )
 
 
 def test_where_nobody_is_to_blame_those_that_have_not_noticed_are_told() -> None:
-    assert whom_it_waits_for({0: beat(0), 1: beat(1, "save", waits=None)}, 2, now=NOW) == (
+    assert blocking_ranks_text({0: beat(0), 1: beat(1, "save", waits=None)}, 2, now=NOW) == (
         "rank 1 on n1 (process 101) is at step 7 (save)"
     )
-    assert "every rank waits" in whom_it_waits_for({0: beat(0), 1: beat(1)}, 2, now=NOW)
-    assert whom_it_waits_for({0: beat(0)}, 1, now=NOW) == ""
+    assert "every rank waits" in blocking_ranks_text({0: beat(0), 1: beat(1)}, 2, now=NOW)
+    assert blocking_ranks_text({0: beat(0)}, 1, now=NOW) == ""
 
 
 def test_of_many_ranks_some_are_named() -> None:
     beats = {rank: beat(rank, "step", waits=None, ago=30) for rank in range(100)}
-    told = whom_it_waits_for(beats, 100, set(beats), now=NOW)
+    told = blocking_ranks_text(beats, 100, set(beats), now=NOW)
     assert told.count("no sign of life") == 8
     assert told.endswith("; and 92 more")

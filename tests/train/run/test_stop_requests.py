@@ -32,10 +32,10 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_signals_ask_for_a_stop(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with Requests(tmp_path) as requests:
-        assert requests.wish() == NOTHING
+        assert requests.request() == NOTHING
         os.kill(os.getpid(), number)
         assert requests.reason() == number.name
-        assert requests.wish() == StopRequest(stop=True, save=False)
+        assert requests.request() == StopRequest(stop=True, save=False)
     assert signal.getsignal(number) == before
 
 
@@ -44,31 +44,31 @@ def test_the_end_of_a_terminal_stays_ignored_under_nohup(tmp_path: Path) -> None
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Requests(tmp_path) as requests, _terminate_stops():
         os.kill(os.getpid(), signal.SIGHUP)
-        assert requests.wish() == NOTHING
+        assert requests.request() == NOTHING
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_rank_that_is_not_the_first_listens_to_signals_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
     with Requests(None, started=0.0, max_minutes=1e-9, before_end=60, save_minutes=1e-9) as requests:
-        assert requests.wish() == NOTHING
+        assert requests.request() == NOTHING
         requests.saved()
-        requests.consume()
+        requests.remove_stop_file()
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert requests.wish().stop
+        assert requests.request().stop
 
 
 def test_files_in_the_run_folder_ask(tmp_path: Path) -> None:
     with Requests(tmp_path) as requests:
         (tmp_path / "save").touch()
-        assert requests.wish() == StopRequest(stop=False, save=True)
+        assert requests.request() == StopRequest(stop=False, save=True)
         requests.saved()
-        assert requests.wish() == NOTHING
+        assert requests.request() == NOTHING
         assert not (tmp_path / "save").exists()
         (tmp_path / "stop").touch()
         assert requests.reason() == "stop file"
-        requests.consume()
-        assert requests.wish() == NOTHING
+        requests.remove_stop_file()
+        assert requests.request() == NOTHING
         assert not (tmp_path / "stop").exists()
 
 
@@ -82,17 +82,17 @@ def test_a_run_folder_that_does_not_answer_asks_for_nothing(tmp_path: Path, monk
 
     monkeypatch.setattr(Path, "stat", stat)
     with Requests(tmp_path) as requests:
-        assert requests.wish() == NOTHING
+        assert requests.request() == NOTHING
 
 
 def test_a_save_file_that_cannot_be_removed_counts_once(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
     with Requests(tmp_path) as requests:
-        assert requests.wish().save
+        assert requests.request().save
         requests.saved()
-        assert not requests.wish().save
+        assert not requests.request().save
         os.utime(tmp_path / "save", ns=(1, 1))
-        assert requests.wish().save, "somebody has asked again"
+        assert requests.request().save, "somebody has asked again"
 
 
 def test_the_clock_asks(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_the_clock_asks(tmp_path: Path) -> None:
     with Requests(tmp_path, started=now, max_minutes=60) as requests:
         assert requests.reason() is None
     with Requests(tmp_path, save_minutes=1e-9) as requests:
-        assert requests.wish() == StopRequest(stop=False, save=True)
+        assert requests.request() == StopRequest(stop=False, save=True)
     with Requests(tmp_path, save_minutes=60) as requests:
-        assert requests.wish() == NOTHING
+        assert requests.request() == NOTHING
 
 
 @pytest.mark.parametrize(("end", "stops"), [(None, False), (100, True), (140, False), ("", False), ("Unknown", False)])
@@ -115,7 +115,7 @@ def test_the_end_of_the_allocation_asks(
         text = str(int(time.time()) + end) if isinstance(end, int) else end
         monkeypatch.setenv("SLURM_JOB_END_TIME", text)
     with Requests(tmp_path, before_end=120) as requests:
-        assert requests.wish().stop == stops
+        assert requests.request().stop == stops
         if stops:
             assert "120 s ahead (launch.stop_before_end_seconds=120)" in (requests.reason() or "")
 
@@ -131,7 +131,7 @@ def test_the_time_kept_for_the_end_is_measured(tmp_path: Path, monkeypatch: pyte
     with Requests(tmp_path, before_end=None) as requests:
         assert not asks(74)  # a quarter of what is there, at most
         assert asks(76)
-        requests.took(step=3.0, save=2.0)
+        requests.note_durations(step=3.0, save=2.0)
         assert not asks(89)
         assert "10 s ahead (measured)" in (asks(91) or "")
 
