@@ -27,7 +27,7 @@ from slurm.jobs import Stage
 from slurm.local.background import LocalSteps
 from slurm.run_argument import run_folder
 from slurm.scheduler import SchedulerError
-from slurm.status.live import Found, look, runs, waits
+from slurm.status.live import LiveJobs, live_jobs, runs, waits
 
 _ORDER: tuple[tuple[Stage, ...], ...] = (("preprocess", "finish"), ("train",), ("eval",))
 """Stages that are ended together, in the order of a run."""
@@ -56,7 +56,7 @@ def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float) 
     before = jobs.cancelled(folder)
     if jobs.sent(folder):
         _note(folder, now=now)  # before anything is asked: from now on nothing goes back into the queue
-    found = look(folder)
+    found = live_jobs(folder)
     if found.unknown is not None:
         say(
             console, f"{found.unknown}\nIts jobs find in {folder} what is asked of them: one that waits starts nothing."
@@ -94,22 +94,22 @@ def release(run: Path, console: Console) -> None:
 
 def _change(run: Path, console: Console, change: Callable[[Sequence[str]], None], what: str) -> None:
     folder = run_folder(run)
-    found = look(folder)
+    found = live_jobs(folder)
     if found.unknown is not None:
         raise found.unknown
     waiting = [each for each in found.active if waits(each) and each.job.where == "slurm"]
     change([each.job.job for each in waiting])
     for each in waiting:
-        say(console, f"{active_jobs.what(folder, each.job)}: job {each.job.job} {what}")
+        say(console, f"{active_jobs.stage_names(folder, each.job)}: job {each.job.job} {what}")
     for each in found.active:
         if each not in waiting:
             why = "since it runs" if runs(each) else "since it is in no queue"
-            say(console, f"not affected, {why}: {active_jobs.words(folder, each)}")
+            say(console, f"not affected, {why}: {active_jobs.describe(folder, each)}")
     if not found.active:
         say(console, f"no job of {folder} waits")
 
 
-def _stages(found: Found) -> tuple[Stage, ...]:
+def _stages(found: LiveJobs) -> tuple[Stage, ...]:
     """Which are meant, if not all (()): the first one of which something waits or runs."""
     if found.elsewhere or any(each.job.where == "local" for each in found.active):
         return ()  # one process does them all
@@ -150,7 +150,7 @@ class _Cancelling:
         self._local = LocalSteps(run)
         self._stop_file = RunFiles(run).stop
 
-    def run(self, found: Found, wait: float) -> None:
+    def run(self, found: LiveJobs, wait: float) -> None:
         """Ask for it, wait for it, and say what came of it."""
         end = time.monotonic() + wait
         self._others = {each.job.job: each for each in found.active if not self._meant(each)}
@@ -163,7 +163,7 @@ class _Cancelling:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
             pause = min(_LONGEST_LOOK, 1.5 * pause)
             said = self._say_progress(said)
-            found = look(self._run)
+            found = live_jobs(self._run)
             asked = self._ask(found) or asked  # what went back into the queue at the same moment
         if asked and self._stop_file.exists():
             self._stop_file.unlink(missing_ok=True)  # nobody has taken it: the next start would stop at once
@@ -172,14 +172,14 @@ class _Cancelling:
     def _meant(self, each: Active) -> bool:
         return not self._stages or each.job.stage in self._stages
 
-    def _is_left(self, found: Found) -> bool:
+    def _is_left(self, found: LiveJobs) -> bool:
         if any(self._meant(each) and runs(each) for each in found.active):
             return True
         if found.unknown is not None and found.launched:
             return True
         return (not self._stages or "train" in self._stages) and is_held(self._run)
 
-    def _ask(self, found: Found) -> bool:
+    def _ask(self, found: LiveJobs) -> bool:
         """Let jobs leave the queue, end or stop; whether the training was asked to stop by the file."""
         by_file = False
         to_cancel = []
@@ -207,13 +207,13 @@ class _Cancelling:
         """The process that has it on its list looks whether it is cancelled before it begins."""
         if each.job.job not in self._asked:
             self._asked.add(each.job.job)
-            what = active_jobs.what(self._run, each.job)
+            what = active_jobs.stage_names(self._run, each.job)
             say(self._console, f"{what}: process {each.job.job} has not begun with it, and will pass it over")
 
     def _take_out(self, each_of: Sequence[Active]) -> None:
         for each in each_of:
             self._asked.add(each.job.job)
-            what = f"{active_jobs.what(self._run, each.job)}: job {each.job.job}"
+            what = f"{active_jobs.stage_names(self._run, each.job)}: job {each.job.job}"
             try:
                 scheduler.cancel([each.job.job])
                 say(self._console, f"{what} is ended now" if runs(each) else f"{what} leaves the queue")
@@ -237,11 +237,11 @@ class _Cancelling:
             who = holder(self._run)  # before it is asked, after which it may have left at once
         self._stop_file.touch()
         if who is not None:
-            where = f"process {who.get('pid')} on {who.get('host')}"
+            process = f"process {who.get('pid')} on {who.get('host')}"
             more = ""
             if self._now and "job" not in who:
                 more = f"; it was started by hand, and is ended at once there: `kill {who.get('pid')}`"
-            say(self._console, f"asked {where} to save and stop{more}")
+            say(self._console, f"asked {process} to save and stop{more}")
         else:
             say(self._console, "asked the training to save and stop")
 
@@ -266,7 +266,7 @@ class _Cancelling:
         else:
             say(self._console, f"it has not left yet; `pipeline status {self._run}` tells when it has")
 
-    def _say_finished(self, found: Found) -> None:
+    def _say_finished(self, found: LiveJobs) -> None:
         """What there is now, and what stays."""
         done = False
         if not self._stages or "train" in self._stages:
@@ -280,11 +280,11 @@ class _Cancelling:
             elif self._now or RunFiles(self._run).exit.exists():
                 say(self._console, "there is no checkpoint")
         for job in self._others.keys() - {each.job.job for each in found.active}:
-            what = active_jobs.what(self._run, self._others[job].job)
+            what = active_jobs.stage_names(self._run, self._others[job].job)
             say(self._console, f"{what}: job {job} is gone, too: SLURM drops what waits for a job that was cancelled")
         stays = [each for each in found.active if not self._meant(each)]
         for each in stays:
-            say(self._console, f"stays: {active_jobs.words(self._run, each)}")
+            say(self._console, f"stays: {active_jobs.describe(self._run, each)}")
         if stays:
             say(self._console, f"to end these, too: pipeline cancel {self._run} --chain")
         if done:

@@ -19,7 +19,7 @@ from pipeline.common.run_files import RunFiles
 
 Stage = Literal["preprocess", "finish", "train", "eval"]
 """`finish` is the job that ends preprocessing after its array."""
-Where = Literal["slurm", "local"]
+Backend = Literal["slurm", "local"]
 SUBMISSIONS = "submissions"
 """Folder of what jobs read when they start: in `RunFiles.slurm`, or where other users cannot write."""
 CODE = "code"
@@ -33,7 +33,7 @@ class Job:
     stage: Stage
     job: str
     """Its number; of an array without the tasks; of a local one its process id."""
-    where: Where
+    where: Backend
     time: float
     """When it was sent, in seconds since 1970."""
     name: str
@@ -104,9 +104,9 @@ def sent(run: Path) -> list[Job]:
     return found
 
 
-def new_job(stage: Stage, job: str, where: Where, name: str, submission: str, **more: Any) -> Job:
+def new_job(stage: Stage, job: str, backend: Backend, name: str, submission: str, **more: Any) -> Job:
     """A job that this process has just sent."""
-    return Job(stage, job, where, time.time(), name, user(), socket.gethostname(), submission, **more)
+    return Job(stage, job, backend, time.time(), name, user(), socket.gethostname(), submission, **more)
 
 
 def user() -> str:

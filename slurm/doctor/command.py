@@ -32,7 +32,7 @@ from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-    from slurm.doctor.network import Meeting
+    from slurm.doctor.network import Rendezvous
 
 __all__ = ["NodeVerdict", "doctor", "doctor_command", "verdict"]
 
@@ -76,21 +76,21 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
         NodeUnhealthy: something is wrong that training would fail by, or suffer from.
         UserError: the run file has a mistake, or the variables of a launcher are wrong.
     """
-    place = NodeRank.of_environment()
+    node_rank = NodeRank.of_environment()
     needs = Needs()
     if run is not None:
         config = load(run, overrides)
         needs = _needs(config, _gpus(config))
     with _limited():
-        examination = Examination(place)
+        examination = Examination(node_rank)
         with examination.surviving():
             examination.node(needs)
         reports = examination.network()
-    if place.size > 1:
+    if node_rank.size > 1:
         # Where it is loaded the command line leaves as ranks do, without joining the threads of gloo and NCCL.
         from pipeline.train.distributed import process_group
 
-        if place.rank:  # rank 0 tells
+        if node_rank.rank:  # rank 0 tells
             process_group.leave(EXIT_OK)
     found = compare(reports)
     if as_json:
@@ -108,14 +108,14 @@ class Examination:
     """The checks of this node, in their order; what is known is written down at each step.
 
     Args:
-        place: of this node among others.
+        node_rank: of this node among others.
         folder: for its report.
     """
 
-    def __init__(self, place: NodeRank, folder: Path | None = None) -> None:
-        self._place = place
+    def __init__(self, node_rank: NodeRank, folder: Path | None = None) -> None:
+        self._node_rank = node_rank
         self._folder = folder
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self.report = Report(node_name())
         self.written = True
         """Whether the folder could be written to."""
@@ -144,17 +144,17 @@ class Examination:
 
     def network(self) -> dict[str, Report | None]:
         """Meet the other nodes; at rank 0 the reports of those that came, by node, else only this one."""
-        if self._place.size > 1:
+        if self._node_rank.size > 1:
             self._all_reduce()
         self.begin("")
-        everybody = self._meeting.gather(orjson.dumps(self.report)) if self._meeting else []
+        everybody = self._rendezvous.gather(orjson.dumps(self.report)) if self._rendezvous else []
         if not everybody:
             return {self.report.node: self.report}
         found = {report.network.rank: report for report in map(parse_report, everybody)}
         names = {rank: report.node for rank, report in found.items()}
         if len(set(names.values())) < len(names):
             names = {rank: f"{name}, rank {rank}" for rank, name in names.items()}
-        return {names.get(rank, f"node of rank {rank}"): found.get(rank) for rank in range(self._place.size)}
+        return {names.get(rank, f"node of rank {rank}"): found.get(rank) for rank in range(self._node_rank.size)}
 
     def begin(self, what: str) -> None:
         """Note what comes next; "" is the end."""
@@ -187,14 +187,14 @@ class Examination:
     def _all_reduce(self) -> None:
         import torch
 
-        from slurm.doctor.network import NotMet, meet
+        from slurm.doctor.network import RendezvousFailed, rendezvous
 
-        self.report = replace(self.report, network=Network("pending", rank=self._place.rank))
+        self.report = replace(self.report, network=Network("pending", rank=self._node_rank.rank))
         self.begin(_NETWORK)
         try:
-            self._meeting = meet(self._place, gpus=torch.cuda.device_count())
-            network = self._meeting.all_reduce()
-        except NotMet as error:
+            self._rendezvous = rendezvous(self._node_rank, gpus=torch.cuda.device_count())
+            network = self._rendezvous.all_reduce()
+        except RendezvousFailed as error:
             network = error.network
         self.report = replace(self.report, network=network)
 

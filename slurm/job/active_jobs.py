@@ -39,7 +39,7 @@ class Active:
     """Of it, or of the tasks of an array that have not ended; none of a local job that runs."""
 
 
-def of(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
+def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
     """Jobs of a run that wait or run, in the order in which they were sent.
 
     Args:
@@ -86,7 +86,7 @@ def stages(run: Path, job: Job) -> list[Stage]:
     return [job.stage, *(each.stage for each in following if each)]
 
 
-def what(run: Path, job: Job) -> str:
+def stage_names(run: Path, job: Job) -> str:
     """The stages of a job, for people."""
     if job.where == "slurm":
         return "end of preprocess" if job.stage == "finish" else job.stage
@@ -94,9 +94,9 @@ def what(run: Path, job: Job) -> str:
     return ", ".join("preprocess" if stage == "finish" else stage for stage in stages(run, job))
 
 
-def words(run: Path, active: Active) -> str:
+def describe(run: Path, active: Active) -> str:
     """`train: job 77 (RUNNING on n1, since ...)`."""
-    job, name = active.job, what(run, active.job)
+    job, name = active.job, stage_names(run, active.job)
     if job.where == "local":
         since = active.states[0].reason if active.states else f"since {when(job.time)}"
         return f"{name}: process {job.job} on {job.host} ({since})"
@@ -117,7 +117,7 @@ def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active
     """
     run = config.run.dir
     submission = _submission(run, found[-1].job)
-    listed = "\n".join(f"  {words(run, each)}" for each in found)
+    listed = "\n".join(f"  {describe(run, each)}" for each in found)
     if submission and (differences := _differences(submission, config)):
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise UserError(

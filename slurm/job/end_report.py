@@ -37,7 +37,7 @@ def write(run: Path, stage: Stage) -> str:
 
 
 def _line(launch: Launch) -> str:
-    where = ",".join(launch.nodes) or launch.host
+    nodes = ",".join(launch.nodes) or launch.host
     which = f"{when(launch.time)} job {launch.job}.{launch.restarts} launch {launch.number}"
-    text = f"{which} on {where}, from step {launch.checkpoint}: "
+    text = f"{which} on {nodes}, from step {launch.checkpoint}: "
     return text + (f"{launch.end.reason}" if launch.end else "no word of its end (killed, or its node was lost)")

@@ -143,7 +143,7 @@ class Evaluations:
         from slurm.submit.submit import send_job  # which itself needs what jobs run, and so this module
 
         try:
-            planned = job_plan.eval_job(self._config, submission.site, checkpoint.step, where=submission.where)
+            planned = job_plan.eval_job(self._config, submission.site, checkpoint.step, backend=submission.where)
             job = send_job(self._run, self._config, submission.site, planned, submission.where, submission.code)
         except Exception as error:
             self._refused[identity] += 1

@@ -65,7 +65,7 @@ def decide(now: Situation) -> tuple[Next, str]:
     if now.chain == "none":
         return "end", "jobs of this stage are not started again"
     if now.code == EXIT_STOPPED:
-        return _go_on(now)
+        return _continue_chain(now)
     if now.stage != "train":
         more = f"its time was over, raise slurm.{KEYS[now.stage]}.time; " if now.over_time else ""
         return "end", f"{more}only training is started again after a failure"
@@ -75,10 +75,10 @@ def decide(now: Situation) -> tuple[Next, str]:
         )
     if now.nodes >= now.needed and not now.over_time:
         return "relaunch", f"start {now.crashes} of {now.max_restarts} without a newer checkpoint"
-    return _go_on(now)
+    return _continue_chain(now)
 
 
-def _go_on(now: Situation) -> tuple[Next, str]:
+def _continue_chain(now: Situation) -> tuple[Next, str]:
     if now.chain == "requeue":
         return "requeue", "the same job goes on in the queue"
     return "next link", "the next job of the chain goes on"
@@ -92,7 +92,7 @@ def crashes_in_a_row(launches: Sequence[Launch], checkpoint: int) -> int:
             be a node's: it counts.
         checkpoint: steps of the newest checkpoint now.
     """
-    return len(_row(launches, checkpoint))
+    return len(_crash_streak(launches, checkpoint))
 
 
 def suspects(launches: Sequence[Launch], checkpoint: int) -> list[str]:
@@ -100,15 +100,15 @@ def suspects(launches: Sequence[Launch], checkpoint: int) -> list[str]:
 
     A launch that knows which node failed first accuses this one alone, another one all that it had.
     """
-    accused = [_accused(launch) for launch in _row(launches, checkpoint)]
+    accused = [_accused(launch) for launch in _crash_streak(launches, checkpoint)]
     if len(accused) < 2:
         return []
     common = set.intersection(*accused)
-    everywhere = all(common >= set(launch.nodes) for launch in _row(launches, checkpoint))
+    everywhere = all(common >= set(launch.nodes) for launch in _crash_streak(launches, checkpoint))
     return [] if everywhere else sorted(common)
 
 
-def choose(nodes: Sequence[str], needed: int, down: Sequence[str], avoid: Sequence[str]) -> list[str]:
+def choose_nodes(nodes: Sequence[str], needed: int, down: Sequence[str], avoid: Sequence[str]) -> list[str]:
     """The nodes of an allocation to use, in its order: none that is down, and suspects only where there is no other."""
     usable = [node for node in nodes if node not in down]
     better = [node for node in usable if node not in avoid]
@@ -123,7 +123,7 @@ def _accused(launch: Launch) -> set[str]:
     return {end.node} if end is not None and end.node else set(launch.nodes)
 
 
-def _row(launches: Sequence[Launch], checkpoint: int) -> list[Launch]:
+def _crash_streak(launches: Sequence[Launch], checkpoint: int) -> list[Launch]:
     found: list[Launch] = []
     for launch in reversed(launches):
         ended_by_scheduler = launch.end is not None and launch.end.next == "scheduler"

@@ -27,7 +27,7 @@ _PORTS = range(10_000, 30_000)
 
 
 @dataclass(frozen=True)
-class Step:
+class SrunStep:
     """What is started where. `nodes` is empty for this machine alone."""
 
     submission: Submission
@@ -97,12 +97,12 @@ class Step:
         options = {"--distribution": site.distribution, "--cpu-bind": site.cpu_bind}
         return [f"{name}={value}" for name, value in options.items() if value is not None]
 
-    def run(self, look: Callable[[], None], started: Callable[[subprocess.Popen[bytes]], None]) -> int:
+    def run(self, on_poll: Callable[[], None], on_start: Callable[[subprocess.Popen[bytes]], None]) -> int:
         """Start it and wait for its end; returns the exit code of srun, or of the process.
 
         Args:
-            look: called again and again while it runs.
-            started: is given the process.
+            on_poll: called again and again while it runs.
+            on_start: is given the process.
         """
         environment = {**os.environ, **self.environment, LOGS: str(self.logs), "PYTHONUNBUFFERED": "1"}
         output = self.said if self.nodes else log_file(self.logs, 0)
@@ -116,10 +116,10 @@ class Step:
                 env=environment,
                 start_new_session=True,
             )
-            started(process)
+            on_start(process)
             try:
                 while process.poll() is None:
-                    look()
+                    on_poll()
                     time.sleep(_POLL)
             finally:
                 if process.poll() is None:
@@ -129,7 +129,7 @@ class Step:
         return process.returncode
 
 
-def meeting_place(submission: Submission, nodes: Sequence[str]) -> dict[str, str]:
+def rendezvous_env(submission: Submission, nodes: Sequence[str]) -> dict[str, str]:
     """Where the processes of several nodes meet: the first node, at a port that nobody can tell beforehand.
 
     torch's store serves whoever connects. The port is in the environment of the processes alone, which other users

@@ -29,16 +29,16 @@ class LocalSteps:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._told: dict[int, float] = {}
+        self._terminated_at: dict[int, float] = {}
         """When a process was told to end, by its number."""
 
     def end(self, job: Job) -> None:
         """Let it end, at first by SIGTERM; call it again until the job is gone."""
         for pid in self._steps(int(job.job)):
-            if pid not in self._told:
-                self._told[pid] = time.monotonic()
+            if pid not in self._terminated_at:
+                self._terminated_at[pid] = time.monotonic()
                 _send(pid, signal.SIGTERM)
-            elif time.monotonic() > self._told[pid] + _PATIENCE:
+            elif time.monotonic() > self._terminated_at[pid] + _PATIENCE:
                 _send(pid, signal.SIGKILL)
 
     def stop_other_stages(self, job: Job) -> None:

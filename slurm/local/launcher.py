@@ -410,14 +410,14 @@ def _ended_by(failure: Ended, signals: set[int]) -> bool:
 
 def _describe(failure: Ended, number: int, logs: Path) -> str:
     who = f"rank {failure.rank} of {number}"
-    where = f"The logs of the ranks are in {logs}"
+    folder = f"The logs of the ranks are in {logs}"
     if failure.record is not None:
         trace = f"\n{failure.record.traceback.rstrip()}" if failure.record.traceback else ""
-        return f"{who} failed: {failure.record.message}{trace}\n{where}"
+        return f"{who} failed: {failure.record.message}{trace}\n{folder}"
     log = log_file(logs, failure.rank)
     lines = last_lines(log, TAIL)
     tail = "\n".join([f"\nThe end of {log.name}:", *lines]) if lines else ""
-    return f"{who} {failure.words}{tail}\n{where}"
+    return f"{who} {failure.words}{tail}\n{folder}"
 
 
 def _log_folder(parent: Path, stage: LaunchedStage = "train") -> Path:

@@ -62,7 +62,7 @@ def show_logs(
     if follow:
         follow_logs(folder, found[-1], rank or 0, tail, console)
     elif attempt is None:
-        _tell_of_later_jobs(folder, found[-1], console)
+        _print_later_jobs(folder, found[-1], console)
 
 
 def _of_attempt(found: list[LogPart], number: int) -> list[LogPart]:
@@ -108,15 +108,13 @@ def _in_the_terminal(part: LogPart) -> str:
     return text
 
 
-def _tell_of_later_jobs(run: Path, part: LogPart, console: Console) -> None:
+def _print_later_jobs(run: Path, part: LogPart, console: Console) -> None:
     """A job that was started later, and ended before it launched anything, has said why in its own log."""
     for job in jobs.sent(run):
         log = job.log(run)
         if job.time > part.begin and log.exists():
-            say(
-                console,
-                f"job {job.job} ({active_jobs.what(run, job)}) was sent later and has launched nothing so far: {log}",
-            )
+            what = active_jobs.stage_names(run, job)
+            say(console, f"job {job.job} ({what}) was sent later and has launched nothing so far: {log}")
 
 
 def _show_jobs(run: Path, console: Console, lines: int) -> None:
@@ -125,7 +123,10 @@ def _show_jobs(run: Path, console: Console, lines: int) -> None:
     for job in reversed(sent):
         log = next((log for task in range(job.tasks) if (log := job.log(run, task)).exists()), None)
         if log is not None:
-            say(console, f"==> {active_jobs.what(run, job)}: job {job.job} on its own; it has launched no processes")
+            say(
+                console,
+                f"==> {active_jobs.stage_names(run, job)}: job {job.job} on its own; it has launched no processes",
+            )
             say(console, f"==> {log}")
             write_out(Tail(log, lines), console)
             return

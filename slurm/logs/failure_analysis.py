@@ -179,7 +179,7 @@ def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path, per_node: 
         silent = [each for each in said.killed if each not in {one.rank for one in ended}]
         lost = Ended(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
         return _of_process(lost, run_logs, per_node)
-    if found or said.told_to:
+    if found or said.from_outside:
         return Failure(None, None, EXIT_OTHER, f"the processes were ended from outside ({why or 'scancel'})", "")
     return Failure(None, None, EXIT_OTHER, f"srun: {said.other}", "") if said.other else None
 
@@ -258,7 +258,7 @@ class _Srun:
     lost: tuple[str, ...]
     killed: tuple[int, ...]
     """Ranks of which it told that they were killed when it was ending them all: by it, or before."""
-    told_to: bool
+    from_outside: bool
     """Whether processes were ended from outside."""
     why: str
     """Why the step was cancelled, in SLURM's words, if it said so."""
@@ -270,12 +270,12 @@ def _read_srun(text: str, nodes: Sequence[str]) -> _Srun:
     events: list[_Event] = []
     lost: list[str] = []
     killed: list[int] = []
-    other, ending, told_to = "", False, False
+    other, ending, from_outside = "", False, False
     for line in text.splitlines():
         if found := _TASKS.match(line):
             code, said = _code_of(found["how"])
             if ending and code in (-signal.SIGTERM, -signal.SIGKILL) and not said:
-                told_to = True
+                from_outside = True
                 killed += _numbers(found["tasks"]) if code == -signal.SIGKILL else ()
             else:
                 events.append(_Event(_numbers(found["tasks"]), code, said))
@@ -289,7 +289,7 @@ def _read_srun(text: str, nodes: Sequence[str]) -> _Srun:
             ending = True
         elif found := _OTHER.match(line):
             other = found["what"]
-    return _Srun(tuple(events), tuple(dict.fromkeys(lost)), tuple(killed), told_to, _why(text.splitlines()), other)
+    return _Srun(tuple(events), tuple(dict.fromkeys(lost)), tuple(killed), from_outside, _why(text.splitlines()), other)
 
 
 def _why(lines: Sequence[str]) -> str:

@@ -61,8 +61,8 @@ class LogPart:
             launch = self.launch
             again = f" (restart {launch.restarts})" if launch.restarts else ""
             count = f", launch {launch.number}" if launch.number > 1 else ""
-            where = ", ".join(launch.nodes) or launch.host
-            text.append(f"{'job' if launch.nodes else 'process'} {launch.job}{again}{count} on {where}")
+            nodes = ", ".join(launch.nodes) or launch.host
+            text.append(f"{'job' if launch.nodes else 'process'} {launch.job}{again}{count} on {nodes}")
         until = "" if self.end is None else f" to {when(self.end)}"
         return f"{', '.join(text)}, from {when(self.begin)}{until}"
 

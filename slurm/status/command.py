@@ -80,8 +80,8 @@ def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list
         spent: whether the goodput is wanted.
     """
     facts = [RunSnapshot(folder, config) for folder, config in folders.items()]
-    answer = _ask(facts)
-    return [describe(each, answer, spent=spent) for each in facts]
+    snapshot = _ask(facts)
+    return [describe(each, snapshot, spent=spent) for each in facts]
 
 
 def _named(runs: Sequence[Path]) -> dict[Path, Config | None]:

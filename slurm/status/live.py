@@ -17,7 +17,7 @@ _OVER = ("done", "end", "next link")
 
 
 @dataclass(frozen=True)
-class Found:
+class LiveJobs:
     """What of a run waits or runs."""
 
     active: list[Active]
@@ -34,7 +34,7 @@ class Found:
         return not self.active and not self.elsewhere and self.unknown is None
 
 
-def look(run: Path) -> Found:
+def live_jobs(run: Path) -> LiveJobs:
     """What of a run waits or runs, as far as that can be known."""
     last = {launch.job: launch.end for launch in launches(run)}
 
@@ -65,7 +65,7 @@ def look(run: Path) -> Found:
             elsewhere.append(job)
     training = {number for job in queued if job.stage == "train" for number in job.numbers}
     launched = any(number in last and last[number] is None for number in training)
-    return Found(found, elsewhere, launched, unknown)
+    return LiveJobs(found, elsewhere, launched, unknown)
 
 
 def waits(each: Active) -> bool:

@@ -44,7 +44,7 @@ _AT_LEAST = 60.0
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RankBeat:
     """The heartbeat of a rank."""
 
     rank: int
@@ -57,7 +57,7 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Try:
+class AttemptRow:
     """An attempt at training with the launch that it was part of; or a launch that came to none."""
 
     number: int | None
@@ -112,11 +112,11 @@ class RunStatus:
     """Of the last attempt."""
     beating: int
     """Of them those that have given a sign of life and not left."""
-    newest_beat: Pulse | None
-    oldest_beat: Pulse | None
+    newest_beat: RankBeat | None
+    oldest_beat: RankBeat | None
     restarts: int
     """How often the scheduler has started a job of the training again."""
-    attempts: list[Try]
+    attempts: list[AttemptRow]
     goodput: dict[str, float] | None
     goodput_to_last_end: bool
     """It is that of the last attempt which ended in peace, since the metrics are large."""
@@ -137,21 +137,21 @@ class RunStatus:
         return {**asdict(self), "run": str(self.run)}
 
 
-def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = True) -> RunStatus:
+def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = True) -> RunStatus:
     """What is known of a run.
 
     Args:
         facts: its files.
-        answer: of the scheduler.
+        snapshot: of the scheduler.
         spent: whether the goodput is wanted, for which all metrics are read.
     """
     run = facts.run
     launch = LaunchConfig() if facts.config is None else facts.config.launch
-    waiting = queue(facts, answer)
+    waiting = queue(facts, snapshot)
     everything: dict[int, Beat] = facts.read(RunFiles.heartbeats, lambda: read_beats(run), {})
-    facts.lost = lost_launches(facts, answer, waiting, fresh=_is_fresh(facts, everything, launch))
+    facts.lost = lost_launches(facts, snapshot, waiting, fresh=_is_fresh(facts, everything, launch))
     tries: list[Attempt] = facts.read(
-        RunFiles.ledger, lambda: attempts(run, lambda _: _holds(facts, answer, everything, launch)), []
+        RunFiles.ledger, lambda: attempts(run, lambda _: _holds(facts, snapshot, everything, launch)), []
     )
     last = tries[-1] if tries else None
     running = last is not None and last.end is None
@@ -164,7 +164,7 @@ def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = Tru
     pace = _pace(rows)
     median = statistics.median(seconds) if (seconds := _each(rows, "step_seconds")) else None
     patience = max(3 * launch.heartbeat_seconds, 2 * (median or 0.0))
-    verdict = judge(facts, answer, waiting, tries, beats, patience=patience, total=total)
+    verdict = judge(facts, snapshot, waiting, tries, beats, patience=patience, total=total)
     saved = facts.read(RunFiles.checkpoints, lambda: Checkpoints.of_run(run).latest(), None)
     left = None
     if total is not None and pace is not None and verdict.state != "done":
@@ -194,8 +194,8 @@ def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = Tru
         failed_saves=_failed_saves(facts, last),
         ranks=last.layout.get("world_size") if last else None,
         beating=len(alive),
-        newest_beat=_pulse(facts, alive[-1]) if running and alive else None,
-        oldest_beat=_pulse(facts, alive[0]) if running and alive else None,
+        newest_beat=_rank_beat(facts, alive[-1]) if running and alive else None,
+        oldest_beat=_rank_beat(facts, alive[0]) if running and alive else None,
         restarts=max((each.restarts for each in trained), default=0),
         attempts=facts.read(RunFiles.ledger, lambda: _rows_of(tries, trained, facts), []),
         goodput=spent_now,
@@ -205,12 +205,12 @@ def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = Tru
         queue=waiting,
         evaluations=len(evaluated),
         last_evaluation=evaluated[-1][1] if evaluated else None,
-        scheduler=answer.problem,
+        scheduler=snapshot.problem,
         problems=facts.problems,
     )
 
 
-def _holds(facts: RunSnapshot, answer: SchedulerSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
+def _holds(facts: RunSnapshot, snapshot: SchedulerSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
     """Whether a process trains in the run folder, or may."""
     if facts.holder is not None and (number := facts.holder.get("job")) is not None:
         last = next((each for each in reversed(facts.launches) if each.job == str(number)), None)
@@ -218,9 +218,9 @@ def _holds(facts: RunSnapshot, answer: SchedulerSnapshot, beats: Mapping[int, Be
             return False
 
     def job_state(number: str) -> str | None:
-        if answer.states is None:
+        if snapshot.states is None:
             return None
-        state = answer.states.get(number)
+        state = snapshot.states.get(number)
         if state is None:  # it is over, or this scheduler does not tell us of others' jobs
             return None if _is_fresh(facts, beats, launch) else ""
         return state.state if state.runs else ""
@@ -278,8 +278,8 @@ def _failed_saves(facts: RunSnapshot, last: Attempt | None) -> str:
     return found.words(facts.now if last.end is None else last.end)
 
 
-def _pulse(facts: RunSnapshot, beat: Beat) -> Pulse:
-    return Pulse(beat.rank, node_of(facts, beat), beat.step, beat.phase, max(0.0, facts.now - beat.time))
+def _rank_beat(facts: RunSnapshot, beat: Beat) -> RankBeat:
+    return RankBeat(beat.rank, node_of(facts, beat), beat.step, beat.phase, max(0.0, facts.now - beat.time))
 
 
 def _goodput(facts: RunSnapshot, tries: Sequence[Attempt]) -> tuple[dict[str, float] | None, bool]:
@@ -293,17 +293,17 @@ def _goodput(facts: RunSnapshot, tries: Sequence[Attempt]) -> tuple[dict[str, fl
     return (found.to_json() if found else None), False
 
 
-def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnapshot) -> list[Try]:
+def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnapshot) -> list[AttemptRow]:
     """Attempts and launches of the training as one table, in order."""
     now = facts.now
-    found: list[Try] = []
+    found: list[AttemptRow] = []
     seen: dict[tuple[str, int, int], int] = {}
     for each in tries:
         launch = _launch_of(each, trained, now)
         if launch is not None:
             seen[launch.key] = len(found)
         found.append(
-            Try(
+            AttemptRow(
                 number=each.number,
                 job=launch.job if launch else each.job,
                 restarts=launch.restarts if launch else each.restarts,
@@ -329,7 +329,7 @@ def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnap
     return sorted(found, key=lambda each: each.begin)
 
 
-def _with_end(row: Try, launch: Launch, end: LaunchEnd) -> Try:
+def _with_end(row: AttemptRow, launch: Launch, end: LaunchEnd) -> AttemptRow:
     """Of a launch that failed it is known what failed first; an attempt may have noted what came of that."""
     row = replace(row, next=end.next)
     if launch.crashed or (row.outcome == "killed" and end.code != EXIT_OK):
@@ -343,11 +343,11 @@ def _cause(end: LaunchEnd) -> str:
     return listed(before if found else end.reason)
 
 
-def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> Try:
+def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> AttemptRow:
     end = launch.end
     over = end.time if end else launch.time if is_lost else now
     open_reason = LOST if is_lost else "no attempt has begun"
-    return Try(
+    return AttemptRow(
         number=None,
         job=launch.job,
         restarts=launch.restarts,

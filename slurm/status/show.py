@@ -16,7 +16,7 @@ from pipeline.common.format import counted
 from pipeline.data.preprocess.status import duration
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
-from slurm.status.run import RunStatus, Try
+from slurm.status.run import AttemptRow, RunStatus
 from slurm.status.state import UNKNOWN, QueuedJob
 
 _SHOWN = 10
@@ -183,7 +183,7 @@ def _job(job: QueuedJob) -> str:
     return text + (f", until {_clock(job.end)}" if job.end is not None else "")
 
 
-def _attempt(row: Try) -> str:
+def _attempt(row: AttemptRow) -> str:
     number = "-" if row.number is None else str(row.number)
     job = "" if row.job is None else f"job {row.job}" + (f" (restart {row.restarts})" if row.restarts else "") + ", "
     text = f"{number:>3}  {_clock(row.begin)}, {job}on {_few(row.nodes)}, steps {row.first_step:,} to {row.step:,} in "

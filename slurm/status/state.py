@@ -25,7 +25,7 @@ from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from slurm import jobs
 from slurm.job.launch_log import Launch, Next, is_all
-from slurm.jobs import Cancelled, Job, Stage, Where
+from slurm.jobs import Backend, Cancelled, Job, Stage
 from slurm.scheduler import Accounted, JobState
 from slurm.status.files import RunSnapshot
 from slurm.submit.job_plan import KEYS
@@ -94,7 +94,7 @@ class QueuedJob:
 
     stage: Stage
     job: str
-    where: Where
+    where: Backend
     state: str
     """As squeue names it, or UNKNOWN; of an array that of a task that runs, if one does."""
     tasks: dict[str, int]
@@ -131,13 +131,13 @@ class RunVerdict:
     """In words, "" where the state says all."""
 
 
-def queue(facts: RunSnapshot, answer: SchedulerSnapshot) -> list[QueuedJob]:
+def queue(facts: RunSnapshot, snapshot: SchedulerSnapshot) -> list[QueuedJob]:
     """The jobs of a run that wait or run, in the order in which they were sent."""
-    found = (_queued(facts, job, answer) for job in facts.open_jobs())
+    found = (_queued(facts, job, snapshot) for job in facts.open_jobs())
     return [each for each in found if each is not None]
 
 
-def _queued(facts: RunSnapshot, job: Job, answer: SchedulerSnapshot) -> QueuedJob | None:
+def _queued(facts: RunSnapshot, job: Job, snapshot: SchedulerSnapshot) -> QueuedJob | None:
     states: list[JobState] = []
     unknown = False
     if job.where == "local":
@@ -154,10 +154,10 @@ def _queued(facts: RunSnapshot, job: Job, answer: SchedulerSnapshot) -> QueuedJo
             by = jobs.cancelled(facts.run, job.stage)
             turn = f"cancelled by {by.by}, its turn will be passed over" if by else "its turn has not come"
             states = [state if begun else JobState(job.job, "PENDING", turn)]
-    elif answer.states is None:
+    elif snapshot.states is None:
         unknown = True
     else:
-        states = [answer.states[number] for number in job.numbers if number in answer.states]
+        states = [snapshot.states[number] for number in job.numbers if number in snapshot.states]
         states = [state for state in states if state.waits or state.runs]
     if not states and not unknown:
         return None
@@ -185,25 +185,25 @@ def _queued(facts: RunSnapshot, job: Job, answer: SchedulerSnapshot) -> QueuedJo
 
 
 def lost_launches(
-    facts: RunSnapshot, answer: SchedulerSnapshot, waiting: Sequence[QueuedJob], *, fresh: bool
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, waiting: Sequence[QueuedJob], *, fresh: bool
 ) -> set[tuple[str, int, int]]:
     """Launches whose end nobody has noted, and that are over: their job was started again since, or does not run.
 
     Args:
         facts: files of the run.
-        answer: of the scheduler, which may tell nothing of others' jobs.
+        snapshot: of the scheduler, which may tell nothing of others' jobs.
         waiting: jobs of the run that wait or run.
         fresh: whether a rank has given a sign of life just now.
     """
     open_launches = [launch for launch in facts.launches if launch.end is None]
-    found = {launch.key for launch in open_launches if _is_lost(facts, launch, answer, waiting)}
+    found = {launch.key for launch in open_launches if _is_lost(facts, launch, snapshot, waiting)}
     last = facts.launches[-1] if facts.launches else None
-    if fresh and last is not None and last.stage == "train" and answer.states is not None:
-        return found if last.job in answer.states else found - {last.key}
+    if fresh and last is not None and last.stage == "train" and snapshot.states is not None:
+        return found if last.job in snapshot.states else found - {last.key}
     return found
 
 
-def _is_lost(facts: RunSnapshot, launch: Launch, answer: SchedulerSnapshot, waiting: Sequence[QueuedJob]) -> bool:
+def _is_lost(facts: RunSnapshot, launch: Launch, snapshot: SchedulerSnapshot, waiting: Sequence[QueuedJob]) -> bool:
     if any(each.job == launch.job and each.key > launch.key for each in facts.launches):
         return True
     job = next((each for each in facts.sent if launch.job in each.numbers), None)
@@ -211,9 +211,9 @@ def _is_lost(facts: RunSnapshot, launch: Launch, answer: SchedulerSnapshot, wait
         return False
     if job.where == "local":
         return not any(each.runs and _is_of(launch, each) for each in waiting)
-    if answer.states is None:
+    if snapshot.states is None:
         return False
-    state = answer.states.get(launch.job)
+    state = snapshot.states.get(launch.job)
     again = state is not None and state.start is not None and state.start > launch.time + _SKEW
     return state is None or not state.runs or again
 
@@ -225,7 +225,7 @@ def _is_of(launch: Launch, job: QueuedJob) -> bool:
 
 def judge(
     facts: RunSnapshot,
-    answer: SchedulerSnapshot,
+    snapshot: SchedulerSnapshot,
     waiting: Sequence[QueuedJob],
     tries: Sequence[Attempt],
     beats: Mapping[int, Beat],
@@ -237,7 +237,7 @@ def judge(
 
     Args:
         facts: its files.
-        answer: of the scheduler.
+        snapshot: of the scheduler.
         waiting: its jobs that wait or run.
         tries: attempts at training.
         beats: heartbeats of the last one.
@@ -258,7 +258,7 @@ def judge(
     in_queue = [job for job in waiting if job.waits and job.stage != "eval"]
     if in_queue:
         return _waits(facts, in_queue)
-    trained = _training_ended(facts, answer, tries, total)
+    trained = _training_ended(facts, snapshot, tries, total)
     evaluation = _at_work(facts, [job for job in waiting if job.stage == "eval"])
     if evaluation is not None:
         after = f"training: {trained.state}" if trained is not None and trained.state != "done" else ""
@@ -268,7 +268,7 @@ def judge(
     if waiting:
         return _waits(facts, waiting)
     for group in (("preprocess", "finish"), ("eval",)):
-        if (ended := _stage_ended(facts, answer, group)) is not None:
+        if (ended := _stage_ended(facts, snapshot, group)) is not None:
             return ended
     return RunVerdict("nothing known", None, "no stage of the run has left a trace")
 
@@ -401,7 +401,7 @@ class _End:
 
 
 def _training_ended(
-    facts: RunSnapshot, answer: SchedulerSnapshot, tries: Sequence[Attempt], total: int | None
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, tries: Sequence[Attempt], total: int | None
 ) -> RunVerdict | None:
     """Of training of which nothing runs or waits; None if there was none."""
     end = _last_end(facts, "train")
@@ -416,7 +416,7 @@ def _training_ended(
         end = end if max(begun, default=0) > last.end else _End(max(last.end, end.time), EXIT_OK, "")
     if (hand := _by_itself(facts, "train", end)) is not None:
         end = hand
-    lost = _lost(facts, answer, ("train",), end)
+    lost = _lost(facts, snapshot, ("train",), end)
     if end is None and lost is None:
         return None
     step = max((each.step for each in tries), default=0)
@@ -465,13 +465,13 @@ def _cancelled(facts: RunSnapshot, by: Cancelled, end: _End | None, tries: Seque
     return RunVerdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
 
 
-def _stage_ended(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
+def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
     """Of another stage of which nothing runs or waits; None if there was none."""
     ends = [end for stage in group if (end := _last_end(facts, stage)) is not None]
     end = max(ends, key=lambda each: each.time, default=None)
     if (hand := _by_itself(facts, group[0], end)) is not None:
         end = hand
-    if lost := _lost(facts, answer, group, end):
+    if lost := _lost(facts, snapshot, group, end):
         return lost
     if end is None:
         return None
@@ -508,16 +508,18 @@ def _by_itself(facts: RunSnapshot, stage: str, known: _End | None) -> _End | Non
     return _End(last.end, last.code, str(told) if told and stage == "train" else f"it left with exit code {last.code}")
 
 
-def _lost(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[Stage], end: _End | None) -> RunVerdict | None:
+def _lost(
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage], end: _End | None
+) -> RunVerdict | None:
     """Of the newest job of a stage that has left the queue without a word in the ledger; None if there is none."""
     job = next((each for each in reversed(facts.sent) if each.stage in group), None)
-    if job is None or job.where == "local" or facts.is_over(job) or answer.states is None:
+    if job is None or job.where == "local" or facts.is_over(job) or snapshot.states is None:
         return _lost_here(facts, job, end)
     if end is not None and end.final and end.time > job.time:
         return None
     stage = _stage_name(job.stage)
     for number in job.numbers:
-        state, accounted = answer.states.get(number), answer.accounted.get(number)
+        state, accounted = snapshot.states.get(number), snapshot.accounted.get(number)
         if accounted is not None and not accounted.over:
             accounted = None
         word = accounted.state if accounted else state.state if state else ""

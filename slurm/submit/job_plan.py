@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.parallel.layout import fixed_processes, resolve
-from slurm.jobs import Stage, Where
+from slurm.jobs import Backend, Stage
 from slurm.submit.submission import Chain
 
 StageName = Literal["preprocess", "train", "eval"]
@@ -64,7 +64,7 @@ class PlannedJob:
 
 
 def plan(
-    config: Config, site: SiteConfig, stages: Sequence[StageName], where: Where, *, units: int | None = None
+    config: Config, site: SiteConfig, stages: Sequence[StageName], backend: Backend, *, units: int | None = None
 ) -> list[PlannedJob]:
     """The jobs of some stages in the order in which they are sent.
 
@@ -72,7 +72,7 @@ def plan(
         config: the run.
         site: where it runs.
         stages: which, in their order.
-        where: on a cluster or on this machine.
+        backend: on a cluster or on this machine.
         units: of the preprocessing, where that is known: an array has no more tasks than these.
 
     Raises:
@@ -81,14 +81,14 @@ def plan(
     found: list[PlannedJob] = []
     before: PlannedJob | None = None
     for stage in stages:
-        for job in _of_stage(config, site, stage, where, units, before):
+        for job in _of_stage(config, site, stage, backend, units, before):
             found.append(job)
             before = job
     return found
 
 
 def eval_job(
-    config: Config, site: SiteConfig, step: int | None, after: tuple[After, ...] = (), where: Where = "slurm"
+    config: Config, site: SiteConfig, step: int | None, after: tuple[After, ...] = (), backend: Backend = "slurm"
 ) -> PlannedJob:
     """The evaluation of a checkpoint, of the newest one when it starts if no step is named.
 
@@ -98,7 +98,7 @@ def eval_job(
     command = ("eval",) if step is None else ("eval", "--step", str(step))
     name = job_name(config, "eval") + ("" if step is None else f"-{step}")
     resources = resources_of(config, site, "eval")
-    nodes, here = _eval_processes(config, site, where)
+    nodes, here = _eval_processes(config, site, backend)
     return PlannedJob(
         "eval",
         name,
@@ -113,10 +113,10 @@ def eval_job(
     )
 
 
-def _eval_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
+def _eval_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple[int, int]:
     """Nodes of an evaluation, as few as possible, and processes on each."""
     total = config.eval.processes
-    if where == "local":
+    if backend == "local":
         return 1, total
     most = site.gpus_per_node or config.slurm.processes_per_node or 1
     if total <= most:
@@ -131,13 +131,13 @@ def _eval_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int
     return total // most, most
 
 
-def train_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
+def train_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple[int, int]:
     """Nodes of the training, and processes on each.
 
     Raises:
         UserError: they do not fit `launch.processes` or the layout.
     """
-    if where == "local":
+    if backend == "local":
         return 1, config.launch.processes or fixed_processes(config.parallel)
     nodes, here = config.slurm.nodes, config.slurm.processes_per_node or site.gpus_per_node or 1
     total = nodes * here
@@ -175,21 +175,21 @@ def resources_of(config: Config, site: SiteConfig, stage: Stage) -> ResourcesCon
 
 
 def job_name(config: Config, stage: Stage) -> str:
-    """As the queue shows it: the same for all links of a chain, and for no other run in a folder of this name."""
+    """As the queue shows it: the same for all jobs of a chain, and for no other run in a folder of this name."""
     from pipeline.common.hashing import value_hash
 
     return f"{config.run.dir.name}-{value_hash(str(config.run.dir))[:6]}-{stage}"
 
 
 def _of_stage(
-    config: Config, site: SiteConfig, stage: StageName, where: Where, units: int | None, before: PlannedJob | None
+    config: Config, site: SiteConfig, stage: StageName, backend: Backend, units: int | None, before: PlannedJob | None
 ) -> list[PlannedJob]:
     after = (After(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
     if stage == "eval":
-        return [eval_job(config, site, None, after, where)]
+        return [eval_job(config, site, None, after, backend)]
     if stage == "preprocess":
         resources = resources_of(config, site, "preprocess")
-        if where == "local":
+        if backend == "local":
             return [PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, after=after)]
         tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))
         chain = _repeats(site)
@@ -207,14 +207,14 @@ def _of_stage(
         finish = PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, chain=chain, after=last)
         return [array, finish]
     slurm = config.slurm
-    chained = slurm.chain if where == "slurm" else "requeue"
-    if chained == "requeue" and not site.has_requeue and where == "slurm":
+    chained = slurm.chain if backend == "slurm" else "requeue"
+    if chained == "requeue" and not site.has_requeue and backend == "slurm":
         raise UserError(
             f"slurm.chain is requeue, which this site does not allow (has_requeue: false in the profile "
             f"{slurm.profile}); set slurm.chain=singleton, or afterany"
         )
     links = 1 if chained == "requeue" else slurm.links
-    nodes, processes = train_processes(config, site, where)
+    nodes, processes = train_processes(config, site, backend)
     return [
         PlannedJob(
             "train",
@@ -223,7 +223,7 @@ def _of_stage(
             resources_of(config, site, "train"),
             nodes=nodes,
             processes_per_node=processes,
-            spare_nodes=slurm.spare_nodes if where == "slurm" else 0,
+            spare_nodes=slurm.spare_nodes if backend == "slurm" else 0,
             gpus_per_node=site.gpus_per_node,
             chain=chained,
             links=links,

@@ -16,7 +16,7 @@ from slurm import jobs
 from slurm.submit import integrity
 
 
-def honour(config: Config) -> None:
+def apply_permissions(config: Config) -> None:
     """Let new files of this process have the permissions and group that `slurm:` names.
 
     Raises:
@@ -30,7 +30,7 @@ def honour(config: Config) -> None:
     make_writable(config.run.dir)
     for folder in (config.run.dir, RunFiles(config.run.dir).slurm):
         folder.mkdir(exist_ok=True)
-        _give(folder, group)
+        _give_to_group(folder, group)
 
 
 def private_folder(config: Config, run: Path) -> Path | None:
@@ -82,7 +82,7 @@ def make_private(config: Config, run: Path) -> Path | None:
     return folder
 
 
-def _give(folder: Path, group: str) -> None:
+def _give_to_group(folder: Path, group: str) -> None:
     """To a group, also what will be made in it."""
     try:
         before, mask = folder.stat(), _umask()

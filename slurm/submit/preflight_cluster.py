@@ -85,7 +85,7 @@ class _Asked:
         """Those of the processes, and spare ones."""
         return self.job.nodes + self.job.spare_nodes
 
-    def where(self, key: str) -> str:
+    def key(self, key: str) -> str:
         """A key, which may be set in either of two files."""
         variable = sbatch_env.variable(key, os.environ)
         more = f", or the variable {variable}" if variable else ""
@@ -101,7 +101,7 @@ def _check_partitions(
         if not here:
             found.problem(
                 f"{asked.section}.partition is not set, and this cluster has no default partition; set "
-                f"{asked.where('partition')} to one of: {', '.join(partitions)}"
+                f"{asked.key('partition')} to one of: {', '.join(partitions)}"
             )
     else:
         here = []
@@ -111,7 +111,7 @@ def _check_partitions(
             else:
                 found.problem(
                     f"{asked.section}.partition={names}: there is no partition {name!r} here; set "
-                    f"{asked.where('partition')} to one of: {', '.join(partitions)}"
+                    f"{asked.key('partition')} to one of: {', '.join(partitions)}"
                 )
     if not here:
         return
@@ -133,7 +133,7 @@ def _misfits(asked: _Asked, partition: Partition) -> Iterator[str]:
     if partition.minutes is not None and job.minutes > partition.minutes:
         yield (
             f"{section}.time is {minutes(job.minutes)}, but partition {name} allows {minutes(partition.minutes)}; set "
-            f"{asked.where('time')} to at most that"
+            f"{asked.key('time')} to at most that"
             + (", training goes on in the next job" if job.stage == "train" else ", or name another partition")
         )
     spare = f" + slurm.spare_nodes={job.spare_nodes}" if job.spare_nodes else ""
@@ -141,12 +141,12 @@ def _misfits(asked: _Asked, partition: Partition) -> Iterator[str]:
     if asked.nodes > partition.nodes:
         yield (
             f"{what} is more than the {partition.nodes} nodes of partition {name}; ask for fewer, or set "
-            f"{asked.where('partition')} to a larger one"
+            f"{asked.key('partition')} to a larger one"
         )
     elif partition.most_nodes is not None and asked.nodes > partition.most_nodes:
         yield (
             f"{what} is more than the {partition.most_nodes} nodes that partition {name} allows a job; ask for fewer, "
-            f"or set {asked.where('partition')} to another one"
+            f"or set {asked.key('partition')} to another one"
         )
 
 
@@ -203,7 +203,7 @@ def _check_features(asked: _Asked, partitions: Mapping[str, Partition], found: P
     if missing := [name for name in dict.fromkeys(names) if name not in there]:
         found.problem(
             f"{asked.section}.constraint={constraint}: no node here has the feature {' or '.join(missing)}; "
-            + (f"set {asked.where('constraint')} to some of: {', '.join(sorted(there))}" if there else "leave it out")
+            + (f"set {asked.key('constraint')} to some of: {', '.join(sorted(there))}" if there else "leave it out")
         )
 
 
@@ -236,7 +236,7 @@ def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[
             have = ", ".join(dict.fromkeys(row.account for row in mine))
             yield (
                 "associations",
-                f"{asked.section}.account={account} is no account of the user {name}; set {asked.where('account')} to "
+                f"{asked.section}.account={account} is no account of the user {name}; set {asked.key('account')} to "
                 f"one of: {have}",
             )
             account, rows = None, mine
@@ -247,7 +247,7 @@ def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[
         yield (
             "associations",
             f"{asked.section}.partition={names}: the user {name} may use only {have} with "
-            f"{f'account {account}' if account else 'these accounts'}; set {asked.where('partition')} to one of them",
+            f"{f'account {account}' if account else 'these accounts'}; set {asked.key('partition')} to one of them",
         )
     allowed = dict.fromkeys(each for row in rows for each in row.qos)
     if qos is not None and qos.lower() not in allowed:
@@ -255,7 +255,7 @@ def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[
             "qos",
             f"{asked.section}.qos={qos} is not open to the user {name}"
             + (f" with account {account}" if account else "")
-            + f"; set {asked.where('qos')} to one of: {', '.join(allowed) or 'none (leave it out)'}",
+            + f"; set {asked.key('qos')} to one of: {', '.join(allowed) or 'none (leave it out)'}",
         )
 
 

@@ -20,7 +20,7 @@ from pipeline.config import Config
 from pipeline.config.load import load_written
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from slurm import jobs
-from slurm.jobs import Stage, Where
+from slurm.jobs import Backend, Stage
 from slurm.submit import integrity
 
 Chain = Literal["requeue", "singleton", "afterany", "none"]
@@ -33,7 +33,7 @@ class Submission:
     run: Path
     """Run folder."""
     stage: Stage
-    where: Where
+    where: Backend
     command: tuple[str, ...]
     """Words after `pipeline`, like ("train",) or ("eval", "--step", "100"); the run file follows the first one."""
     run_file: Path

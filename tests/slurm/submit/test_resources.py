@@ -21,7 +21,7 @@ from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.doctor import command as doctor
-from slurm.job.srun_step import Step
+from slurm.job.srun_step import SrunStep
 from slurm.submit import preflight, sbatch_env, submitit_backend
 from slurm.submit.dry_run import job_lines
 from slurm.submit.job_plan import PlannedJob, StageName, plan
@@ -40,11 +40,11 @@ def test_no_memory_in_gb_is_all_memory_of_a_node(tmp_path: Path) -> None:
     assert "all memory of each node" in "\n".join(job_lines(1, job, "slurm"))
 
 
-def step(folder: Path, *, stage: Any = "train", nodes: tuple[str, ...] = ("n1",), **site: Any) -> Step:
+def step(folder: Path, *, stage: Any = "train", nodes: tuple[str, ...] = ("n1",), **site: Any) -> SrunStep:
     """A step of two processes that write what they have of the environment."""
     submission = Submission(folder, stage, "slurm", ("train",), folder, None, SiteConfig(**site), ResourcesConfig())
     words = ("-c", "import os; print(os.environ.get('MASTER_ADDR'), os.environ['SLURM_PROCID'])")
-    return Step(submission, words, nodes, 2, folder, {"MASTER_ADDR": "here"})
+    return SrunStep(submission, words, nodes, 2, folder, {"MASTER_ADDR": "here"})
 
 
 @pytest.mark.slurm
