@@ -155,14 +155,14 @@ class _Cancelling:
         end = time.monotonic() + wait
         self._others = {each.job.job: each for each in found.active if not self._meant(each)}
         asked = self._ask(found)
-        pause, said = _FIRST_LOOK, None
+        pause, progress = _FIRST_LOOK, None
         while self._is_left(found):
             if time.monotonic() > end:
                 self._say_unfinished(asked)
                 return
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
             pause = min(_LONGEST_LOOK, 1.5 * pause)
-            said = self._say_progress(said)
+            progress = self._say_progress(progress)
             found = live_jobs(self._run)
             asked = self._ask(found) or asked  # what went back into the queue at the same moment
         if asked and self._stop_file.exists():
@@ -218,7 +218,7 @@ class _Cancelling:
                 scheduler.cancel([each.job.job])
                 say(self._console, f"{what} is ended now" if runs(each) else f"{what} leaves the queue")
             except SchedulerError as error:
-                if _REFUSED not in error.said:
+                if _REFUSED not in error.output:
                     say(self._console, str(error))
                     continue
                 todo = "it finds that the run is cancelled and starts nothing"

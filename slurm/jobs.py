@@ -58,8 +58,7 @@ class Job:
 
     def log(self, run: Path, task: int = 0) -> Path:
         """What its batch process says."""
-        number = self.job if self.tasks == 1 else f"{self.job}_{task}"
-        return jobs_folder(run) / f"{number}_0_log.out"
+        return jobs_folder(run) / f"{self.numbers[task]}_0_log.out"
 
 
 @dataclass(frozen=True)

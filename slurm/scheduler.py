@@ -11,7 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import MachineError
@@ -38,22 +38,22 @@ class SchedulerError(MachineError):
 
     Args:
         command: what was called.
-        said: its output.
+        output: of it.
         hint: what may help, a sentence or two.
     """
 
-    def __init__(self, command: Sequence[str], said: str, hint: str = "") -> None:
-        text = said.strip() or "it said nothing"
+    def __init__(self, command: Sequence[str], output: str, hint: str = "") -> None:
+        text = output.strip() or "it said nothing"
         if any(words in text for words in _NOT_CONFIGURED):
             text = "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF"
         super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))
         self.command = list(command)
-        self.said = text
+        self.output = text
 
     @property
     def away(self) -> bool:
         """Whether nobody has answered, so that the same may be asked again later."""
-        return any(words in self.said for words in _AWAY)
+        return any(words in self.output for words in _AWAY)
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ class JobState:
     def runs(self) -> bool:
         """Whether processes of it may run."""
         return self.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.waits or self.runs
 
 
 def here() -> bool:
@@ -152,7 +157,7 @@ def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobSt
     try:
         text = ask([*command, "--jobs", ",".join(wanted)], seconds=seconds)
     except SchedulerError as error:
-        if not any(words in error.said for words in _GONE):
+        if not any(words in error.output for words in _GONE):
             raise
         if len(wanted) == 1:
             return {}
@@ -175,7 +180,7 @@ def details(job: str) -> dict[str, str]:
     try:
         text = ask(["scontrol", "show", "job", "--oneliner", job])
     except SchedulerError as error:
-        if any(words in error.said for words in _GONE):
+        if any(words in error.output for words in _GONE):
             return {}
         raise
     return dict(re.findall(r"(\S+?)=(\S*)", text))
@@ -219,7 +224,7 @@ def can_start(job: str, exclude: Sequence[str]) -> bool:
     try:
         ask(command, given=script)
     except SchedulerError as error:
-        return _NEVER not in error.said
+        return _NEVER not in error.output
     return True
 
 
@@ -251,7 +256,7 @@ def cancel(numbers: Sequence[str]) -> None:
     try:
         ask(["scancel", *numbers])
     except SchedulerError as error:
-        if not any(words in error.said for words in _GONE):
+        if not any(words in error.output for words in _GONE):
             raise
 
 
@@ -471,7 +476,11 @@ def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str,
 def _tasks(job: str) -> list[str]:
     """`77_[0,2-3%2]`, tasks that were cancelled before they began: 77_0, 77_2, 77_3."""
     array, bracket, listed = job.partition("_[")
-    if not bracket:
-        return [job]
-    ranges = (each.partition("-") for each in listed.rstrip("]").partition("%")[0].split(","))
-    return [f"{array}_{task}" for low, _, high in ranges for task in range(int(low), int(high or low) + 1)]
+    return [f"{array}_{task}" for task in numbers_in(listed.rstrip("]").partition("%")[0])] if bracket else [job]
+
+
+def numbers_in(text: str) -> Iterator[str]:
+    """`08-10,12` -> 08, 09, 10, 12."""
+    for each in filter(None, text.split(",")):
+        first, _, last = each.partition("-")
+        yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))

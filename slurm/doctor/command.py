@@ -26,15 +26,14 @@ from rich.text import Text
 from pipeline.common import storage
 from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
+from pipeline.common.process_identity import node_name
 from pipeline.config.load import load, load_written
-from slurm.doctor.node import NodeRank, disks, host_name, memory, node_name, shared_memory, software
-from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file, verdict
+from slurm.doctor.node import NodeRank, disks, host_name, memory, shared_memory, software
+from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 
 if TYPE_CHECKING:
     from pipeline.config import Config
     from slurm.doctor.network import Rendezvous
-
-__all__ = ["NodeVerdict", "doctor", "doctor_command", "verdict"]
 
 TOTAL_SECONDS = 120.0
 """A check that takes longer hangs: a file system, or a GPU."""
@@ -80,7 +79,7 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
     needs = Needs()
     if run is not None:
         config = load(run, overrides)
-        needs = _needs(config, _gpus(config))
+        needs = Needs(_gpus(config), config.run.dir, config.data_dir)
     with _limited():
         examination = Examination(node_rank)
         with examination.surviving():
@@ -224,16 +223,13 @@ def _examine(run_file: Path, folder: Path, gpus: int) -> int:
     examination = Examination(NodeRank.of_environment(), folder)
     with examination.surviving():
         examination.begin(f"run file {run_file}")
-        examination.node(replace(_needs(load_written(run_file), gpus), data_now=True))
+        config = load_written(run_file)
+        examination.node(Needs(gpus, config.run.dir, config.data_dir, data_now=True))
     with examination.surviving():
         examination.network()
     for problem in examination.report.errors:
         echo(f"{examination.report.node}: {problem}", flush=True)
     return EXIT_UNHEALTHY if examination.report.errors or not examination.written else EXIT_OK
-
-
-def _needs(config: Config, gpus: int) -> Needs:
-    return Needs(gpus, config.run.dir, config.data_dir)
 
 
 def _gpus(config: Config) -> int:

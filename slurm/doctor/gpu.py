@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slurm.doctor.report import NodeCheck
+from slurm.doctor.report import NodeCheck, failed
 
 _PATIENCE = 20.0
 """Seconds for nvidia-smi, which hangs where a GPU does."""
@@ -44,14 +44,14 @@ def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
             command, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, check=False
         )
     except subprocess.TimeoutExpired:
-        return [], [_bad("nvidia-smi", "no answer", f"nvidia-smi does not answer within {_PATIENCE:g} s")]
+        return [], [failed("nvidia-smi", "no answer", f"nvidia-smi does not answer within {_PATIENCE:g} s")]
     except OSError as error:
-        return [], [_bad("nvidia-smi", "not run", f"nvidia-smi cannot be run: {error.strerror}")]
-    said = " ".join((done.stdout + done.stderr).split())[:300]
-    if "not a valid field" in said.lower():  # a version of nvidia-smi that does not know these
+        return [], [failed("nvidia-smi", "not run", f"nvidia-smi cannot be run: {error.strerror}")]
+    output = " ".join((done.stdout + done.stderr).split())[:300]
+    if "not a valid field" in output.lower():  # a version of nvidia-smi that does not know these
         return [], [_unasked("this version does not know what it is asked for")]
     if done.returncode != 0:
-        return [], [_bad("nvidia-smi", f"code {done.returncode}", f"nvidia-smi failed: {said}")]
+        return [], [failed("nvidia-smi", f"code {done.returncode}", f"nvidia-smi failed: {output}")]
     views = parse_driver_views(done.stdout)
     return views, judge_driver_views(views)
 
@@ -82,7 +82,7 @@ def judge_driver_views(views: list[DriverView]) -> list[NodeCheck]:
     if broken:
         found = "; ".join(broken)
         text = f"ECC: memory errors that could not be corrected ({found}); these GPUs need a reset, or to be replaced"
-        checks.append(_bad("ECC", found, text))
+        checks.append(failed("ECC", found, text))
     if retiring:
         found = ", ".join(retiring)
         text = f"ECC: memory pages of {found} wait to be retired; a reset of the GPU does that"
@@ -107,10 +107,10 @@ def devices(expected: int, driver: int) -> NodeCheck:
             text += f"; this torch ({torch.__version__}) was built without CUDA and without ROCm"
         elif driver >= expected:
             text += f", and nvidia-smi sees {driver}; look at CUDA_VISIBLE_DEVICES and at the driver's version"
-        return _bad("GPUs", value, text)
+        return failed("GPUs", value, text)
     if len(set(kinds)) > 1:
         found = ", ".join(sorted(set(kinds)))
-        return _bad("GPUs", found, f"GPUs: they are of several kinds ({found}); name one in CUDA_VISIBLE_DEVICES")
+        return failed("GPUs", found, f"GPUs: they are of several kinds ({found}); name one in CUDA_VISIBLE_DEVICES")
     return NodeCheck("GPUs", True, value)
 
 
@@ -129,11 +129,11 @@ def products() -> tuple[list[NodeCheck], dict[str, float]]:
             seconds, wrong = _product(device)
         except RuntimeError as error:
             first = str(error).strip().split("\n", maxsplit=1)[0]
-            checks.append(_bad("matrix product", name, f"matrix product: it failed on {name}: {first}"))
+            checks.append(failed("matrix product", name, f"matrix product: it failed on {name}: {first}"))
             break  # after an error of one GPU no other one can be used by this process
         times[name] = seconds
         if wrong:
-            checks.append(_bad("matrix product", name, f"matrix product: {name} calculates wrong: {wrong}"))
+            checks.append(failed("matrix product", name, f"matrix product: {name} calculates wrong: {wrong}"))
     if not checks:
         shown = [f"{seconds * 1e3:.2f} ms" for seconds in (min(times.values()), max(times.values()))]
         checks.append(NodeCheck("matrix product", True, shown[0] if len(times) == 1 else " to ".join(shown)))
@@ -203,7 +203,3 @@ def _exact_arithmetic() -> Iterator[None]:
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
         torch.set_num_threads(threads)
-
-
-def _bad(name: str, value: str, message: str) -> NodeCheck:
-    return NodeCheck(name, False, value, message)

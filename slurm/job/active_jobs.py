@@ -6,7 +6,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,13 +17,14 @@ from pipeline.config import Config
 from pipeline.config.document import parse
 from pipeline.config.load import dump
 from pipeline.config.problems import show
+from pipeline.config.schema import flat
 from slurm import jobs, scheduler
 from slurm.job.launch_log import is_all, launches
 from slurm.jobs import Job, Stage
 from slurm.scheduler import JobState
 from slurm.submit import code_snapshot, submitit_backend
-from slurm.submit.job_plan import PlannedJob
-from slurm.submit.submission import Submission, read_submission, record
+from slurm.submit.job_plan import KEYS, PlannedJob
+from slurm.submit.submission import Submission, find_submission, record
 
 _SHOWN = 10
 """Keys that a message names, at most."""
@@ -64,7 +64,7 @@ def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]
                 found.append(Active(job, ()))
             continue
         states = [known[number] for number in job.numbers if number in known]
-        left = tuple(state for state in states if state.waits or state.runs)
+        left = tuple(state for state in states if state.active)
         if left:
             found.append(Active(job, left))
     return found
@@ -75,14 +75,14 @@ def is_here(run: Path, job: Job) -> bool:
     if job.host != socket.gethostname() or not submitit_backend.is_alive(run, job):
         return False
     past = [launch for launch in launches(run) if launch.job == job.job and launch.time >= job.time]
-    return not is_all(past, len(stages(run, job)) if _submission(run, job) else None)
+    return not is_all(past, len(stages(run, job)) if find_submission(run / job.submission) else None)
 
 
 def stages(run: Path, job: Job) -> list[Stage]:
     """Of a job: a local one may do several, one after the other."""
-    submission = _submission(run, job)
+    submission = find_submission(run / job.submission)
     then = submission.then if submission else ()
-    following = [_read(record(run, Path(file))) for file in then]
+    following = [find_submission(record(run, Path(file))) for file in then]
     return [job.stage, *(each.stage for each in following if each)]
 
 
@@ -91,7 +91,7 @@ def stage_names(run: Path, job: Job) -> str:
     if job.where == "slurm":
         return "end of preprocess" if job.stage == "finish" else job.stage
     # On this machine that is all of it.
-    return ", ".join("preprocess" if stage == "finish" else stage for stage in stages(run, job))
+    return ", ".join(KEYS[stage] for stage in stages(run, job))
 
 
 def describe(run: Path, active: Active) -> str:
@@ -116,7 +116,7 @@ def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active
         UserError: it was submitted with another config.
     """
     run = config.run.dir
-    submission = _submission(run, found[-1].job)
+    submission = find_submission(run / found[-1].job.submission)
     listed = "\n".join(f"  {describe(run, each)}" for each in found)
     if submission and (differences := _differences(submission, config)):
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -137,26 +137,15 @@ def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active
     return [each.job for each in found]
 
 
-def _submission(run: Path, job: Job) -> Submission | None:
-    return _read(run / job.submission)
-
-
-def _read(file: Path) -> Submission | None:
-    try:
-        return read_submission(file)
-    except UserError:
-        return None
-
-
 def _differences(submission: Submission, config: Config) -> list[str]:
     """Keys whose values are others than those that a job was sent with, each with both."""
     try:
         # Not as a config: it may be of another version of the code.
         run_file = record(submission.run, submission.run_file)
-        there = _flat(parse(storage.read_bytes(run_file).decode(), str(run_file)).value)
+        there = flat(parse(storage.read_bytes(run_file).decode(), str(run_file)).value)
     except (OSError, UserError):
         return []
-    here = _flat(parse(dump(config), "").value)
+    here = flat(parse(dump(config), "").value)
     return [
         f"{key}: {show(there[key]) if key in there else 'not set'} there, "
         f"{show(here[key]) if key in here else 'not set'} here"
@@ -166,13 +155,3 @@ def _differences(submission: Submission, config: Config) -> list[str]:
 
 
 _MISSING = object()
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {path: value}
-    return {
-        key: leaf
-        for name, below in value.items()
-        for key, leaf in _flat(below, f"{path}.{name}" if path else str(name)).items()
-    }

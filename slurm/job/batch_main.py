@@ -55,8 +55,8 @@ _PAUSE = 5.0
 _LONGEST_PAUSE = 60.0
 _WITHOUT_QUEUE = ("requeue", "scheduler")
 """What a job of this machine alone cannot do."""
-_SAID = 10_000
-"""Lines of what srun said that are read."""
+_SRUN_LINES = 10_000
+"""Last lines of srun's own output that are read."""
 _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
@@ -75,14 +75,13 @@ def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> 
     Raises:
         UserError: a file of the submission is not what was sent.
     """
-    submission = read_submission(Path(file), digest)
-    submission.refuse_changed()
+    submission = _read_unchanged(file, digest)
     permissions.apply_permissions(submission.config())
     console = Console(width=120)
     following, code = JobStart(submission, chain_job, console).run()
     for after in submission.then:
         if following == "done":
-            following, code = JobStart(_read_after(submission, after), 1, console).run()
+            following, code = JobStart(_read_unchanged(after, submission.sha256.get(after)), 1, console).run()
     for other in submission.others:
         try:
             run_submission(other, digest=submission.sha256.get(other))
@@ -95,9 +94,9 @@ def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> 
     return following
 
 
-def _read_after(submission: Submission, file: str) -> Submission:
-    """A submission that another one names."""
-    found = read_submission(Path(file), submission.sha256.get(file))
+def _read_unchanged(file: str, digest: str | None) -> Submission:
+    """A submission, if it and the files that it names are what was sent."""
+    found = read_submission(Path(file), digest)
     found.refuse_changed()
     return found
 
@@ -258,8 +257,8 @@ class JobStart:
         if state is not None and state.agreed:
             return state
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
-        said = "\n".join(last_lines(step.said, _SAID))
-        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, said)
+        srun = "\n".join(last_lines(step.srun_output, _SRUN_LINES))
+        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, srun)
         # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
         if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
             return replace(state, rank=0, node=failure.node, failed_nodes=lost)
@@ -268,11 +267,11 @@ class JobStart:
         if state is not None:
             return replace(state, failed_nodes=lost)
         # A process of this machine may not have listened yet to what was handed on to it.
-        if stopped(step.logs, said) or (not step.nodes and -status in self._signals):
+        if stopped(step.logs, srun) or (not step.nodes and -status in self._signals):
             return Ending(EXIT_STOPPED, "it was stopped; what was committed is kept")
         if status == EXIT_OK and not lost:
             return Ending(EXIT_OK, "done")
-        ends = "\n".join(last_lines(step.said if step.nodes else log_file(step.logs, 0), 3))
+        ends = "\n".join(last_lines(step.srun_output if step.nodes else log_file(step.logs, 0), 3))
         last = "; ".join(ends.splitlines()[-3:])  # a progress bar is a line without line feeds
         text = f"{'srun' if step.nodes else 'the process'} left with {status}: {last or 'it said nothing'}"
         if full := storage.cannot_write(self._run):
@@ -403,10 +402,8 @@ class JobStart:
         before = past[-1] if past else None
         if self._allocation is None or before is None or before.end is None or before.end.next != "requeue":
             return False
-        if before.key[:2] != (self._job, self._restarts - 1):
-            return False
         avoid = self._avoid(before.end)
-        if not set(avoid) & set(self._allocation.nodes):
+        if before.key[:2] != (self._job, self._restarts - 1) or not set(avoid) & set(self._allocation.nodes):
             return False
         wrong = sorted({*(self._exclude(self._job, avoid) or [])} & {*self._allocation.nodes})
         if not wrong:
@@ -478,11 +475,11 @@ class JobStart:
         step.run(lambda: None, lambda _: None)
         if signal.SIGTERM in self._signals:
             return []  # it was not the nodes that kept them from answering
-        said = "\n".join(last_lines(step.said, _SAID))
-        if (failure := first_failure(folder, nodes, 1, said)) and failure.lost_nodes:
+        srun = "\n".join(last_lines(step.srun_output, _SRUN_LINES))
+        if (failure := first_failure(folder, nodes, 1, srun)) and failure.lost_nodes:
             # srun has ended the others. The scheduler knows of the lost one itself.
             return [f"warning: the check of the nodes was interrupted: {failure.words}"]
-        if interrupted(folder, said):
+        if interrupted(folder, srun):
             self._signals.add(signal.SIGUSR2)
             return []
         found = verdict(folder, nodes)

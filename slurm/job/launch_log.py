@@ -24,6 +24,8 @@ _BEGIN, _END = "launch", "launch end"
 Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
 """What follows: nothing, since all is done; another launch in the same job; the job again; the next job of the chain;
 what the scheduler decides (it ended the job); nothing, for the reason that is given."""
+LAST: tuple[Next, ...] = ("done", "end", "next link")
+"""What follows a launch after which nothing comes of its job."""
 
 
 @dataclass(frozen=True)

@@ -124,16 +124,15 @@ def _accused(launch: Launch) -> set[str]:
 
 
 def _crash_streak(launches: Sequence[Launch], checkpoint: int) -> list[Launch]:
+    """The last launches, newest first, that crashed with this checkpoint as the newest one."""
     found: list[Launch] = []
     for launch in reversed(launches):
-        ended_by_scheduler = launch.end is not None and launch.end.next == "scheduler"
-        if launch.end is not None and launch.end.checkpoint < checkpoint:
+        end = launch.end
+        newest = launch.checkpoint if end is None else end.checkpoint
+        ended_by_scheduler = end is not None and end.next == "scheduler"
+        ended_well = end is not None and not launch.crashed and not ended_by_scheduler
+        if newest < checkpoint or ended_well:
             break
-        if launch.end is not None and not launch.crashed and not ended_by_scheduler:
-            break
-        if launch.end is None and launch.checkpoint < checkpoint:
-            break
-        if ended_by_scheduler:
-            continue  # nobody's fault, though it left nothing newer
-        found.append(launch)
+        if not ended_by_scheduler:  # else nobody's fault, though it left nothing newer
+            found.append(launch)
     return found

@@ -45,7 +45,7 @@ class SrunStep:
     """Whether what the few lines of the processes say is in srun's own output, and not in a log for each node."""
 
     @property
-    def said(self) -> Path:
+    def srun_output(self) -> Path:
         """What srun itself says of its tasks."""
         return srun_log(self.logs)
 
@@ -105,7 +105,7 @@ class SrunStep:
             on_start: is given the process.
         """
         environment = {**os.environ, **self.environment, LOGS: str(self.logs), "PYTHONUNBUFFERED": "1"}
-        output = self.said if self.nodes else log_file(self.logs, 0)
+        output = self.srun_output if self.nodes else log_file(self.logs, 0)
         with output.open("ab") as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.
             process = subprocess.Popen(

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from slurm import jobs
 from slurm.job.launch_log import launches
 from slurm.jobs import Job
-from slurm.submit.submission import read_submission
+from slurm.submit.submission import find_submission
 
 _PATIENCE = 30.0
 """Seconds from SIGTERM to SIGKILL, as schedulers have it."""
@@ -60,8 +59,8 @@ class LocalSteps:
         """Folders with run files of jobs: that of the run, and where other users cannot write."""
         yield RunFiles(self._run).slurm / jobs.SUBMISSIONS
         for job in jobs.sent(self._run):
-            with suppress(UserError):
-                yield read_submission(self._run / job.submission).run_file.parent
+            if submission := find_submission(self._run / job.submission):
+                yield submission.run_file.parent
 
 
 def _send(pid: int, number: int) -> None:

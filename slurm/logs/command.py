@@ -13,7 +13,7 @@ from slurm.job import active_jobs
 from slurm.logs.failure_analysis import Failure, first_failure
 from slurm.logs.follow import follow_logs, write_out
 from slurm.logs.parts import LogPart, parts
-from slurm.logs.rank_logs import RankLog, srun_log
+from slurm.logs.rank_logs import srun_log
 from slurm.logs.tail import Tail, Tails, last_lines
 from slurm.run_argument import run_folder
 
@@ -147,15 +147,11 @@ def _show_first_error(found: list[LogPart], console: Console) -> None:
         say(console, f"{failure.words}{how}")
         if failure.details:
             say(console, failure.details)
-        if failure.rank is not None and (log := _log_of(part, failure.rank)):
+        log = None if failure.rank is None else part.log(failure.rank)
+        if log is not None and log.path.exists():
             say(console, f"==> {log.path}")
         return
     say(console, "nothing failed")
-
-
-def _log_of(part: LogPart, rank: int) -> RankLog | None:
-    log = part.log(rank)
-    return log if log is not None and log.path.exists() else None
 
 
 def _failure(part: LogPart) -> Failure | None:

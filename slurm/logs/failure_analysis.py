@@ -19,6 +19,7 @@ from pipeline.common import storage
 from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, EXIT_STOPPED
 from pipeline.train.distributed.rank import ErrorRecord, read_error, read_errors
 from slurm.logs.rank_logs import ERRORS, rank_log
+from slurm.scheduler import numbers_in
 
 TAIL = 20
 """Lines of the log of a rank that has left no message."""
@@ -61,8 +62,8 @@ class Ended:
     """When that was noticed, in seconds since 1970."""
     record: ErrorRecord | None
     """What it left, if anything."""
-    said: str = ""
-    """How it ended, where srun said more than the code tells."""
+    detail: str = ""
+    """How it ended, where srun's words tell more than the code."""
 
     @property
     def consequence(self) -> bool:
@@ -77,8 +78,8 @@ class Ended:
     @property
     def words(self) -> str:
         """How it ended, where it has left no message."""
-        if self.said or self.code >= 0:
-            return self.said or f"ended with exit code {self.code} and left no message"
+        if self.detail or self.code >= 0:
+            return self.detail or f"ended with exit code {self.code} and left no message"
         hint = ""
         if self.code == -signal.SIGKILL:
             hint = (
@@ -153,35 +154,35 @@ def first_failure(
         processes_per_node: ranks on each.
         srun_log: what srun wrote, text; "" where there was none.
     """
-    said = _read_srun(srun_log, launch_nodes)
-    failure = _what_failed(_all_ended(_records(run_logs), said), said, run_logs, processes_per_node)
+    srun = _read_srun(srun_log, launch_nodes)
+    failure = _what_failed(_all_ended(_records(run_logs), srun), srun, run_logs, processes_per_node)
     if failure is None:
         return None
     if failure.rank is not None:
         place = failure.rank // processes_per_node
         failure = replace(failure, node=launch_nodes[place] if place < len(launch_nodes) else None)
-    return replace(failure, lost_nodes=said.lost)
+    return replace(failure, lost_nodes=srun.lost)
 
 
-def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path, per_node: int) -> Failure | None:
-    if said.lost:  # then an abort is how a connection was lost
+def _what_failed(ended: Sequence[Ended], srun: _Srun, run_logs: Path, per_node: int) -> Failure | None:
+    if srun.lost:  # then an abort is how a connection was lost
         ended = [each for each in ended if each.record or each.code != -signal.SIGABRT]
     found = causes(_without_late_stops(ended))
     stops = bool(found) and found[0].code == EXIT_STOPPED
     # With a node that is lost the others are told to end: that is not why.
-    if found and not found[0].consequence and not (stops and said.lost):
+    if found and not found[0].consequence and not (stops and srun.lost):
         return None if stops else _of_process(first_of(found), run_logs, per_node)
-    if said.lost:
-        what = f"node {said.lost[0]} was lost" if len(said.lost) == 1 else f"nodes {', '.join(said.lost)} were lost"
-        return Failure(None, said.lost[0], EXIT_OTHER, what, "")
-    why = said.why or _why(rank_log(run_logs, 0, per_node).last_lines(TAIL))
+    if srun.lost:
+        what = f"node {srun.lost[0]} was lost" if len(srun.lost) == 1 else f"nodes {', '.join(srun.lost)} were lost"
+        return Failure(None, srun.lost[0], EXIT_OTHER, what, "")
+    why = srun.why or _why(rank_log(run_logs, 0, per_node).last_lines(TAIL))
     if found and not why:  # nothing is known but that connections were lost, and perhaps who could not say so any more
-        silent = [each for each in said.killed if each not in {one.rank for one in ended}]
+        silent = [each for each in srun.killed if each not in {one.rank for one in ended}]
         lost = Ended(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
         return _of_process(lost, run_logs, per_node)
-    if found or said.from_outside:
+    if found or srun.from_outside:
         return Failure(None, None, EXIT_OTHER, f"the processes were ended from outside ({why or 'scancel'})", "")
-    return Failure(None, None, EXIT_OTHER, f"srun: {said.other}", "") if said.other else None
+    return Failure(None, None, EXIT_OTHER, f"srun: {srun.other}", "") if srun.other else None
 
 
 def stopped(run_logs: Path, srun_log: str = "") -> bool:
@@ -247,12 +248,12 @@ class _Event:
 
     ranks: tuple[int, ...]
     code: int
-    said: str
+    detail: str
 
 
 @dataclass(frozen=True)
 class _Srun:
-    """What srun said."""
+    """The parsed output of srun."""
 
     events: tuple[_Event, ...]
     lost: tuple[str, ...]
@@ -273,12 +274,13 @@ def _read_srun(text: str, nodes: Sequence[str]) -> _Srun:
     other, ending, from_outside = "", False, False
     for line in text.splitlines():
         if found := _TASKS.match(line):
-            code, said = _code_of(found["how"])
-            if ending and code in (-signal.SIGTERM, -signal.SIGKILL) and not said:
+            ranks = tuple(map(int, numbers_in(found["tasks"].strip("[]"))))
+            code, detail = _code_of(found["how"])
+            if ending and code in (-signal.SIGTERM, -signal.SIGKILL) and not detail:
                 from_outside = True
-                killed += _numbers(found["tasks"]) if code == -signal.SIGKILL else ()
+                killed += ranks if code == -signal.SIGKILL else ()
             else:
-                events.append(_Event(_numbers(found["tasks"]), code, said))
+                events.append(_Event(ranks, code, detail))
         elif found := _NOT_STARTED.match(line):
             events.append(_Event((int(found["task"]),), EXIT_OTHER, f"was not started: {found['why']}"))
         elif found := _NODE_LOST.match(line):
@@ -315,36 +317,25 @@ def _code_of(how: str) -> tuple[int, str]:
     return (-number, "") if number else (EXIT_OTHER, f"ended: {how}")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> 0, 1, 2, 5."""
-    found: list[int] = []
-    for part in text.strip("[]").split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
-
-
 def _names(compact: str) -> set[str]:
     """`n[08-10],m1` -> n08, n09, n10, m1."""
     found = set()
     for name, numbers in re.findall(r"([^\[,]+)(?:\[([^\]]*)\])?", compact):
         if not numbers:
             found.add(name)
-        for part in filter(None, numbers.split(",")):
-            first, _, last = part.partition("-")
-            found |= {f"{name}{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)}
+        found |= {f"{name}{number}" for number in numbers_in(numbers)}
     return found
 
 
-def _all_ended(records: Mapping[int, ErrorRecord], said: _Srun) -> list[Ended]:
+def _all_ended(records: Mapping[int, ErrorRecord], srun: _Srun) -> list[Ended]:
     """Processes that have not ended well. One without a record came after those that srun told of before it."""
     found = [Ended(rank, record.code, record.time, record) for rank, record in records.items()]
     clock = 0.0
-    for event in said.events:
+    for event in srun.events:
         clock = max([clock, *(records[rank].time for rank in event.ranks if rank in records)])
         # An abort is so often how a process loses a connection that all others come before it.
         time = math.inf if event.code == -signal.SIGABRT else math.nextafter(clock, math.inf)
-        found += [Ended(rank, event.code, time, None, event.said) for rank in event.ranks if rank not in records]
+        found += [Ended(rank, event.code, time, None, event.detail) for rank in event.ranks if rank not in records]
     return found
 
 
@@ -361,5 +352,5 @@ def _of_process(ended: Ended, run_logs: Path, per_node: int) -> Failure:
     if missing := [why for line in tail if (why := line.partition(_NO_PROGRAM)[2])]:
         # What slurmstepd leaves with then is no code of ours.
         code, words = EXIT_OTHER, f"was not started: {missing[0]}"
-    silent = not ended.said and not missing and ended.code > 0
+    silent = not ended.detail and not missing and ended.code > 0
     return Failure(ended.rank, None, code, words, "\n".join(tail), None, name, silent=silent)

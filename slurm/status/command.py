@@ -134,10 +134,8 @@ def _ask(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
         return SchedulerSnapshot({})
     try:
         states = scheduler.jobs(numbers, seconds=_SQUEUE)
-    except SchedulerError as error:
-        return SchedulerSnapshot(None, problem=_short(error))
-    except ValueError as error:  # a line of squeue that is none of ours
-        return SchedulerSnapshot(None, problem=f"squeue: {error}")
+    except ValueError as error:  # the command failed, or a line of its output has another form
+        return SchedulerSnapshot(None, problem=_short("squeue", error))
     gone = sorted({number for each in facts for number in _to_account(each) if number not in states})
     if not gone or shutil.which("sacct") is None:
         return SchedulerSnapshot(states)
@@ -145,10 +143,8 @@ def _ask(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
     problem = None
     try:
         accounted = scheduler.accounting(gone, seconds=_SACCT)
-    except SchedulerError as error:
-        problem = _short(error)
     except ValueError as error:
-        problem = f"sacct: {error}"
+        problem = _short("sacct", error)
     return SchedulerSnapshot(states, accounted, problem)
 
 
@@ -162,6 +158,7 @@ def _to_account(facts: RunSnapshot) -> list[str]:
     return found
 
 
-def _short(error: SchedulerError) -> str:
-    program = error.command[0]
-    return f"{program}: {error.said.partition(chr(10))[0].removeprefix(f'{program}: ')}"
+def _short(program: str, error: ValueError) -> str:
+    """The first line of what a command of SLURM said, or of why its output cannot be read."""
+    output = error.output if isinstance(error, SchedulerError) else str(error)
+    return f"{program}: {output.partition(chr(10))[0].removeprefix(f'{program}: ')}"

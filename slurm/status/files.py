@@ -26,9 +26,9 @@ from pipeline.data.provenance.run import read_journal
 from pipeline.eval.reports import report_files
 from pipeline.train.run.lock import holder
 from slurm import jobs
-from slurm.job.launch_log import Launch, launches
+from slurm.job.launch_log import LAST, Launch, launches
 from slurm.jobs import Job, Stage
-from slurm.submit.submission import Submission, read_submission
+from slurm.submit.submission import Submission, find_submission
 
 _ROWS = 20_000
 """Rows of the metrics that are looked at, from the last one on."""
@@ -112,7 +112,7 @@ class RunSnapshot:
             return False
         last = {launch.job: launch for launch in self.launches_of(job)}
         ends = [last[number].end if number in last else None for number in job.numbers]
-        return all(end is not None and end.next in ("done", "end", "next link") for end in ends)
+        return all(end is not None and end.next in LAST for end in ends)
 
     def open_jobs(self) -> list[Job]:
         """Jobs of which more may come, in the order in which they were sent."""
@@ -131,10 +131,7 @@ class RunSnapshot:
 
     def submission(self, job: Job | None) -> Submission | None:
         """What a job was sent with; None if that is not known."""
-        try:
-            return None if job is None else read_submission(self.run / job.submission)
-        except UserError:
-            return None
+        return None if job is None else find_submission(self.run / job.submission)
 
     def total_steps(self) -> int | None:
         """Steps of the whole run, by its plan where there is one already; None if nobody can know yet."""

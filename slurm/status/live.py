@@ -8,12 +8,9 @@ from pathlib import Path
 
 from slurm import jobs, scheduler
 from slurm.job.active_jobs import Active, is_here
-from slurm.job.launch_log import launches
+from slurm.job.launch_log import LAST, launches
 from slurm.jobs import Job
 from slurm.scheduler import JobState, SchedulerError
-
-_OVER = ("done", "end", "next link")
-"""What follows a launch after which nothing comes of its job."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ def live_jobs(run: Path) -> LiveJobs:
 
     def is_open(number: str) -> bool:
         end = last.get(number)
-        return end is None or end.next not in _OVER
+        return end is None or end.next not in LAST
 
     sent = [job for job in jobs.sent(run) if job.where == "local" or any(map(is_open, job.numbers))]
     queued = [job for job in sent if job.where == "slurm"]
@@ -54,7 +51,7 @@ def live_jobs(run: Path) -> LiveJobs:
     elsewhere: list[Job] = []
     for job in sent:
         states = tuple(known[number] for number in job.numbers if number in known)
-        left = tuple(state for state in states if state.waits or state.runs)
+        left = tuple(state for state in states if state.active)
         if job.where == "local" and is_here(run, job):
             # The process of a sweep does one run after the other.
             turn = () if job.job in last else (JobState(job.job, "PENDING", "its turn has not come"),)

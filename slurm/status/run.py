@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -386,10 +387,7 @@ def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[Queued
 
 def _suspects(trained: Sequence[Launch], checkpoint: int) -> dict[str, str]:
     """Nodes that were lost or unhealthy, and those that the last crashes have in common."""
-    found: dict[str, int] = {}
-    for launch in trained:
-        for node in launch.end.failed_nodes if launch.end else ():
-            found[node] = found.get(node, 0) + 1
+    found = Counter(node for launch in trained if launch.end for node in launch.end.failed_nodes)
     words = {node: f"failed in {count} of {len(trained)} launches" for node, count in found.items()}
     for node in suspects(trained, checkpoint):
         words[node] = "; ".join(filter(None, (words.get(node), "the last crashes have it in common")))

@@ -119,9 +119,9 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     if each.why:
         yield "why", each.why
     if each.step is not None:
-        share = f" ({each.step / each.steps:.1%})" if each.steps else ""
+        done = f" ({each.step / each.steps:.1%})" if each.steps else ""
         tokens = f", {counted(each.tokens, 'token')}" if each.tokens is not None else ""
-        yield "step", f"{_steps(each, ' of ')}{share}{tokens}"
+        yield "step", f"{_steps(each, ' of ')}{done}{tokens}"
     elif each.steps is not None:
         yield "step", f"0 of {each.steps:,}"
     if each.loss is not None or each.validation_loss is not None:

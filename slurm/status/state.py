@@ -158,7 +158,7 @@ def _queued(facts: RunSnapshot, job: Job, snapshot: SchedulerSnapshot) -> Queued
         unknown = True
     else:
         states = [snapshot.states[number] for number in job.numbers if number in snapshot.states]
-        states = [state for state in states if state.waits or state.runs]
+        states = [state for state in states if state.active]
     if not states and not unknown:
         return None
     # Of an array a task that is at work stands for all.
@@ -314,7 +314,7 @@ def node_of(facts: RunSnapshot, beat: Beat) -> str:
 def _suspended(job: QueuedJob) -> RunVerdict:
     return RunVerdict(
         "suspended",
-        _stage_name(job.stage),
+        KEYS[job.stage],
         f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job with precedence; it "
         f"resumes when that one has ended, or when an administrator calls `scontrol resume {job.job}`",
     )
@@ -346,7 +346,7 @@ def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | Non
     if job.state == UNKNOWN:
         why += "; by the files alone"
     stage = job.stage if last is None else last.stage
-    return RunVerdict(_BUSY[stage], _stage_name(stage), why)
+    return RunVerdict(_BUSY[stage], KEYS[stage], why)
 
 
 def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
@@ -368,7 +368,7 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
     before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
     if before is not None and (before.end is not None or before.key in facts.lost):
         words.append(f"the last end: {listed(before.end.reason) if before.end else LOST}")
-    return RunVerdict(state, _stage_name(job.stage), "; ".join(words))
+    return RunVerdict(state, KEYS[job.stage], "; ".join(words))
 
 
 def _stuck(job: QueuedJob) -> str:
@@ -382,10 +382,6 @@ def _stuck(job: QueuedJob) -> str:
             f"or {advice}"
         )
     return f"this job cannot start: {why}; {advice.format(key=KEYS[job.stage])}"
-
-
-def _stage_name(stage: Stage) -> str:
-    return "preprocess" if stage == "finish" else stage
 
 
 @dataclass(frozen=True)
@@ -414,8 +410,7 @@ def _training_ended(
         # Its job may have been ended before it could note that.
         begun = [launch.time for launch in facts.launches if launch.stage == "train"]
         end = end if max(begun, default=0) > last.end else _End(max(last.end, end.time), EXIT_OK, "")
-    if (hand := _by_itself(facts, "train", end)) is not None:
-        end = hand
+    end = _end_in_ledger(facts, "train", end) or end
     lost = _lost(facts, snapshot, ("train",), end)
     if end is None and lost is None:
         return None
@@ -462,15 +457,14 @@ def _cancelled(facts: RunSnapshot, by: Cancelled, end: _End | None, tries: Seque
     elif stage == "train" and ended:
         own = [each.reason for each in tries[-1:] if each.end is not None and each.end >= by.time]
         who += ", after a save" if any("; saved" in text for text in (told, *own)) else ", without saving"
-    return RunVerdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
+    return RunVerdict("cancelled", KEYS[stage], "; ".join(filter(None, (who, told))))
 
 
 def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
     """Of another stage of which nothing runs or waits; None if there was none."""
     ends = [end for stage in group if (end := _last_end(facts, stage)) is not None]
     end = max(ends, key=lambda each: each.time, default=None)
-    if (hand := _by_itself(facts, group[0], end)) is not None:
-        end = hand
+    end = _end_in_ledger(facts, group[0], end) or end
     if lost := _lost(facts, snapshot, group, end):
         return lost
     if end is None:
@@ -497,7 +491,7 @@ def _last_end(facts: RunSnapshot, stage: Stage) -> _End | None:
     return _End(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
 
 
-def _by_itself(facts: RunSnapshot, stage: str, known: _End | None) -> _End | None:
+def _end_in_ledger(facts: RunSnapshot, stage: str, known: _End | None) -> _End | None:
     """The end of a stage that the ledger has of its own, if it came after what is known."""
     last = next((each for each in reversed(facts.stages) if each.stage == stage), None)
     if last is None or (known is not None and last.start <= known.time):
@@ -517,7 +511,7 @@ def _lost(
         return _lost_here(facts, job, end)
     if end is not None and end.final and end.time > job.time:
         return None
-    stage = _stage_name(job.stage)
+    stage = KEYS[job.stage]
     for number in job.numbers:
         state, accounted = snapshot.states.get(number), snapshot.accounted.get(number)
         if accounted is not None and not accounted.over:
@@ -544,9 +538,7 @@ def _lost_here(facts: RunSnapshot, job: Job | None, end: _End | None) -> RunVerd
     """Of a job on this machine, which nobody but the process table knows."""
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
-    return RunVerdict(
-        "failed", _stage_name(job.stage), f"process {job.job} on {job.host} has left nothing in the ledger"
-    )
+    return RunVerdict("failed", KEYS[job.stage], f"process {job.job} on {job.host} has left nothing in the ledger")
 
 
 def _user(number: str) -> str:

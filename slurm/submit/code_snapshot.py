@@ -173,11 +173,10 @@ def _note_environment(run: Path, code: str, modules: Sequence[str]) -> None:
 
 def _distributions() -> dict[str, str]:
     """Versions of all that is installed, by name."""
-    found = {}
+    found: dict[str, str] = {}
     for each in metadata.distributions():
-        name = each.metadata["Name"]
-        if name and name not in found:  # the first one on the path is the one that is imported
-            found[name] = each.version
+        if name := each.metadata["Name"]:
+            found.setdefault(name, each.version)  # the first one on the path is the one that is imported
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

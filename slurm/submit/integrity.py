@@ -127,7 +127,8 @@ def refuse_replaceable(folder: Path, todo: str) -> None:
     Raises:
         UserError: it, or a folder above it, belongs to or may be written by somebody else.
     """
-    for each in dict.fromkeys([*_up(folder.absolute()), *_up(folder.resolve())]):
+    absolute, real = folder.absolute(), folder.resolve()
+    for each in dict.fromkeys([absolute, *absolute.parents, real, *real.parents]):
         found = each.stat()
         if found.st_uid not in (0, os.geteuid()):
             raise UserError(f"{folder}: {each} belongs to the user with id {found.st_uid}, who may replace it; {todo}")
@@ -135,10 +136,6 @@ def refuse_replaceable(folder: Path, todo: str) -> None:
         group = found.st_mode & 0o020 and not is_own_group(found.st_gid)
         if (group or found.st_mode & 0o002) and not sticky:
             raise UserError(f"{folder}: other users may write to {each}, and so replace what jobs run; {todo}")
-
-
-def _up(folder: Path) -> list[Path]:
-    return [folder, *folder.parents]
 
 
 def is_own_group(number: int) -> bool:

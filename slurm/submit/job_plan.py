@@ -14,7 +14,7 @@ from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.parallel.layout import fixed_processes, resolve
 from slurm.jobs import Backend, Stage
-from slurm.submit.submission import Chain
+from slurm.submit.submission import Chain, JobShape
 
 StageName = Literal["preprocess", "train", "eval"]
 """What a user asks for; preprocessing becomes two jobs."""
@@ -31,23 +31,14 @@ class After:
     kind: Literal["afterok", "afterany"]
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedJob:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedJob(JobShape):
     """A job, an array of them, or a chain."""
 
-    stage: Stage
     name: str
-    command: tuple[str, ...]
-    """As in `Submission.command`."""
-    resources: ResourcesConfig
-    nodes: int = 1
-    processes_per_node: int = 1
-    spare_nodes: int = 0
     gpus_per_node: int = 0
     tasks: int = 1
     """Of an array."""
-    chain: Chain = "none"
-    links: int = 1
     after: tuple[After, ...] = field(default=())
     step: int | None = None
 
@@ -56,11 +47,6 @@ class PlannedJob:
         """Time limit of one job."""
         assert self.resources.time is not None, "`plan` sets it"
         return self.resources.time
-
-    @property
-    def processes(self) -> int:
-        """On all nodes of one job."""
-        return self.nodes * self.processes_per_node
 
 
 def plan(
@@ -79,11 +65,8 @@ def plan(
         UserError: nodes and processes do not fit the layout.
     """
     found: list[PlannedJob] = []
-    before: PlannedJob | None = None
     for stage in stages:
-        for job in _of_stage(config, site, stage, backend, units, before):
-            found.append(job)
-            before = job
+        found += _of_stage(config, site, stage, backend, units, found[-1] if found else None)
     return found
 
 
@@ -101,9 +84,9 @@ def eval_job(
     nodes, here = _eval_processes(config, site, backend)
     return PlannedJob(
         "eval",
-        name,
         command,
         resources,
+        name=name,
         nodes=nodes,
         processes_per_node=here,
         gpus_per_node=min(here, site.gpus_per_node),
@@ -190,21 +173,22 @@ def _of_stage(
     if stage == "preprocess":
         resources = resources_of(config, site, "preprocess")
         if backend == "local":
-            return [PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, after=after)]
+            return [PlannedJob("finish", ("preprocess",), resources, name=job_name(config, "finish"), after=after)]
         tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))
         chain = _repeats(site)
         array = PlannedJob(
             "preprocess",
-            job_name(config, "preprocess"),
             ("preprocess", "--units"),
             resources,
+            name=job_name(config, "preprocess"),
             tasks=tasks,
             chain=chain,
             after=after,
         )
         # After any end of the array: what its tasks have lost is made here.
         last = (After(array, "afterany"),)
-        finish = PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, chain=chain, after=last)
+        name = job_name(config, "finish")
+        finish = PlannedJob("finish", ("preprocess",), resources, name=name, chain=chain, after=last)
         return [array, finish]
     slurm = config.slurm
     chained = slurm.chain if backend == "slurm" else "requeue"
@@ -218,9 +202,9 @@ def _of_stage(
     return [
         PlannedJob(
             "train",
-            job_name(config, "train"),
             ("train",),
             resources_of(config, site, "train"),
+            name=job_name(config, "train"),
             nodes=nodes,
             processes_per_node=processes,
             spare_nodes=slurm.spare_nodes if backend == "slurm" else 0,

@@ -16,7 +16,7 @@ from slurm import scheduler
 from slurm.jobs import user
 from slurm.scheduler import Association, Partition
 from slurm.submit import sbatch_env
-from slurm.submit.job_plan import PlannedJob, gpus_key
+from slurm.submit.job_plan import KEYS, PlannedJob, gpus_key
 from slurm.submit.problems import PreflightReport
 
 
@@ -78,7 +78,7 @@ class _Asked:
     @property
     def section(self) -> str:
         """Where the run file has its resources."""
-        return "slurm.preprocess" if self.job.stage == "finish" else f"slurm.{self.job.stage}"
+        return f"slurm.{KEYS[self.job.stage]}"
 
     @property
     def nodes(self) -> int:

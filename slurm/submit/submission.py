@@ -26,21 +26,13 @@ from slurm.submit import integrity
 Chain = Literal["requeue", "singleton", "afterany", "none"]
 
 
-@dataclass(frozen=True)
-class Submission:
-    """A job of one stage of a run. Paths are absolute; `run` may not be moved while jobs of it wait."""
+@dataclass(frozen=True, eq=False)
+class JobShape:
+    """What a job does, and what it asks for."""
 
-    run: Path
-    """Run folder."""
     stage: Stage
-    where: Backend
     command: tuple[str, ...]
     """Words after `pipeline`, like ("train",) or ("eval", "--step", "100"); the run file follows the first one."""
-    run_file: Path
-    """The resolved config that the stage reads, in the run folder."""
-    code: Path | None
-    """Snapshot of the packages, which the job puts before all others; None: those that are installed."""
-    site: SiteConfig
     resources: ResourcesConfig
     """Of this stage: run file over profile."""
     nodes: int = 1
@@ -49,6 +41,26 @@ class Submission:
     chain: Chain = "none"
     """How it goes on when it is stopped; `none`: by nobody."""
     links: int = 1
+    """Jobs of the chain."""
+
+    @property
+    def processes(self) -> int:
+        """Of the stage, on all nodes of one job."""
+        return self.nodes * self.processes_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission(JobShape):
+    """A job of one stage of a run. Paths are absolute; `run` may not be moved while jobs of it wait."""
+
+    run: Path
+    """Run folder."""
+    where: Backend
+    run_file: Path
+    """The resolved config that the stage reads, in the run folder."""
+    code: Path | None
+    """Snapshot of the packages, which the job puts before all others; None: those that are installed."""
+    site: SiteConfig
     max_restarts: int = 0
     doctor: bool = False
     every_checkpoint: bool = False
@@ -60,11 +72,6 @@ class Submission:
     machine without a queue."""
     sha256: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files that are named here, by path, as they were when it was saved."""
-
-    @property
-    def processes(self) -> int:
-        """Of the stage, on all nodes."""
-        return self.nodes * self.processes_per_node
 
     def config(self) -> Config:
         """What the stage runs with."""
@@ -99,6 +106,14 @@ def record(run: Path, file: Path) -> Path:
     return RunFiles(run).slurm / jobs.SUBMISSIONS / file.name
 
 
+def find_submission(file: Path) -> Submission | None:
+    """What `save` wrote; None where it cannot be read."""
+    try:
+        return read_submission(file)
+    except UserError:
+        return None
+
+
 def read_submission(file: Path, digest: str | None = None) -> Submission:
     """What `save` wrote.
 
@@ -109,21 +124,17 @@ def read_submission(file: Path, digest: str | None = None) -> Submission:
     Raises:
         UserError: the file is not there, damaged, or another one.
     """
+    data = integrity.read_checked(file, digest)
     try:
-        values: dict[str, Any] = orjson.loads(integrity.read_checked(file, digest))
-        paths = {key: Path(values[key]) for key in ("run", "run_file")}
-        code = Path(values["code"]) if values["code"] else None
-        site, resources = SiteConfig(**values["site"]), ResourcesConfig(**values["resources"])
-        more = {
-            "command": tuple(values["command"]),
-            "then": tuple(values["then"]),
-            "others": tuple(values["others"]),
-            "code": code,
-            "site": site,
-            "resources": resources,
+        values: dict[str, Any] = orjson.loads(data)
+        values |= {key: tuple(values[key]) for key in ("command", "then", "others")}
+        values |= {
+            "run": Path(values["run"]),
+            "run_file": Path(values["run_file"]),
+            "code": Path(values["code"]) if values["code"] else None,
+            "site": SiteConfig(**values["site"]),
+            "resources": ResourcesConfig(**values["resources"]),
         }
-        return Submission(**{**values, **paths, **more})
-    except UserError:
-        raise
+        return Submission(**values)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} does not say what to run ({error}); submit the run again") from error

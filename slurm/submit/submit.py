@@ -114,17 +114,6 @@ def _show(
     show(console, config, site, planned, backend, script_of, warnings)
 
 
-def send_job(
-    run: Path, config: Config, site: SiteConfig, planned: PlannedJob, backend: Backend, code: Path | None
-) -> Job:
-    """Send one job that waits for no other, like an evaluation, and note it.
-
-    Raises:
-        SchedulerError: it was refused.
-    """
-    return send_all(run, config, site, [planned], backend, code)[0]
-
-
 def send_all(
     run: Path, config: Config, site: SiteConfig, planned: Sequence[PlannedJob], backend: Backend, code: Path | None
 ) -> list[Job]:
@@ -155,7 +144,7 @@ def send_all(
                 )
                 sent.numbers.append(number)
                 after = tuple(part.partition(":")[2] for part in waits if ":" in part)
-                sent.noted.append((run, _noted(run, job, file, number, backend, link=chain_job, after=after)))
+                sent.noted.append((run, record_sent(run, job, file, number, backend, link=chain_job, after=after)))
                 numbers[job] = number
     return [job for _, job in sent.noted]
 
@@ -229,11 +218,11 @@ def _send_local(run: Path, planned: Sequence[PlannedJob], files: Sequence[Path])
     first = replace(read_submission(files[0]), then=tuple(str(file) for file in files[1:]))
     first.save(files[0])
     number = submitit_backend.send(run, planned[0], files[:1], backend="local")
-    return _noted(run, planned[0], files[0], number, "local")
+    return record_sent(run, planned[0], files[0], number, "local")
 
 
-def _noted(run: Path, planned: PlannedJob, file: Path, number: str, backend: Backend, **more: object) -> Job:
-    """A job that was sent just now, written down."""
+def record_sent(run: Path, planned: PlannedJob, file: Path, number: str, backend: Backend, **more: object) -> Job:
+    """Write down a job that was sent just now, and return it."""
     submission = str(record(run, file).relative_to(run))
     values = {"tasks": planned.tasks, "step": planned.step, **more}
     job = jobs.new_job(planned.stage, number, backend, planned.name, submission, **values)

@@ -134,9 +134,9 @@ def send(
         owned = permissions.private_folder(config, run) is not None
         check = integrity.check_lines(submission.code, code_snapshot.digest(submission.code), owned=owned)
     values = _parameters(planned, submission.site, submission.code, check, seconds, dependency)
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        missing = "sbatch" if shutil.which("sbatch") is None else "srun"
-        raise scheduler.SchedulerError(["sbatch"], f"{missing} is not on the path", sbatch_hints.NO_SLURM)
+    for program in ("sbatch", "srun"):
+        if shutil.which(program) is None:
+            raise scheduler.SchedulerError(["sbatch"], f"{program} is not on the path", sbatch_hints.NO_SLURM)
     before = set(folder.iterdir())
     try:
         # submitit prints what sbatch says of an error; it is told once, below.
@@ -145,8 +145,8 @@ def send(
             to_slurm.update_parameters(**values)
             return str(to_slurm.send(command, planned.tasks).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
-        refused, said = _remove_refused(folder, before, planned.name), str(error)
-        raise scheduler.SchedulerError(["sbatch", *refused], said, sbatch_hints.hint(said)) from None
+        refused, output = _remove_refused(folder, before, planned.name), str(error)
+        raise scheduler.SchedulerError(["sbatch", *refused], output, sbatch_hints.hint(output)) from None
 
 
 def script(
@@ -260,9 +260,6 @@ class _BackgroundExecutor(LocalExecutor):
 
     def send(self, command: str) -> LocalJob[Any]:
         """Start a command as it is, without a pickle."""
-        return self._submit_command(command)
-
-    def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
             "SUBMITIT_EXECUTOR": "local",

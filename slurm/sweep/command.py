@@ -18,7 +18,7 @@ from pipeline.common.console import Console, alarm, say, warn
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.common.format import counted, minutes
 from slurm.jobs import Backend
-from slurm.sweep.members import Member, Sweep, find_sweep, make_sweep, short_names, told
+from slurm.sweep.members import Member, Sweep, find_sweep, make_sweep, problems_message, short_names
 from slurm.sweep.table import is_done, live, note_members, show_table
 
 
@@ -88,7 +88,7 @@ def _check(found: Sweep, backend: Backend | None) -> list[Checked]:
         except UserError as error:
             problems.setdefault(str(error), []).append(member.name)
     if problems:
-        raise UserError(told(problems, len(found.members)))
+        raise UserError(problems_message(problems, len(found.members)))
     return checked
 
 
@@ -148,7 +148,7 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
     from slurm.sweep.send import groups
 
     wanted = groups(folder, left, "slurm")
-    for warning in dict.fromkeys(warning for group in wanted for warning in group.check("slurm", dry_run=True)):
+    for warning in dict.fromkeys(warning for group in wanted for warning in group.check(dry_run=True)):
         warn(console, warning)
     for group in wanted:
         planned, count = group.planned, len(group.members)
@@ -228,7 +228,7 @@ def _send(found: Sweep, checked: Sequence[Checked], backend: Backend, console: C
             show_table(found.folder, console, as_json=False)
             return
         wanted = groups(found.folder, left, backend)
-        for warning in dict.fromkeys(warning for group in wanted for warning in group.check(backend)):
+        for warning in dict.fromkeys(warning for group in wanted for warning in group.check()):
             warn(console, warning)
         _note(found, checked)
         sent = send(found.folder, wanted, backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.common.errors import UserError
@@ -19,24 +19,20 @@ from slurm.jobs import Backend, Job
 from slurm.submit import code_snapshot, job_plan, permissions, preflight, submitit_backend
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.site_profile import site_of
-from slurm.submit.submission import read_submission, record
-from slurm.submit.submit import all_or_none, write_submission
+from slurm.submit.submission import read_submission
+from slurm.submit.submit import all_or_none, record_sent, write_submission
 from slurm.sweep.members import Member
 
 
+@dataclass(frozen=True)
 class Group:
-    """Runs that ask for the same, and so can be tasks of one array.
+    """Runs that ask for the same, and so can be tasks of one array."""
 
-    Args:
-        planned: what they ask for, as one job or array.
-        members: in the order of its tasks.
-        backend: to the scheduler, or into the background of this machine.
-    """
-
-    def __init__(self, planned: PlannedJob, members: Sequence[Member], backend: Backend) -> None:
-        self.planned = planned
-        self._backend = backend
-        self.members = list(members)
+    planned: PlannedJob
+    """What they ask for, as one job or array."""
+    members: list[Member]
+    """In the order of its tasks."""
+    backend: Backend
 
     @property
     def config(self) -> Config:
@@ -46,9 +42,9 @@ class Group:
     @property
     def site(self) -> SiteConfig:
         """Where they run."""
-        return site_of(self.config, self._backend)
+        return site_of(self.config, self.backend)
 
-    def check(self, backend: Backend, *, dry_run: bool = False) -> list[str]:
+    def check(self, *, dry_run: bool = False) -> list[str]:
         """What `submit` looks for; warnings.
 
         Raises:
@@ -56,7 +52,7 @@ class Group:
         """
         submitit_backend.refuse_derived_options(self.planned, self.site)
         submitit_backend.refuse_path(self.config.run.dir)
-        return preflight.check(self.config, self.site, [self.planned], backend, dry_run=dry_run)
+        return preflight.check(self.config, self.site, [self.planned], self.backend, dry_run=dry_run)
 
 
 def planned_training(config: Config, backend: Backend) -> PlannedJob:
@@ -128,7 +124,8 @@ def send(folder: Path, wanted: Sequence[Group], backend: Backend) -> list[Job]:
                 sent.numbers.append(before)
                 numbers = [before] if len(paths) == 1 else [f"{before}_{task}" for task in range(len(paths))]
                 for member, number in zip(group.members, numbers, strict=True):
-                    job = _note(member, group.planned, files[member.name], number, backend, chain_job)
+                    file, planned = files[member.name], group.planned
+                    job = record_sent(member.folder, planned, file, number, backend, tasks=1, link=chain_job)
                     sent.noted.append((member.folder, job))
                     found += [job] if chain_job == 1 else []
     return found
@@ -165,11 +162,7 @@ def _send_here(folder: Path, wanted: Sequence[Group], files: dict[str, Path]) ->
     first, *others = (files[member.name] for _, member in members)
     replace(read_submission(first), others=tuple(str(file) for file in others)).save(first)
     number = submitit_backend.send(folder, replace(wanted[0].planned, tasks=1), [first], backend="local")
-    return [_note(member, group.planned, files[member.name], number, "local", 1) for group, member in members]
-
-
-def _note(member: Member, planned: PlannedJob, file: Path, number: str, backend: Backend, chain_job: int) -> Job:
-    submission = str(record(member.folder, file).relative_to(member.folder))
-    job = jobs.new_job("train", number, backend, planned.name, submission, link=chain_job)
-    jobs.note(member.folder, job)
-    return job
+    return [
+        record_sent(member.folder, group.planned, files[member.name], number, "local", tasks=1)
+        for group, member in members
+    ]

@@ -20,11 +20,11 @@ from pipeline.common.errors import EXIT_UNHEALTHY, UserError
 from pipeline.common.versions import versions
 from slurm.devcluster import DevCluster
 from slurm.doctor import gpu
-from slurm.doctor.command import doctor_command, verdict
+from slurm.doctor.command import doctor_command
 from slurm.doctor.gpu import devices, driver_views, judge_driver_views, parse_driver_views, products, wrong_elements
 from slurm.doctor.network import RendezvousFailed, rendezvous
 from slurm.doctor.node import NodeRank, disks, software, space
-from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
+from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file, verdict
 from tests.tiny import pipeline, write_run
 
 _FILE_LIMIT_KIB = 512

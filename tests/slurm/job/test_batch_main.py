@@ -73,7 +73,7 @@ def test_nodes_whose_check_was_interrupted_are_not_unhealthy(
     """The lines are those of srun 22.05; no process has left a report."""
     link = made(tmp_path, monkeypatch)
     link._allocation = SimpleNamespace(nodes=["n1", "n2"], down=list, unhealthy={})
-    monkeypatch.setattr(SrunStep, "run", lambda step, *_: step.said.write_text(f"srun: error: {srun}\n"))
+    monkeypatch.setattr(SrunStep, "run", lambda step, *_: step.srun_output.write_text(f"srun: error: {srun}\n"))
     said = link._check_nodes(tmp_path)
     assert (set(link._allocation.unhealthy), link._signals) == (unhealthy, told)
     assert len(said) == (0 if told else len(unhealthy) or 1), "a node that is lost is named"
