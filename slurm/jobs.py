@@ -1,4 +1,4 @@
-"""What a run has sent to the scheduler, in the run folder: `slurm/jobs.jsonl`, a line a job; and what was asked since.
+"""Jobs of a run in its folder: `slurm/jobs.jsonl`, a line for each that was sent; and the requests to cancel them.
 
 These files are what `status`, `logs` and `cancel` go by; the scheduler is asked for what only it knows.
 """
@@ -53,11 +53,11 @@ class Job:
 
     @property
     def numbers(self) -> list[str]:
-        """Of each task, as the scheduler names them."""
+        """Numbers of the tasks, as the scheduler names them."""
         return [self.job] if self.tasks == 1 else [f"{self.job}_{task}" for task in range(self.tasks)]
 
     def log(self, run: Path, task: int = 0) -> Path:
-        """What its batch process says."""
+        """Log of its batch process."""
         return jobs_folder(run) / f"{self.numbers[task]}_0_log.out"
 
 
@@ -71,7 +71,7 @@ class Cancelled:
     now: bool = False
     """Without saving first."""
     stages: tuple[Stage, ...] = ()
-    """Which are meant; empty: all of the run."""
+    """Stages that are meant; empty: all of the run."""
 
 
 def jobs_folder(run: Path) -> Path:
@@ -109,7 +109,7 @@ def new_job(stage: Stage, job: str, backend: Backend, name: str, submission: str
 
 
 def user() -> str:
-    """Who this process belongs to."""
+    """Name of the user of this process."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -117,7 +117,7 @@ def user() -> str:
 
 
 def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
-    """Whether and by whom the run was cancelled, or a stage of it."""
+    """The request to cancel the run, or a stage of it, if there is one."""
     with suppress(OSError, ValueError, TypeError):
         values = storage.read_object(RunFiles(run).cancelled)
         found = Cancelled(**{**values, "stages": tuple(values.get("stages", ()))})

@@ -85,21 +85,21 @@ class DevCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What SLURM's commands need to find this cluster."""
+        """Environment with which SLURM's commands find this cluster."""
         return {"SLURM_CONF": str(self._settings.slurm_conf)}
 
     @property
     def is_up(self) -> bool:
-        """Whether every daemon but those of killed nodes runs, and the controller answers."""
+        """True if every daemon but those of killed nodes runs, and the controller answers."""
         services = ("munged", "mariadbd", "slurmdbd", "slurmctld")
         return all(map(self._pid, services)) and self._controller_answers()
 
     def usable(self) -> bool:
-        """Whether it is up and all its nodes take jobs."""
+        """True if it is up and all its nodes take jobs."""
         return self.is_up and all(_TAKES_JOBS.match(state) for state in self.node_states().values())
 
     def node_states(self) -> dict[str, str]:
-        """What the controller says of each node.
+        """State of each node by the controller.
 
         Raises:
             MachineError: the controller does not answer.
@@ -318,7 +318,7 @@ class DevCluster:
             raise UserError(f"the cluster has no node {name}; its nodes are {', '.join(self.nodes)}")
 
     def _environment(self) -> dict[str, str]:
-        """Of daemons and commands: nothing of a job or a cluster that this process may itself belong to."""
+        """Environment of daemons and commands: nothing of a job or cluster that this process may itself belong to."""
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "TMPDIR", "TZ") if key in os.environ}
         return {"PATH": os.defpath, **kept, **self.environment}
 
@@ -334,7 +334,7 @@ class DevCluster:
         return self._call([machine.program(name), *arguments])
 
     def _call(self, command: Sequence[str]) -> str:
-        """What a command says.
+        """Output of a command.
 
         Raises:
             MachineError: it failed.

@@ -41,14 +41,14 @@ _NETWORK = "all-reduce with the other nodes"
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a run needs of a node."""
+class NodeRequirements:
+    """Requirements of a run on a node."""
 
     gpus: int = 0
     run: Path | None = None
     data: Path | None = None
     data_now: bool = False
-    """Whether the data must be there already."""
+    """The data must be there already."""
 
 
 def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
@@ -76,10 +76,10 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
         UserError: the run file has a mistake, or the variables of a launcher are wrong.
     """
     node_rank = NodeRank.of_environment()
-    needs = Needs()
+    needs = NodeRequirements()
     if run is not None:
         config = load(run, overrides)
-        needs = Needs(_gpus(config), config.run.dir, config.data_dir)
+        needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir)
     with _limited():
         examination = Examination(node_rank)
         with examination.surviving():
@@ -117,9 +117,9 @@ class Examination:
         self._rendezvous: Rendezvous | None = None
         self.report = Report(node_name())
         self.written = True
-        """Whether the folder could be written to."""
+        """False once the folder could not be written to."""
 
-    def node(self, needs: Needs) -> None:
+    def node(self, needs: NodeRequirements) -> None:
         """All that this node can find out by itself."""
         self.begin("import of torch")
         import torch
@@ -170,7 +170,7 @@ class Examination:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """What fails inside is wrong with the node, whatever it is; the others wait for it all the same."""
+        """Turn an exception inside into a failed check; the other nodes wait for this one all the same."""
         try:
             yield
         except Exception as error:
@@ -224,7 +224,7 @@ def _examine(run_file: Path, folder: Path, gpus: int) -> int:
     with examination.surviving():
         examination.begin(f"run file {run_file}")
         config = load_written(run_file)
-        examination.node(Needs(gpus, config.run.dir, config.data_dir, data_now=True))
+        examination.node(NodeRequirements(gpus, config.run.dir, config.data_dir, data_now=True))
     with examination.surviving():
         examination.network()
     for problem in examination.report.errors:

@@ -1,4 +1,4 @@
-"""Whether the GPUs of a node are there, say that they are well, and calculate right and fast enough."""
+"""Checks of the GPUs of a node: presence, health, correct and fast enough results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WARM_UP, _TIMED = 3, 50
 
 @dataclass(frozen=True)
 class DriverView:
-    """What nvidia-smi says of a GPU."""
+    """Fields of nvidia-smi about a GPU."""
 
     index: str
     driver: str
@@ -35,7 +35,7 @@ class DriverView:
 
 
 def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
-    """What nvidia-smi says, and what is wrong with that; nothing where there is neither nvidia-smi nor a GPU."""
+    """GPUs by nvidia-smi, and checks of its answer; nothing where there is neither nvidia-smi nor a GPU."""
     if shutil.which("nvidia-smi") is None:
         return [], [_unasked("it is not in PATH")] if torch.cuda.device_count() else []
     command = ["nvidia-smi", f"--query-gpu={','.join(_COLUMNS)}", "--format=csv,noheader,nounits"]
@@ -75,7 +75,7 @@ def parse_driver_views(text: str) -> list[DriverView]:
 
 
 def judge_driver_views(views: list[DriverView]) -> list[NodeCheck]:
-    """What the driver's words mean for training."""
+    """Checks of what the driver says."""
     checks = []
     broken = [f"GPU {view.index}: {view.uncorrected}" for view in views if view.uncorrected]
     retiring = [f"GPU {view.index}" for view in views if view.retiring]
@@ -93,7 +93,7 @@ def judge_driver_views(views: list[DriverView]) -> list[NodeCheck]:
 
 
 def devices(expected: int, driver: int) -> NodeCheck:
-    """Whether torch sees as many GPUs as the run needs, all of one kind.
+    """Check that torch sees as many GPUs as the run needs, all of one kind.
 
     Args:
         expected: so many at least.
@@ -115,7 +115,7 @@ def devices(expected: int, driver: int) -> NodeCheck:
 
 
 def kind() -> str:
-    """Of the first GPU; "none" without one."""
+    """Name of the first GPU; "none" without one."""
     return torch.cuda.get_device_name(0) if torch.cuda.device_count() else "none"
 
 
@@ -153,7 +153,7 @@ def _product(device: torch.device) -> tuple[float, str]:
 
 
 def wrong_elements(result: torch.Tensor) -> str:
-    """What is wrong with the square of the matrix that has ((i + j) mod 3) - 1 at i, j; empty if nothing is.
+    """Description of errors in the square of the matrix that has ((i + j) mod 3) - 1 at i, j; empty without any.
 
     A row times a column is the sum over k of f(i + k) f(k + j), where f has the values -1, 0, 1 again and again: each
     three terms add up to 2 where i and j are equal modulo 3, else to -1.

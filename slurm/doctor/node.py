@@ -1,4 +1,4 @@
-"""Whether a node has what training takes apart from GPUs: disks that can be written, memory, a name, its software.
+"""Checks of a node apart from its GPUs: disks that can be written, memory, a name, its software.
 
 Nothing here needs torch but for its version, so a node on which that cannot be imported can still say so.
 """
@@ -28,7 +28,7 @@ _PROBE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Which of the nodes this is."""
+    """Rank of this node among those that are checked."""
 
     rank: int = 0
     size: int = 1
@@ -36,7 +36,7 @@ class NodeRank:
     """Where rank 0 is."""
     port: int = 0
     serves: bool = True
-    """Whether this process opens the port; else a launcher has."""
+    """This process opens the port; else a launcher has."""
 
     @classmethod
     def of_environment(cls) -> NodeRank:
@@ -136,7 +136,7 @@ def write(run: Path) -> NodeCheck:
 
 
 def read(data: Path, *, needed: bool) -> NodeCheck:
-    """Whether the data can be listed."""
+    """Check that the data can be listed."""
     label = "data.dir"
     missing: Severity = "error" if needed else "warning"
     try:
@@ -178,7 +178,7 @@ def shared_memory() -> NodeCheck:
 
 
 def host_name() -> NodeCheck:
-    """Whether the node knows its own address, by which gloo offers itself to the others."""
+    """Check that the node knows its own address, by which gloo offers itself to the others."""
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]

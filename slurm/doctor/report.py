@@ -1,4 +1,4 @@
-"""What a node says of itself, and what follows when the words of all nodes are put side by side. Nothing here measures.
+"""Reports of nodes on themselves, and the verdict from comparing them. Nothing here measures.
 
 One node cannot know that it is slow, or that its clock is the one that is wrong: that takes the others. And a node that
 is lost takes the measurements of healthy ones with it, which must not be blamed for that.
@@ -45,9 +45,9 @@ class NodeCheck:
     name: str
     ok: bool
     value: str
-    """What was found, for a table."""
+    """Finding, for a table."""
     message: str = ""
-    """What is wrong with it, in a sentence that names this check and value; empty if it is ok."""
+    """The problem, in a sentence that names this check and value; empty if it is ok."""
     severity: Severity = "error"
     """Of a check that is not ok: whether it makes the node unfit."""
 
@@ -59,7 +59,7 @@ def failed(name: str, value: str, message: str) -> NodeCheck:
 
 @dataclass(frozen=True)
 class Network:
-    """How the all-reduce over nodes went, as one of them saw it."""
+    """Result of the all-reduce over nodes, as one of them saw it."""
 
     state: NetworkState = "alone"
     rank: int = 0
@@ -103,13 +103,13 @@ class Report:
 
     @property
     def errors(self) -> list[str]:
-        """What makes this node unfit by itself."""
+        """Problems that make this node unfit by itself."""
         return [check.message for check in self.checks if not check.ok and check.severity == "error"]
 
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """Which nodes are unfit for training, and why."""
+    """Nodes that are unfit for training, with the reasons."""
 
     unhealthy: dict[str, list[str]] = field(default_factory=dict)
     """By node, in words that do not repeat its name."""
@@ -124,7 +124,7 @@ class NodeVerdict:
 
 
 def report_file(folder: Path, node: str) -> Path:
-    """Where a node writes its report."""
+    """File of a node's report."""
     return folder / f"{node}.json"
 
 
@@ -144,7 +144,7 @@ def parse_report(data: bytes) -> Report:
 
 
 def verdict(folder: Path, nodes: Sequence[str]) -> NodeVerdict:
-    """What follows from the reports of nodes that were asked; one without a report did not answer.
+    """Verdict from the reports of nodes that were asked; one without a report did not answer.
 
     Args:
         folder: of the reports, which has none of earlier calls.
@@ -169,7 +169,7 @@ def gather_reports(folder: Path, nodes: Sequence[str]) -> None:
 
 
 def compare(reports: Mapping[str, Report | None]) -> NodeVerdict:
-    """What follows from the reports of all nodes by name; None of one that did not answer."""
+    """Verdict from the reports of all nodes by name; None for one that did not answer."""
     found = NodeVerdict()
     answered = {node: report for node, report in reports.items() if report is not None}
     for node, report in reports.items():

@@ -1,4 +1,4 @@
-"""Which jobs of a run wait or run now; a run that is submitted again is shown those."""
+"""Jobs of a run that wait or run now; they are shown if the run is submitted again."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Active:
+class ActiveJob:
     """A job that waits or runs."""
 
     job: Job
     states: tuple[JobState, ...]
-    """Of it, or of the tasks of an array that have not ended; none of a local job that runs."""
+    """States of the job, or of the tasks of an array that have not ended; none for a local job that runs."""
 
 
-def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
+def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[ActiveJob]:
     """Jobs of a run that wait or run, in the order in which they were sent.
 
     Args:
@@ -61,17 +61,17 @@ def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]
     for job in sent:
         if job.where == "local":
             if is_here(run, job):
-                found.append(Active(job, ()))
+                found.append(ActiveJob(job, ()))
             continue
         states = [known[number] for number in job.numbers if number in known]
         left = tuple(state for state in states if state.active)
         if left:
-            found.append(Active(job, left))
+            found.append(ActiveJob(job, left))
     return found
 
 
 def is_here(run: Path, job: Job) -> bool:
-    """Whether a local job is one of this machine that has more to do for the run; a sweep's goes on with other runs."""
+    """True if a local job runs on this machine and has more to do for the run; a sweep's has other runs, too."""
     if job.host != socket.gethostname() or not submitit_backend.is_alive(run, job):
         return False
     past = [launch for launch in launches(run) if launch.job == job.job and launch.time >= job.time]
@@ -79,7 +79,7 @@ def is_here(run: Path, job: Job) -> bool:
 
 
 def stages(run: Path, job: Job) -> list[Stage]:
-    """Of a job: a local one may do several, one after the other."""
+    """Stages of a job: a local one may do several, one after the other."""
     submission = find_submission(run / job.submission)
     then = submission.then if submission else ()
     following = [find_submission(record(run, Path(file))) for file in then]
@@ -87,14 +87,14 @@ def stages(run: Path, job: Job) -> list[Stage]:
 
 
 def stage_names(run: Path, job: Job) -> str:
-    """The stages of a job, for people."""
+    """Stages of a job, for people."""
     if job.where == "slurm":
         return "end of preprocess" if job.stage == "finish" else job.stage
     # On this machine that is all of it.
     return ", ".join(KEYS[stage] for stage in stages(run, job))
 
 
-def describe(run: Path, active: Active) -> str:
+def describe(run: Path, active: ActiveJob) -> str:
     """`train: job 77 (RUNNING on n1, since ...)`."""
     job, name = active.job, stage_names(run, active.job)
     if job.where == "local":
@@ -109,8 +109,8 @@ def describe(run: Path, active: Active) -> str:
     return f"{name}: job {job.job} ({state.state}{reason}{more})"
 
 
-def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active], console: Console) -> list[Job]:
-    """What to do with a run that is submitted again: nothing, if it is the same run.
+def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[ActiveJob], console: Console) -> list[Job]:
+    """Report the jobs of a run that is submitted again and send nothing, if its config is the same.
 
     Raises:
         UserError: it was submitted with another config.
@@ -138,7 +138,7 @@ def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active
 
 
 def _differences(submission: Submission, config: Config) -> list[str]:
-    """Keys whose values are others than those that a job was sent with, each with both."""
+    """Keys whose values differ from those that a job was sent with, each with both values."""
     try:
         # Not as a config: it may be of another version of the code.
         run_file = record(submission.run, submission.run_file)

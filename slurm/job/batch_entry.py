@@ -1,4 +1,4 @@
-"""What the script of a job starts: `python -m slurm.job.batch_entry CHAIN_JOB FILE DIGEST`, one batch process a job.
+"""Entry point of a job's script: `python -m slurm.job.batch_entry CHAIN_JOB FILE DIGEST`, one batch process a job.
 
 There is no pickle: the file of the submission is JSON, and it is read only if it is what was submitted.
 """
@@ -15,7 +15,7 @@ from pipeline.common.signals import stop_signals
 
 
 def main() -> None:
-    """Be the batch process."""
+    """Run the batch process."""
     # Until the job listens to them: a signal ahead of the time limit, say, must not end what has just begun. Not
     # SIG_IGN, which the processes that are started from here would have, too.
     for number in (*stop_signals(), signal.SIGCONT):

@@ -54,7 +54,7 @@ _PAUSE = 5.0
 """Seconds before a launch after a crash, times the crashes in a row: a node or file system may need a moment."""
 _LONGEST_PAUSE = 60.0
 _WITHOUT_QUEUE = ("requeue", "scheduler")
-"""What a job of this machine alone cannot do."""
+"""Decisions that need a queue, which a job of this machine alone has not."""
 _SRUN_LINES = 10_000
 """Last lines of srun's own output that are read."""
 _NOBODY = 300.0
@@ -62,7 +62,7 @@ _NOBODY = 300.0
 
 
 def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> str:
-    """What a job runs: a submission, and those that follow it in the same job. Leaves with the stage's exit code.
+    """Run a submission, and those that follow it in the same job. Exits with the stage's exit code.
 
     Args:
         file: of the submission.
@@ -103,14 +103,14 @@ def _read_unchanged(file: str, digest: str | None) -> Submission:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes of a launch ended."""
+    """The end of the processes of a launch."""
 
     code: int
     reason: str
     rank: int | None = None
-    """Of the one that failed first."""
+    """The process that failed first."""
     node: str | None = None
-    """Where it ran."""
+    """Node of this rank."""
     failed_nodes: tuple[str, ...] = ()
     agreed: bool = False
     """All ranks came to it together; a rank alone may have been told to end because another one had failed."""
@@ -140,7 +140,7 @@ class JobStart:
         """Of which nothing is noted yet but that it has begun."""
 
     def run(self) -> tuple[Next, int]:
-        """To the end of this start: what follows, and the exit code of the job."""
+        """Run to the end of this start; returns what follows, and the exit code of the job."""
         self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._chain_job}")
         with self._listening():
             if why := self._why_unwanted():
@@ -165,7 +165,7 @@ class JobStart:
         return EXIT_STOPPED if self._submission.stage == "finish" else EXIT_OK
 
     def _why_unwanted(self) -> str | None:
-        """Why the end of preprocessing is not to make the rest, if somebody has cancelled the array before it."""
+        """The reason not to finish preprocessing, if somebody has cancelled the array before it."""
         if self._submission.stage != "finish" or self._allocation is None:
             return None
         array = array_end(self._run, self._job, has_sacct=self._submission.site.has_sacct)
@@ -184,7 +184,7 @@ class JobStart:
         return how.next, self._stopped_code()
 
     def _why_over(self) -> str | None:
-        """Why this job has nothing to do, if that is so."""
+        """The reason why this job has nothing to do, if there is one."""
         if by := jobs.cancelled(self._run, self._submission.stage):
             return f"{by.by} has cancelled the run"
         sent = [job.time for job in jobs.sent(self._run) if self._job in job.numbers]
@@ -252,7 +252,7 @@ class JobStart:
         )
 
     def _judge(self, step: SrunStep, status: int, launch: Launch, before: Any) -> Ending:
-        """How the processes ended: what they say themselves counts more than srun's exit code."""
+        """The end of the processes: their own records count more than srun's exit code."""
         state = self._exit_state(before)
         if state is not None and state.agreed:
             return state
@@ -290,7 +290,7 @@ class JobStart:
         return None
 
     def _exit_state(self, before: tuple[int, int, bytes] | None) -> Ending | None:
-        """What the training has noted of its end, if it has and that is of this launch.
+        """The end that training has noted in this launch, if it has.
 
         Args:
             before: `_exit_file` at the start of the launch: a start that is refused has the next number and does not
@@ -305,7 +305,7 @@ class JobStart:
         return None
 
     def _decide(self, launch: Launch, ending: Ending) -> LaunchEnd:
-        """What follows."""
+        """Decide what follows."""
         submission, checkpoint = self._submission, self._checkpoint()
         how = LaunchEnd(
             ending.code, ending.reason, "end", checkpoint, time.time(), ending.rank, ending.node, ending.failed_nodes
@@ -394,7 +394,7 @@ class JobStart:
         return [*unwanted, *found]
 
     def _has_wrong_nodes(self) -> bool:
-        """Go back into the queue, once, where the start before wanted to avoid nodes that the job has again.
+        """Requeue the job, once, if the start before wanted to avoid nodes that the job has again.
 
         The scheduler had not been told: it did not answer, or this process was killed first.
         """
@@ -461,7 +461,7 @@ class JobStart:
         return nodes
 
     def _check_nodes(self, logs: Path) -> list[str]:
-        """Let the doctor see the nodes; unhealthy ones are not used. Returns what there is to say."""
+        """Let the doctor check the nodes; unhealthy ones are not used. Returns messages."""
         assert self._allocation is not None
         down = self._allocation.down()
         nodes = tuple(node for node in self._allocation.nodes if node not in down)
@@ -489,7 +489,7 @@ class JobStart:
         return [*bad, *(f"warning: {text}" for text in found.warnings)]
 
     def _rank_env(self, launch: Launch) -> dict[str, str]:
-        """What the processes need to know of one another and of the job."""
+        """Environment of the processes: rendezvous, and the end of the job's time."""
         found = rendezvous_env(self._submission, launch.nodes)
         if self._allocation and self._allocation.end is not None:
             found["SLURM_JOB_END_TIME"] = str(int(self._allocation.end))
@@ -512,7 +512,7 @@ class JobStart:
             time.sleep(_LOOK)
 
     def _look(self) -> None:
-        """While the processes run."""
+        """Check saves and evaluations while the processes run."""
         if signal.SIGTERM in self._signals and self._launched is not None:
             # This process may be killed before it can note how they ended.
             text, now = "the scheduler ends this job", time.time()

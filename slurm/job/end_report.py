@@ -1,4 +1,4 @@
-"""What is said when a chain of jobs has ended for good: why, and what led to it."""
+"""Report on a chain of jobs that has ended for good: the reason, and the launches that led to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST = 10
 
 
 def report_file(run: Path) -> Path:
-    """Where the last report is."""
+    """File of the last report."""
     return RunFiles(run).slurm / "report.txt"
 
 

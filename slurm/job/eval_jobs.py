@@ -34,7 +34,7 @@ _Identity = tuple[str, int]
 
 
 class Evaluations:
-    """Sends what is due each time that it is asked to look. It never raises, and it never waits for a job.
+    """Evaluation jobs of a training: each call of `look` sends those that are due, without raising or waiting.
 
     What was sent is in the run's `jobs.jsonl`, so another start of the job goes on from there.
 
@@ -93,7 +93,7 @@ class Evaluations:
         return None
 
     def _is_evaluated(self, checkpoint: Checkpoint) -> bool:
-        """Whether there are a report and all results of this very checkpoint: a job may end between the two."""
+        """True if a report and all results of this very checkpoint exist: a job may end between the two."""
         identity = _identity(checkpoint)
         if identity not in self._evaluated:
             if evaluated_checkpoint(report_path(self._config, checkpoint.step)) != checkpoint.fingerprint:
@@ -128,7 +128,7 @@ class Evaluations:
         return self._ended & before
 
     def _one_waits(self, sent: list[Job]) -> bool:
-        """Whether an evaluation of the newest checkpoint was sent along with the training and is still to come."""
+        """True if an evaluation of the newest checkpoint was sent along with the training and is still to come."""
         numbers = [job.job for job in sent if job.step is None]
         states = scheduler.jobs(numbers)
         return any(number in states and states[number].active for number in numbers)

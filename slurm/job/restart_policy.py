@@ -1,4 +1,4 @@
-"""What follows when the processes of a job have ended: pure functions of what is known then.
+"""The decision after the processes of a job have ended: pure functions of what is known then.
 
 At a time limit: `slurm.submit.stop_lead_time` says how long before it SLURM signals the job, `slurm.job.batch_main`
 gets the signal, `pipeline.train.run.stop_requests` lets training save and stop, and this decides what follows.
@@ -51,7 +51,7 @@ class Situation:
 
 
 def decide(now: Situation) -> tuple[Next, str]:
-    """What follows, and why in words."""
+    """The next action, and the reason in words."""
     if now.code == EXIT_OK:
         return "done", "it is done"
     if now.cancelled:
@@ -85,7 +85,7 @@ def _continue_chain(now: Situation) -> tuple[Next, str]:
 
 
 def crashes_in_a_row(launches: Sequence[Launch], checkpoint: int) -> int:
-    """Of the last launches those that crashed with this checkpoint as the newest one.
+    """Number of the last launches that crashed with this checkpoint as the newest one.
 
     Args:
         launches: of the training, in order. One without an end was lost with its node, which is nobody's fault but may

@@ -28,7 +28,7 @@ _PORTS = range(10_000, 30_000)
 
 @dataclass(frozen=True)
 class SrunStep:
-    """What is started where. `nodes` is empty for this machine alone."""
+    """A step: processes and their nodes; `nodes` is empty for this machine alone."""
 
     submission: Submission
     words: tuple[str, ...]
@@ -40,13 +40,13 @@ class SrunStep:
     environment: Mapping[str, str]
     """In addition to this process's."""
     together: bool = True
-    """Whether all end when one of them fails."""
+    """All processes end when one of them fails."""
     through_srun: bool = False
-    """Whether what the few lines of the processes say is in srun's own output, and not in a log for each node."""
+    """The output of the processes, a few lines, is in srun's own output, and not in a log for each node."""
 
     @property
     def srun_output(self) -> Path:
-        """What srun itself says of its tasks."""
+        """Output of srun itself about its tasks."""
         return srun_log(self.logs)
 
     def command(self, *, outside: bool = False) -> list[str]:
@@ -90,7 +90,7 @@ class SrunStep:
         return ["--label", f"--output={self.logs}/node-%4n.log"]
 
     def _binding(self) -> list[str]:
-        """Where the processes of a training go, as the profile says."""
+        """Options for the placement of a training's processes, from the profile."""
         site = self.submission.site
         if self.submission.stage != "train":
             return []
@@ -130,7 +130,7 @@ class SrunStep:
 
 
 def rendezvous_env(submission: Submission, nodes: Sequence[str]) -> dict[str, str]:
-    """Where the processes of several nodes meet: the first node, at a port that nobody can tell beforehand.
+    """Environment for the rendezvous of several nodes: the first node, at a port that nobody can tell beforehand.
 
     torch's store serves whoever connects. The port is in the environment of the processes alone, which other users
     cannot read; who is on the network may still find it by trying.

@@ -39,7 +39,7 @@ def ranks_environment(given: dict[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Be the command."""
+    """Run the command."""
     # The modules that a handler needs take a while to import: until then signals wait. Only until then, since processes
     # that are started later would inherit the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _set_log_files(folder: str, given: Mapping[str, str]) -> None:
-    """Where this process leaves what it says, and why it failed."""
+    """Set the files for this process's output and its error record."""
     from pathlib import Path
 
     from pipeline.common import storage

@@ -18,7 +18,7 @@ from slurm.logs.tail import Tail, Tails, last_lines
 from slurm.run_argument import run_folder
 
 _SRUN_LINES = 10_000
-"""Of srun's own output, the last ones."""
+"""Last lines of srun's own output that are read."""
 
 
 def show_logs(
@@ -95,7 +95,7 @@ def _show(part: LogPart, rank: int, console: Console, lines: int) -> Tails | Non
 
 
 def _processes(part: LogPart) -> int | None:
-    """Of its step; None where that is not known."""
+    """Number of processes of its step; None where that is not known."""
     if part.attempts and (size := part.attempts[-1].layout.get("world_size")):
         return size
     return len(part.launch.nodes) * part.launch.processes_per_node if part.launch and part.launch.nodes else None
@@ -109,7 +109,7 @@ def _in_the_terminal(part: LogPart) -> str:
 
 
 def _print_later_jobs(run: Path, part: LogPart, console: Console) -> None:
-    """A job that was started later, and ended before it launched anything, has said why in its own log."""
+    """Print the logs of later jobs: one that ended before it launched anything has the reason there."""
     for job in jobs.sent(run):
         log = job.log(run)
         if job.time > part.begin and log.exists():
@@ -118,7 +118,7 @@ def _print_later_jobs(run: Path, part: LogPart, console: Console) -> None:
 
 
 def _show_jobs(run: Path, console: Console, lines: int) -> None:
-    """Nothing was launched: what the job says itself."""
+    """Print the job's own log, where nothing was launched."""
     sent = jobs.sent(run)
     for job in reversed(sent):
         log = next((log for task in range(job.tasks) if (log := job.log(run, task)).exists()), None)
@@ -155,7 +155,7 @@ def _show_first_error(found: list[LogPart], console: Console) -> None:
 
 
 def _failure(part: LogPart) -> Failure | None:
-    """What failed first in a launch; what the job or the training noted of its end, where no process is known."""
+    """The first failure of a launch; the end that the job or the training noted, where no process is known."""
     launch = part.launch
     if launch is not None and launch.end is not None and not launch.crashed:
         return None

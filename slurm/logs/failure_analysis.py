@@ -1,4 +1,4 @@
-"""Which process of a launch failed first, and how: told from what each rank left behind and from what srun said.
+"""The first failure of a launch: from the records that ranks left behind and from the output of srun.
 
 One that fails takes all others with it: they lose their connections, or are ended from outside. Of thousands of ranks
 one is the cause, and the rest is aftermath. Nothing here needs torch.
@@ -43,7 +43,7 @@ _NO_MEMORY = (
     "ran out of the memory that the job has on its node: ask for more (mem_gb), or lower train.micro_batch_size"
 )
 _TOLD_EARLY = "SIGTERM came before"
-"""What `slurm.job.srun_task` says of a stop before the stage listens."""
+"""Message of `slurm.job.srun_task` about a stop before the stage handles signals."""
 _NO_PROGRAM = "error: execve(): "
 """In the log of a process whose program could not be started."""
 _CORE = " (core dumped)"
@@ -52,7 +52,7 @@ _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal
 
 
 @dataclass(frozen=True)
-class Ended:
+class FailedProcess:
     """A process that has not ended well."""
 
     rank: int
@@ -63,11 +63,11 @@ class Ended:
     record: ErrorRecord | None
     """What it left, if anything."""
     detail: str = ""
-    """How it ended, where srun's words tell more than the code."""
+    """Description of its end, where srun's words tell more than the code."""
 
     @property
     def consequence(self) -> bool:
-        """Whether it found out by another one's failure, as it says itself."""
+        """True if it failed because another one did, by its own record."""
         return self.record is not None and self.record.consequence
 
     @property
@@ -77,7 +77,7 @@ class Ended:
 
     @property
     def words(self) -> str:
-        """How it ended, where it has left no message."""
+        """Description of its end, where it has left no message."""
         if self.detail or self.code >= 0:
             return self.detail or f"ended with exit code {self.code} and left no message"
         hint = ""
@@ -89,7 +89,7 @@ class Ended:
         return f"was killed by {signal.Signals(-self.code).name}{hint}"
 
 
-def causes(ended: Sequence[Ended]) -> list[Ended]:
+def causes(ended: Sequence[FailedProcess]) -> list[FailedProcess]:
     """Those that no other one explains.
 
     Stops are among them only if nothing failed, and what followed from other failures only if no cause is known.
@@ -98,7 +98,7 @@ def causes(ended: Sequence[Ended]) -> list[Ended]:
     return [each for each in found if each.code != EXIT_STOPPED] or found
 
 
-def first_of(found: Sequence[Ended]) -> Ended:
+def first_of(found: Sequence[FailedProcess]) -> FailedProcess:
     """The earliest of some causes, or rank 0 where all have come to the same end."""
     first = min(found, key=lambda each: each.order)
     zero = next((each for each in found if each.rank == 0), first)
@@ -112,7 +112,7 @@ def first_of(found: Sequence[Ended]) -> Ended:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a launch before anything else did."""
+    """The first thing that went wrong in a launch."""
 
     rank: int | None
     """None where it was no process: a node, or the step as a whole."""
@@ -134,7 +134,7 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """Who and what, in a line."""
+        """Rank, node and message, in a line."""
         if self.rank is None:
             return self.message
         return f"rank {self.rank}{f' on {self.node}' if self.node else ''}: {self.message}"
@@ -143,7 +143,7 @@ class Failure:
 def first_failure(
     run_logs: Path, launch_nodes: Sequence[str], processes_per_node: int, srun_log: str = ""
 ) -> Failure | None:
-    """What failed first in a launch, and not what followed from it; None if nothing did. A stop (75) is no failure.
+    """The first failure of a launch, and not what followed from it; None without one. A stop (75) does not count.
 
     A rank that wrote down why it failed is believed. Of those that could not (killed, out of memory, lost with their
     node) srun tells, without times: there the order of its lines counts.
@@ -164,7 +164,7 @@ def first_failure(
     return replace(failure, lost_nodes=srun.lost)
 
 
-def _what_failed(ended: Sequence[Ended], srun: _Srun, run_logs: Path, per_node: int) -> Failure | None:
+def _what_failed(ended: Sequence[FailedProcess], srun: _Srun, run_logs: Path, per_node: int) -> Failure | None:
     if srun.lost:  # then an abort is how a connection was lost
         ended = [each for each in ended if each.record or each.code != -signal.SIGABRT]
     found = causes(_without_late_stops(ended))
@@ -178,7 +178,7 @@ def _what_failed(ended: Sequence[Ended], srun: _Srun, run_logs: Path, per_node: 
     why = srun.why or _why(rank_log(run_logs, 0, per_node).last_lines(TAIL))
     if found and not why:  # nothing is known but that connections were lost, and perhaps who could not say so any more
         silent = [each for each in srun.killed if each not in {one.rank for one in ended}]
-        lost = Ended(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
+        lost = FailedProcess(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
         return _of_process(lost, run_logs, per_node)
     if found or srun.from_outside:
         return Failure(None, None, EXIT_OTHER, f"the processes were ended from outside ({why or 'scancel'})", "")
@@ -186,7 +186,7 @@ def _what_failed(ended: Sequence[Ended], srun: _Srun, run_logs: Path, per_node: 
 
 
 def stopped(run_logs: Path, srun_log: str = "") -> bool:
-    """Whether the processes of a launch were asked to stop, saved and left: some did, and none of them failed.
+    """True if the processes of a launch were asked to stop, saved and exited: some did, and none of them failed.
 
     Args:
         run_logs: folder of the launch's logs.
@@ -198,7 +198,7 @@ def stopped(run_logs: Path, srun_log: str = "") -> bool:
     return codes == {EXIT_STOPPED}
 
 
-def _without_late_stops(ended: Sequence[Ended]) -> list[Ended]:
+def _without_late_stops(ended: Sequence[FailedProcess]) -> list[FailedProcess]:
     """Without stops that came of a failure: srun tells the others to end, by SIGTERM, while they import torch, say."""
     failures = [each.record.time for each in ended if each.record and each.code != EXIT_STOPPED]
     stops = [each for each in ended if each.code == EXIT_STOPPED]
@@ -220,14 +220,14 @@ def gather_errors(folder: Path) -> None:
 
 
 def interrupted(run_logs: Path, srun_log: str) -> bool:
-    """Whether a process was told to end, whatever became of the others; for a step in which none ends the others."""
+    """True if a process was signalled to end, however the others ended; for a step in which none ends the others."""
     codes = {record.code for record in _records(run_logs).values()}
     codes |= {event.code for event in _read_srun(srun_log, ()).events}
     return not codes.isdisjoint((EXIT_STOPPED, -signal.SIGTERM, -signal.SIGHUP))
 
 
 def _records(folder: Path) -> dict[int, ErrorRecord]:
-    """What ranks have left, by rank."""
+    """Error records, by rank."""
     found: dict[int, ErrorRecord] = {}
     try:
         with os.scandir(folder) as entries:  # of thousands of ranks: no look at what is not asked for
@@ -260,9 +260,9 @@ class _Srun:
     killed: tuple[int, ...]
     """Ranks of which it told that they were killed when it was ending them all: by it, or before."""
     from_outside: bool
-    """Whether processes were ended from outside."""
+    """Processes were ended from outside."""
     why: str
-    """Why the step was cancelled, in SLURM's words, if it said so."""
+    """Reason for the cancellation of the step, in SLURM's words; "" without one."""
     other: str
     """The last of its errors that are about no process."""
 
@@ -295,7 +295,7 @@ def _read_srun(text: str, nodes: Sequence[str]) -> _Srun:
 
 
 def _why(lines: Sequence[str]) -> str:
-    """Why SLURM cancelled the step, if a line has a reason."""
+    """Reason for the cancellation of the step, if a line has one."""
     reasons = (found["why"] for line in lines if (found := _CANCELLED.search(line)))
     return next((reason.lower() for reason in reasons if reason), "")
 
@@ -327,19 +327,21 @@ def _names(compact: str) -> set[str]:
     return found
 
 
-def _all_ended(records: Mapping[int, ErrorRecord], srun: _Srun) -> list[Ended]:
+def _all_ended(records: Mapping[int, ErrorRecord], srun: _Srun) -> list[FailedProcess]:
     """Processes that have not ended well. One without a record came after those that srun told of before it."""
-    found = [Ended(rank, record.code, record.time, record) for rank, record in records.items()]
+    found = [FailedProcess(rank, record.code, record.time, record) for rank, record in records.items()]
     clock = 0.0
     for event in srun.events:
         clock = max([clock, *(records[rank].time for rank in event.ranks if rank in records)])
         # An abort is so often how a process loses a connection that all others come before it.
         time = math.inf if event.code == -signal.SIGABRT else math.nextafter(clock, math.inf)
-        found += [Ended(rank, event.code, time, None, event.detail) for rank in event.ranks if rank not in records]
+        found += [
+            FailedProcess(rank, event.code, time, None, event.detail) for rank in event.ranks if rank not in records
+        ]
     return found
 
 
-def _of_process(ended: Ended, run_logs: Path, per_node: int) -> Failure:
+def _of_process(ended: FailedProcess, run_logs: Path, per_node: int) -> Failure:
     """In words; its node is not known here."""
     name = signal.Signals(-ended.code).name if ended.code < 0 else None
     code = ended.code if ended.code > 0 else EXIT_OTHER

@@ -68,7 +68,7 @@ class _Following:
         self._last_message = ""
 
     def by_hand(self, tail: Tails) -> None:
-        """Until nobody trains any more."""
+        """Follow a training by hand, until nobody trains any more."""
         while True:
             left = is_held(self._run)
             write_out(tail, self._console)
@@ -78,7 +78,7 @@ class _Following:
             time.sleep(_POLL)
 
     def sent_since(self, time: float) -> bool:
-        """Whether the run was submitted after a time, in seconds since 1970."""
+        """True if the run was submitted after a time, in seconds since 1970."""
         return any(job.time > time for job in jobs.sent(self._run))
 
     def last_before(self, time: float) -> Launch | None:
@@ -97,7 +97,7 @@ class _Following:
             self.launch(launch, log.tail())
 
     def launch(self, launch: Launch, tail: Tails) -> None:
-        """Until it has ended, and why."""
+        """Follow a launch until it has ended, and print the reason."""
         quiet = time.monotonic()
         while True:
             now, after = self._launches.find(launch)
@@ -113,7 +113,7 @@ class _Following:
         say(self._console, f"==> ended: {why}")
 
     def _is_gone(self, quiet: float) -> bool:
-        """Whether nothing of the run is left, though no end was noted; asked only after some time without a line."""
+        """True if nothing of the run is left, though no end was noted; checked only after some time without a line."""
         if time.monotonic() < max(quiet, self._asked) + _ASK:
             return False
         self._asked = time.monotonic()
@@ -142,7 +142,7 @@ class _Following:
             time.sleep(_POLL)
 
     def _print_waiting(self, found: LiveJobs) -> None:
-        """What is waited for, when that is another than before."""
+        """Print which jobs are waited for, when these change."""
         if found.unknown is not None:
             text = f"{found.unknown}; waiting for what the files of the run say"
         else:

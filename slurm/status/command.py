@@ -73,14 +73,14 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
 
 
 def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list[RunStatus]:
-    """How runs are; the scheduler is asked once for all of them.
+    """Status of runs; the scheduler is asked once for all of them.
 
     Args:
         folders: of the runs, with the run file where that was named.
         spent: whether the goodput is wanted.
     """
     facts = [RunSnapshot(folder, config) for folder, config in folders.items()]
-    snapshot = _ask(facts)
+    snapshot = _query_scheduler(facts)
     return [describe(each, snapshot, spent=spent) for each in facts]
 
 
@@ -127,8 +127,8 @@ def _found() -> dict[Path, None]:
     return dict.fromkeys(sorted(found))
 
 
-def _ask(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
-    """What the scheduler says of the jobs of all runs together."""
+def _query_scheduler(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
+    """Answer of the scheduler about the jobs of all runs together."""
     numbers = sorted({number for each in facts for number in each.questions()})
     if not numbers:
         return SchedulerSnapshot({})

@@ -1,4 +1,4 @@
-"""All that is known of a run: the state that it is in, how far it is, how fast, what its attempts came to."""
+"""Status of a run: its state, progress, speed and attempts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.train.run.lock import is_held
 from pipeline.train.run.unsaved import read_saves
 from slurm.job.launch_log import Launch, LaunchEnd
 from slurm.job.restart_policy import suspects
-from slurm.status.files import Rows, RunSnapshot
+from slurm.status.files import MetricRows, RunSnapshot
 from slurm.status.state import (
     LOST,
     QueuedJob,
@@ -82,7 +82,7 @@ class AttemptRow:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of a run; None stands for what is not."""
+    """Status of a run; None stands for what is not known."""
 
     run: Path
     state: State
@@ -139,7 +139,7 @@ class RunStatus:
 
 
 def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = True) -> RunStatus:
-    """What is known of a run.
+    """Status of a run.
 
     Args:
         facts: its files.
@@ -212,7 +212,7 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
 
 
 def _holds(facts: RunSnapshot, snapshot: SchedulerSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
-    """Whether a process trains in the run folder, or may."""
+    """True if a process trains in the run folder, or may."""
     if facts.holder is not None and (number := facts.holder.get("job")) is not None:
         last = next((each for each in reversed(facts.launches) if each.job == str(number)), None)
         if last is not None and last.key in facts.lost:
@@ -230,11 +230,11 @@ def _holds(facts: RunSnapshot, snapshot: SchedulerSnapshot, beats: Mapping[int, 
 
 
 def _is_fresh(facts: RunSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
-    """Whether a rank has given a sign of life just now."""
+    """True if a rank has given a sign of life just now."""
     return any(facts.now - beat.time < 3 * launch.heartbeat_seconds for beat in beats.values() if beat.phase != ENDED)
 
 
-def _step(last: Attempt | None, rows: Rows) -> int | None:
+def _step(last: Attempt | None, rows: MetricRows) -> int | None:
     """Steps that are done."""
     newest = rows.newest
     if last is None:
@@ -244,11 +244,11 @@ def _step(last: Attempt | None, rows: Rows) -> int | None:
     return last.first_step if last.end is None else last.step
 
 
-def _each(rows: Rows, key: str) -> list[float]:
+def _each(rows: MetricRows, key: str) -> list[float]:
     return [value for row in rows.steps if isinstance(value := row.get(key), (int, float))]
 
 
-def _pace(rows: Rows) -> float | None:
+def _pace(rows: MetricRows) -> float | None:
     """Seconds from step to step, with all that comes between."""
     times: list[tuple[int, float]] = [(row["step"], row["time"]) for row in rows.steps if "time" in row]
     if len(times) > 1 and times[0][0] > times[-1][0]:
@@ -331,7 +331,7 @@ def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnap
 
 
 def _with_end(row: AttemptRow, launch: Launch, end: LaunchEnd) -> AttemptRow:
-    """Of a launch that failed it is known what failed first; an attempt may have noted what came of that."""
+    """A row with the end of its launch: that knows the first failure, an attempt perhaps only what followed from it."""
     row = replace(row, next=end.next)
     if launch.crashed or (row.outcome == "killed" and end.code != EXIT_OK):
         row = replace(row, outcome=row_outcome(launch), reason=_cause(end))
@@ -339,7 +339,7 @@ def _with_end(row: AttemptRow, launch: Launch, end: LaunchEnd) -> AttemptRow:
 
 
 def _cause(end: LaunchEnd) -> str:
-    """Why a launch ended, without what followed and why."""
+    """Reason for the end of a launch, without what followed."""
     before, found, _ = end.reason.rpartition(f"; {end.next}: ")
     return listed(before if found else end.reason)
 
@@ -374,7 +374,7 @@ def _launch_of(attempt: Attempt, trained: Sequence[Launch], now: float) -> Launc
 
 
 def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[QueuedJob], facts: RunSnapshot) -> list[str]:
-    """Where it runs now."""
+    """Nodes on which it runs now."""
     open_launches = [launch for launch in facts.launches if launch.end is None and launch.key not in facts.lost]
     jobs = {job.job: job for job in waiting if job.runs}
     for launch in reversed(open_launches):

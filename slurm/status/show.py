@@ -1,4 +1,4 @@
-"""How the status of runs is printed: a block of lines for one, a table for several."""
+"""Output of the status of runs: a block of lines for one, a table for several."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _table(found: Sequence[RunStatus]) -> Table:
 
 
 def _below(found: Sequence[RunStatus]) -> Iterator[str]:
-    """What a table has no room for."""
+    """Lines for what a table has no room for."""
     for each in found:
         if each.why and each.state not in ("running", "done"):
             yield f"{_name(each.run)}: {_cut(each.why)}"

@@ -1,4 +1,4 @@
-"""In which state a run is, from what its files and the scheduler say."""
+"""State of a run, from its files and the scheduler."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_INTERRUPTED: "stopped",
 }
 LOST = "no end was noted, as where its node was lost"
-"""Why a launch is over that has none."""
+"""Reason of a launch that is over and has no end."""
 _SKEW = 60.0
 """Seconds that the clocks of a node and the controller may differ."""
 UNKNOWN = "UNKNOWN"
@@ -66,7 +66,7 @@ _STUCK = {
     "PartitionDown": ("its partition is down", _ASK_FOR_LESS),
     "DependencyNeverSatisfied": ("a job that it waits for has failed", _SUBMIT),
 }
-"""Why a job cannot start and what to do, by how the reason of squeue begins."""
+"""Reasons why a job cannot start and what to do, by the first words of squeue's reason."""
 _AGAIN: tuple[Next, ...] = ("requeue", "scheduler", "relaunch")
 _BUSY: dict[Stage, State] = {
     "train": "running",
@@ -78,14 +78,14 @@ _BUSY: dict[Stage, State] = {
 
 @dataclass(frozen=True)
 class SchedulerSnapshot:
-    """What the scheduler has said of all jobs that it was asked about."""
+    """Answer of the scheduler about all jobs that it was asked for."""
 
     states: Mapping[str, JobState] | None
     """By number; None if it did not answer."""
     accounted: Mapping[str, Accounted] = field(default_factory=dict)
     """Of jobs that it no longer knows."""
     problem: str | None = None
-    """Why it did not answer, or accounting did not."""
+    """Reason why it did not answer, or accounting did not."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class QueuedJob:
 
     @property
     def held(self) -> bool:
-        """Whether it waits until a person releases it."""
+        """True if it waits until a person releases it."""
         return self.waits and (self.state in _HELD or "held" in self.reason.lower())
 
 
@@ -219,7 +219,7 @@ def _is_lost(facts: RunSnapshot, launch: Launch, snapshot: SchedulerSnapshot, wa
 
 
 def _is_of(launch: Launch, job: QueuedJob) -> bool:
-    """Whether it is a launch of a job, or of a task of an array; a run of a sweep has one task as its job."""
+    """True if it is a launch of a job, or of a task of an array; a run of a sweep has one task as its job."""
     return job.job in (launch.job, launch.job.partition("_")[0])
 
 
@@ -274,29 +274,29 @@ def judge(
 
 
 def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> RunVerdict:
-    """Of an attempt that runs, or may."""
-    told = []
+    """Verdict on an attempt that runs, or may."""
+    notes = []
     since = attempt.begin
     if facts.cancelled is not None and facts.cancelled.time >= since:
-        told.append(f"{facts.cancelled.by} has cancelled it at {when(facts.cancelled.time)}")
+        notes.append(f"{facts.cancelled.by} has cancelled it at {when(facts.cancelled.time)}")
     if facts.files.stop.exists():
-        told.append("it is asked to stop (stop file)")
+        notes.append("it is asked to stop (stop file)")
     alive = {rank: beat for rank, beat in beats.items() if beat.phase != ENDED}
-    told += [f"rank {rank} on {beat.host} hangs at {beat.place}" for rank, beat in alive.items() if beat.phase == HUNG]
+    notes += [f"rank {rank} on {beat.host} hangs at {beat.place}" for rank, beat in alive.items() if beat.phase == HUNG]
     if not alive:
         silent = facts.now - since > patience
         text = "no process has given a sign of life yet" if not beats else "its processes have left the training"
-        return RunVerdict("stalled" if silent and not beats else "running", "train", "; ".join([*told, text]))
+        return RunVerdict("stalled" if silent and not beats else "running", "train", "; ".join([*notes, text]))
     oldest = min(alive.values(), key=lambda beat: beat.time)
     least, most = facts.now - max(beat.time for beat in alive.values()), facts.now - oldest.time
     if least > patience:
         words = f"no sign of life for {duration(least)}"
         if len(alive) > 1:
             words += f"; the oldest is of {_who(facts, oldest)}, {duration(most)} ago"
-        return RunVerdict("stalled", "train", "; ".join([*told, words]))
+        return RunVerdict("stalled", "train", "; ".join([*notes, words]))
     if most > patience:
-        told.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
-    return RunVerdict("running", "train", "; ".join(told))
+        notes.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
+    return RunVerdict("running", "train", "; ".join(notes))
 
 
 def _who(facts: RunSnapshot, beat: Beat) -> str:
@@ -304,7 +304,7 @@ def _who(facts: RunSnapshot, beat: Beat) -> str:
 
 
 def node_of(facts: RunSnapshot, beat: Beat) -> str:
-    """Where a rank runs, as the scheduler names it if it started it."""
+    """Node of a rank, as the scheduler names it if it started it."""
     last = facts.launches[-1] if facts.launches else None
     if last is None or last.stage != "train" or last.end is not None or beat.time < last.time:
         return beat.host
@@ -321,7 +321,7 @@ def _suspended(job: QueuedJob) -> RunVerdict:
 
 
 def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | None:
-    """Of the first job that runs."""
+    """Verdict on the first job that runs."""
     job = next((job for job in among if job.runs), None)
     if job is None:
         return None
@@ -350,7 +350,7 @@ def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | Non
 
 
 def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
-    """Of what waits next: not what waits for other jobs, if there is anything else."""
+    """Verdict on the job that waits next: not one that waits for other jobs, if there is another."""
     job = next((job for job in waiting if "Dependency" not in job.reason), waiting[0])
     past = [launch for launch in facts.launches if _is_of(launch, job)]
     words = [f"job {job.job}" + (f" ({job.reason})" if job.reason else "")]
@@ -372,7 +372,7 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
 
 
 def _stuck(job: QueuedJob) -> str:
-    """What keeps a job from starting until something is done, and what to do; "" of one that waits for its turn."""
+    """Reason why a job cannot start until something is done, and what to do; "" for one that waits for its turn."""
     why, advice = next((_STUCK[word] for word in _STUCK if job.reason.startswith(word)), ("", ""))
     if not why:
         return ""
@@ -385,31 +385,31 @@ def _stuck(job: QueuedJob) -> str:
 
 
 @dataclass(frozen=True)
-class _End:
+class _StageEnd:
     """An end that something has told of."""
 
     time: float
     code: int | None
     reason: str
     final: bool = True
-    """Whether nothing was to follow."""
+    """Nothing was to follow."""
     next: Next | None = None
 
 
 def _training_ended(
     facts: RunSnapshot, snapshot: SchedulerSnapshot, tries: Sequence[Attempt], total: int | None
 ) -> RunVerdict | None:
-    """Of training of which nothing runs or waits; None if there was none."""
+    """Verdict on training of which nothing runs or waits; None if there was none."""
     end = _last_end(facts, "train")
     last = tries[-1] if tries else None
     if last is not None and last.end is not None and (end is None or last.begin > end.time):
         of_job = facts.last_job("train")
         final = last.code == EXIT_OK or of_job is None or last.job != of_job.job
-        end = _End(last.end, last.code, listed(last.reason), final)
+        end = _StageEnd(last.end, last.code, listed(last.reason), final)
     if last is not None and last.code == EXIT_OK and last.end is not None and end is not None:
         # Its job may have been ended before it could note that.
         begun = [launch.time for launch in facts.launches if launch.stage == "train"]
-        end = end if max(begun, default=0) > last.end else _End(max(last.end, end.time), EXIT_OK, "")
+        end = end if max(begun, default=0) > last.end else _StageEnd(max(last.end, end.time), EXIT_OK, "")
     end = _end_in_ledger(facts, "train", end) or end
     lost = _lost(facts, snapshot, ("train",), end)
     if end is None and lost is None:
@@ -430,15 +430,15 @@ def _training_ended(
 
 
 def _too_late(by: Cancelled | None, end: float) -> str:
-    """Who has cancelled a training that reached its end all the same."""
+    """Note on who cancelled a training that reached its end all the same."""
     if by is None or "train" not in (by.stages or ("train",)):
         return ""
     how = "which did not stop it" if by.time <= end else "after its end"
     return f"{by.by} cancelled it at {when(by.time)}, {how}"
 
 
-def _cancelled(facts: RunSnapshot, by: Cancelled, end: _End | None, tries: Sequence[Attempt]) -> RunVerdict:
-    """Who has cancelled what.
+def _cancelled(facts: RunSnapshot, by: Cancelled, end: _StageEnd | None, tries: Sequence[Attempt]) -> RunVerdict:
+    """Verdict on a cancelled run.
 
     Args:
         facts: files of the run.
@@ -450,18 +450,18 @@ def _cancelled(facts: RunSnapshot, by: Cancelled, end: _End | None, tries: Seque
     stage = by.stages[0] if by.stages else last
     who = f"by {by.by} at {when(by.time)}"
     ended = end is not None and end.time >= by.time
-    told = end.reason if end is not None and ended else ""
+    reason = end.reason if end is not None and ended else ""
     job = facts.last_job(stage)
     if job is not None and not ended and not facts.launches_of(job):
         who += f", before job {job.job} began"
     elif stage == "train" and ended:
         own = [each.reason for each in tries[-1:] if each.end is not None and each.end >= by.time]
-        who += ", after a save" if any("; saved" in text for text in (told, *own)) else ", without saving"
-    return RunVerdict("cancelled", KEYS[stage], "; ".join(filter(None, (who, told))))
+        who += ", after a save" if any("; saved" in text for text in (reason, *own)) else ", without saving"
+    return RunVerdict("cancelled", KEYS[stage], "; ".join(filter(None, (who, reason))))
 
 
 def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
-    """Of another stage of which nothing runs or waits; None if there was none."""
+    """Verdict on another stage of which nothing runs or waits; None if there was none."""
     ends = [end for stage in group if (end := _last_end(facts, stage)) is not None]
     end = max(ends, key=lambda each: each.time, default=None)
     end = _end_in_ledger(facts, group[0], end) or end
@@ -476,8 +476,8 @@ def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequenc
     return RunVerdict(_OF_CODE.get(end.code, "failed"), group[0], end.reason)
 
 
-def _last_end(facts: RunSnapshot, stage: Stage) -> _End | None:
-    """Of the last launch of a stage; of the tasks of an array that of one that failed, if one has."""
+def _last_end(facts: RunSnapshot, stage: Stage) -> _StageEnd | None:
+    """End of the last launch of a stage; of an array that of a task that failed, if one has."""
     past = [launch for launch in facts.launches if launch.stage == stage]
     if not past:
         return None
@@ -488,24 +488,26 @@ def _last_end(facts: RunSnapshot, stage: Stage) -> _End | None:
     launch = next((each for each in ended if each.crashed), ended[-1])
     how = launch.end
     assert how is not None
-    return _End(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
+    return _StageEnd(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
 
 
-def _end_in_ledger(facts: RunSnapshot, stage: str, known: _End | None) -> _End | None:
+def _end_in_ledger(facts: RunSnapshot, stage: str, known: _StageEnd | None) -> _StageEnd | None:
     """The end of a stage that the ledger has of its own, if it came after what is known."""
     last = next((each for each in reversed(facts.stages) if each.stage == stage), None)
     if last is None or (known is not None and last.start <= known.time):
         return None
     if last.end is None:
-        return _End(last.start, None, f"process {last.pid} on {last.host} ended without a word, or cannot be seen here")
-    told = facts.exit_state.get("reason") if facts.exit_state.get("code") == last.code else None
-    return _End(last.end, last.code, str(told) if told and stage == "train" else f"it left with exit code {last.code}")
+        text = f"process {last.pid} on {last.host} ended without a word, or cannot be seen here"
+        return _StageEnd(last.start, None, text)
+    reason = facts.exit_state.get("reason") if facts.exit_state.get("code") == last.code else None
+    text = str(reason) if reason and stage == "train" else f"it left with exit code {last.code}"
+    return _StageEnd(last.end, last.code, text)
 
 
 def _lost(
-    facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage], end: _End | None
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage], end: _StageEnd | None
 ) -> RunVerdict | None:
-    """Of the newest job of a stage that has left the queue without a word in the ledger; None if there is none."""
+    """Verdict on the newest job of a stage, if it has left the queue without a word in the ledger."""
     job = next((each for each in reversed(facts.sent) if each.stage in group), None)
     if job is None or job.where == "local" or facts.is_over(job) or snapshot.states is None:
         return _lost_here(facts, job, end)
@@ -534,8 +536,8 @@ def _lost(
     return RunVerdict("failed", stage, f"job {job.job} has left the queue, and nothing in the ledger")
 
 
-def _lost_here(facts: RunSnapshot, job: Job | None, end: _End | None) -> RunVerdict | None:
-    """Of a job on this machine, which nobody but the process table knows."""
+def _lost_here(facts: RunSnapshot, job: Job | None, end: _StageEnd | None) -> RunVerdict | None:
+    """Verdict on a lost job of this machine, which nobody but the process table knows."""
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
     return RunVerdict("failed", KEYS[job.stage], f"process {job.job} on {job.host} has left nothing in the ledger")
@@ -548,7 +550,7 @@ def _user(number: str) -> str:
 
 
 def row_outcome(launch: Launch, *, is_lost: bool = False) -> str:
-    """How a launch ended that came to no attempt at training, in a word."""
+    """Outcome of a launch without an attempt at training, in a word."""
     if is_lost:
         return "lost"
     return "running" if launch.end is None else _OF_CODE.get(launch.end.code, "failed")

@@ -56,7 +56,7 @@ def show(
 
 
 def job_lines(number: int, job: PlannedJob, backend: Backend) -> Iterator[str]:
-    """What a job asks for, and what it waits for."""
+    """Lines on a job: its resources, and the jobs that it waits for."""
     kind = {"finish": "end of preprocessing"}.get(job.stage, job.stage)
     step = "" if job.step is None else f" of step {job.step:,}"
     yield f"job {number}: {job.name} ({kind}{step}: pipeline {' '.join(job.command)})"
@@ -81,7 +81,7 @@ def job_lines(number: int, job: PlannedJob, backend: Backend) -> Iterator[str]:
 
 
 def _resources(job: PlannedJob) -> Iterator[str]:
-    """What a job asks the scheduler for, in words."""
+    """Resources of a job, in words."""
     asked = job.resources
     yield f"partition {asked.partition or '(default)'}"
     yield f"at most {minutes(job.minutes)}"
@@ -100,7 +100,7 @@ def _resources(job: PlannedJob) -> Iterator[str]:
 
 
 def training_lines(config: Config, job: PlannedJob, backend: Backend, ahead: Forecast, now: float) -> Iterator[str]:
-    """What a training comes to.
+    """Lines on a training: length, time, cost, disk.
 
     Args:
         config: the run.
@@ -165,7 +165,7 @@ def _time_lines(config: Config, job: PlannedJob, backend: Backend, ahead: Foreca
 
 
 def cost(job: PlannedJob, seconds: float) -> tuple[float, str]:
-    """What all nodes of a job take in some time, spare ones too, in the unit that sites count in.
+    """Cost of all nodes of a job for some time, spare ones too, in the unit that sites count in.
 
     GPU-hours; without GPUs core-hours, or node-hours where cores are not asked for.
     """

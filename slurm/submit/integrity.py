@@ -139,7 +139,7 @@ def refuse_replaceable(folder: Path, todo: str) -> None:
 
 
 def is_own_group(number: int) -> bool:
-    """Whether a group is the one that many systems make for each user alone."""
+    """True if a group is the one that many systems make for each user alone."""
     import grp
     import pwd
 

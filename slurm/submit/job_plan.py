@@ -17,14 +17,14 @@ from slurm.jobs import Backend, Stage
 from slurm.submit.submission import Chain, JobShape
 
 StageName = Literal["preprocess", "train", "eval"]
-"""What a user asks for; preprocessing becomes two jobs."""
+"""Stages that a user names; preprocessing becomes two jobs."""
 KEYS: dict[Stage, StageName] = {"preprocess": "preprocess", "finish": "preprocess", "train": "train", "eval": "eval"}
 _DEFAULT_TIME = 60
 """Minutes, where neither the run file nor the profile has a time."""
 
 
 @dataclass(frozen=True)
-class After:
+class Dependency:
     """A job that is waited for."""
 
     job: PlannedJob
@@ -38,8 +38,8 @@ class PlannedJob(JobShape):
     name: str
     gpus_per_node: int = 0
     tasks: int = 1
-    """Of an array."""
-    after: tuple[After, ...] = field(default=())
+    """Tasks of an array."""
+    after: tuple[Dependency, ...] = field(default=())
     step: int | None = None
 
     @property
@@ -71,7 +71,7 @@ def plan(
 
 
 def eval_job(
-    config: Config, site: SiteConfig, step: int | None, after: tuple[After, ...] = (), backend: Backend = "slurm"
+    config: Config, site: SiteConfig, step: int | None, after: tuple[Dependency, ...] = (), backend: Backend = "slurm"
 ) -> PlannedJob:
     """The evaluation of a checkpoint, of the newest one when it starts if no step is named.
 
@@ -145,7 +145,7 @@ def train_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple
 
 
 def resources_of(config: Config, site: SiteConfig, stage: Stage) -> ResourcesConfig:
-    """What a job of a stage asks for: run file over the profile's stage over its defaults."""
+    """Resources of a stage's job: run file over the profile's stage over its defaults."""
     key = KEYS[stage]
     merged: dict[str, object] = {"time": _DEFAULT_TIME}
     options: dict[str, str] = {}
@@ -167,7 +167,7 @@ def job_name(config: Config, stage: Stage) -> str:
 def _of_stage(
     config: Config, site: SiteConfig, stage: StageName, backend: Backend, units: int | None, before: PlannedJob | None
 ) -> list[PlannedJob]:
-    after = (After(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
+    after = (Dependency(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
     if stage == "eval":
         return [eval_job(config, site, None, after, backend)]
     if stage == "preprocess":
@@ -186,7 +186,7 @@ def _of_stage(
             after=after,
         )
         # After any end of the array: what its tasks have lost is made here.
-        last = (After(array, "afterany"),)
+        last = (Dependency(array, "afterany"),)
         name = job_name(config, "finish")
         finish = PlannedJob("finish", ("preprocess",), resources, name=name, chain=chain, after=last)
         return [array, finish]
@@ -217,7 +217,7 @@ def _of_stage(
 
 
 def _repeats(site: SiteConfig) -> Chain:
-    """How a short stage goes on when its time was too short or its node was lost."""
+    """Chain of a short stage, for a time limit that was too short or a node that was lost."""
     return "requeue" if site.has_requeue else "none"
 
 

@@ -109,13 +109,13 @@ def _needs_gpus(config: Config, planned: Sequence[PlannedJob]) -> Iterator[tuple
 
 
 def _names_gpus(job: PlannedJob) -> bool:
-    """Whether a job asks for GPUs by options of its own."""
+    """True if a job asks for GPUs by options of its own."""
     options = job.resources.options
     return "gpu" in options.get("gres", "") or any(name.startswith(("gpus-per-", "tres-per-")) for name in options)
 
 
 def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
-    """Whether a folder can be written to, or made. Quotas are not known here."""
+    """Check that a folder can be written to, or made. Quotas are not known here."""
     there = nearest(path)
     todo = f"set {key} to a folder of yours on a disk that all nodes share"
     if not there.is_dir():
@@ -131,7 +131,7 @@ def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
 
 
 def _check_sources(config: Config, found: PreflightReport) -> None:
-    """What preprocessing reads."""
+    """Check the sources that preprocessing reads."""
     with found.collecting():
         for source in find_source_files(config):
             source.reader.check_columns(source.files)
@@ -220,7 +220,7 @@ def _resume_point(config: Config, found: PreflightReport) -> Checkpoint | None:
 
 
 def _check_start(config: Config, checkpoint: Checkpoint | None, found: PreflightReport) -> None:
-    """What training does before its first step, short of building the model.
+    """Check what training does before its first step, short of building the model.
 
     Raises:
         UserError: it would refuse the data, or that the run goes on with them from the checkpoint.

@@ -1,4 +1,4 @@
-"""What may help when the scheduler refuses a job, by its words."""
+"""Hints for jobs that the scheduler refuses, by its words."""
 
 from __future__ import annotations
 

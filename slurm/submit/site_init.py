@@ -20,7 +20,7 @@ from slurm.scheduler import NodeKind, Partition, SchedulerError
 _DAY = 24 * 60
 _GPUS = re.compile(r"gpu(?::(?P<type>[^:(]+))?:(?P<number>\d+)(?:\(.*\))?")
 _MOST_CPUS = 32
-"""Of a task of preprocessing."""
+"""Most CPUs for a task of preprocessing."""
 _NETWORK = Path("/sys/class/net")
 
 

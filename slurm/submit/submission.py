@@ -1,4 +1,4 @@
-"""What a job of a run is: all that its batch process needs to know, in a file of the run folder.
+"""Submission of a job: all that its batch process needs to know, in a file of the run folder.
 
 A job may start days after it was sent, on another machine, and again after each requeue. So its script has the
 path and the digest of this file, which names the resolved run file and the snapshot of the code it was sent with.
@@ -28,24 +28,24 @@ Chain = Literal["requeue", "singleton", "afterany", "none"]
 
 @dataclass(frozen=True, eq=False)
 class JobShape:
-    """What a job does, and what it asks for."""
+    """The command and the resources of a job."""
 
     stage: Stage
     command: tuple[str, ...]
     """Words after `pipeline`, like ("train",) or ("eval", "--step", "100"); the run file follows the first one."""
     resources: ResourcesConfig
-    """Of this stage: run file over profile."""
+    """Resources of this stage: run file over profile."""
     nodes: int = 1
     processes_per_node: int = 1
     spare_nodes: int = 0
     chain: Chain = "none"
-    """How it goes on when it is stopped; `none`: by nobody."""
+    """Way in which a stopped job resumes; `none`: it does not."""
     links: int = 1
     """Jobs of the chain."""
 
     @property
     def processes(self) -> int:
-        """Of the stage, on all nodes of one job."""
+        """Processes of the stage, on all nodes of one job."""
         return self.nodes * self.processes_per_node
 
 
@@ -64,7 +64,7 @@ class Submission(JobShape):
     max_restarts: int = 0
     doctor: bool = False
     every_checkpoint: bool = False
-    """Whether evaluation jobs are sent for permanent checkpoints while this one trains."""
+    """Evaluation jobs are sent for permanent checkpoints while this one trains."""
     then: tuple[str, ...] = ()
     """Files of submissions that the same job runs after a good end of this one, in this order."""
     others: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Submission(JobShape):
     """Digests of the files that are named here, by path, as they were when it was saved."""
 
     def config(self) -> Config:
-        """What the stage runs with."""
+        """Config of the stage."""
         return load_written(self.run_file)
 
     def save(self, file: Path) -> None:
@@ -102,12 +102,12 @@ class Submission(JobShape):
 
 
 def record(run: Path, file: Path) -> Path:
-    """Where a file of a submission is in the run folder, whether jobs read it there or not."""
+    """Path of a submission's file in the run folder, whether jobs read it there or not."""
     return RunFiles(run).slurm / jobs.SUBMISSIONS / file.name
 
 
 def find_submission(file: Path) -> Submission | None:
-    """What `save` wrote; None where it cannot be read."""
+    """A saved submission; None where it cannot be read."""
     try:
         return read_submission(file)
     except UserError:
@@ -115,7 +115,7 @@ def find_submission(file: Path) -> Submission | None:
 
 
 def read_submission(file: Path, digest: str | None = None) -> Submission:
-    """What `save` wrote.
+    """A saved submission.
 
     Args:
         file: of it.

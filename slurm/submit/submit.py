@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def _show(
     warnings: Sequence[str],
     console: Console,
 ) -> None:
-    """What would be sent."""
+    """Print what would be sent."""
     from slurm.submit.dry_run import show
 
     private = permissions.private_folder(config, config.run.dir)
@@ -152,7 +152,7 @@ def send_all(
 def write_submission(
     run: Path, config: Config, site: SiteConfig, planned: PlannedJob, backend: Backend, code: Path | None
 ) -> Path:
-    """What a job reads when it starts: the resolved run file and the submission, in the run folder."""
+    """Write the files of a job: the resolved run file and the submission, in the run folder."""
     folder = permissions.make_private(config, run) or RunFiles(run).slurm
     with integrity.for_owner_alone():
         run_file = _new_file(folder / jobs.SUBMISSIONS, planned)
@@ -182,7 +182,7 @@ def write_submission(
 
 
 def _units(config: Config) -> int | None:
-    """Of the preprocessing; None where its sources cannot be read, which the checks will tell."""
+    """Number of units of the preprocessing; None where its sources cannot be read, which the checks report."""
     settings = config.data.preprocess
     with suppress(UserError):
         return sum(len(cut_units(found, settings.seed, settings.unit_bytes)) for found in find_source_files(config))
@@ -204,7 +204,7 @@ def _new_file(folder: Path, planned: PlannedJob) -> Path:
 
 
 def _waits(job: PlannedJob, chain_job: int, numbers: Mapping[PlannedJob, str]) -> list[str]:
-    """What a job of a chain waits for, in the words of sbatch."""
+    """Dependencies of a job of a chain, in the words of sbatch."""
     waits = [f"{after.kind}:{numbers[after.job]}" for after in job.after] if chain_job == 1 else []
     if job.links > 1 and job.chain == "singleton":
         waits.append("singleton")
@@ -231,34 +231,34 @@ def record_sent(run: Path, planned: PlannedJob, file: Path, number: str, backend
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentJobs:
     """Jobs that belong together, so far."""
 
     numbers: list[str] = field(default_factory=list)
-    """Of those that the scheduler has taken; of an array without the tasks."""
+    """Numbers of those that the scheduler has accepted; of an array without the tasks."""
     noted: list[tuple[Path, Job]] = field(default_factory=list)
     """What was written down of them, with the folder of the run."""
 
 
 @contextmanager
-def all_or_none() -> Iterator[Sent]:
+def all_or_none() -> Iterator[SentJobs]:
     """What was sent inside is taken out of the queue again, if not all of it could be.
 
     Raises:
         MachineError: it was not; the message says what became of the jobs before.
     """
-    sent = Sent()
+    sent = SentJobs()
     try:
         yield sent
     except BaseException as error:
-        told = _take_back(sent)
-        if told and isinstance(error, Exception):
-            raise MachineError(f"{error}\n{told}") from error
+        message = _take_back(sent)
+        if message and isinstance(error, Exception):
+            raise MachineError(f"{error}\n{message}") from error
         raise
 
 
-def _take_back(sent: Sent) -> str:
-    """Returns what to tell of it."""
+def _take_back(sent: SentJobs) -> str:
+    """Cancel what was sent; returns a message about it."""
     numbers = sent.numbers
     if not numbers:
         return ""
@@ -272,13 +272,11 @@ def _take_back(sent: Sent) -> str:
     return f"Nothing of it stays in the queue: what was sent before it ({', '.join(numbers)}) was cancelled again"
 
 
-@contextmanager
-def one_at_a_time(run: Path) -> Iterator[None]:
+def one_at_a_time(run: Path) -> AbstractContextManager[None]:
     """Of two commands at the same moment one sends, and the other one finds what it has sent."""
     folder = RunFiles(run).slurm
     folder.mkdir(exist_ok=True)
-    with exclusive(folder / "submit.lock", _SUBMIT_SECONDS):
-        yield
+    return exclusive(folder / "submit.lock", _SUBMIT_SECONDS)
 
 
 def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -> None:
@@ -307,7 +305,7 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -
 
 
 def _print_sent(run: Path, sent: Sequence[Job], console: Console) -> None:
-    """What was sent, and what to do next."""
+    """Print what was sent, and what to do next."""
     for job in sent:
         what = "process" if job.where == "local" else "job" if job.tasks == 1 else f"array of {job.tasks} jobs"
         waits = f", after {' and '.join(job.after)}" if job.after else ""

@@ -1,4 +1,4 @@
-"""How a job gets to where it runs: submitit writes sbatch's script and calls it, or starts a process on this machine.
+"""Sending of jobs: submitit writes sbatch's script and calls it, or starts a process on this machine.
 
 submitit's part is the script, sbatch, the names of logs, and the process of this machine. It would put a pickle beside
 the script, which whoever may write there could replace; the script names a file of JSON with its digest instead. What
@@ -216,7 +216,7 @@ def refuse_control_characters(values: Iterable[tuple[str, str]]) -> None:
 
 
 def is_alive(run: Path, job: jobs.Job) -> bool:
-    """Whether the process of a local job of this machine runs."""
+    """True if the process of a local job of this machine runs."""
     try:
         words = Path(f"/proc/{job.job}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -292,7 +292,7 @@ def _parameters(
     seconds: int,
     dependency: str | None,
 ) -> dict[str, Any]:
-    """Of submitit's executor."""
+    """Parameters of submitit's executor."""
     resources = planned.resources
     refuse_derived_options(planned, site)
     more: dict[str, Any] = {key: value or True for key, value in resources.options.items()}

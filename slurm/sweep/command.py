@@ -29,7 +29,7 @@ class RunsFailed(UserError):
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRun:
     """A run that could start now."""
 
     member: Member
@@ -78,13 +78,13 @@ def sweep(
         show_table(found.folder, console, as_json=False)
 
 
-def _check(found: Sweep, backend: Backend | None) -> list[Checked]:
-    """What training would refuse is refused for all runs before the first one starts."""
+def _check(found: Sweep, backend: Backend | None) -> list[CheckedRun]:
+    """Refuse all runs before the first one starts, where training would refuse one."""
     checked = []
     problems: dict[str, list[str]] = {}
     for member in found.members:
         try:
-            checked.append(_examined(member, backend))
+            checked.append(_check_run(member, backend))
         except UserError as error:
             problems.setdefault(str(error), []).append(member.name)
     if problems:
@@ -92,7 +92,7 @@ def _check(found: Sweep, backend: Backend | None) -> list[Checked]:
     return checked
 
 
-def _examined(member: Member, backend: Backend | None) -> Checked:
+def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
     """Lay a run out and plan it."""
     from pipeline.data.plan.build import make_plan
     from pipeline.train.layout_check import planned_spec, world_size
@@ -117,11 +117,11 @@ def _examined(member: Member, backend: Backend | None) -> Checked:
         hashed_steps=0,
         check=lambda journal, steps: Schedule(schedule, duration, steps, journal.tokens),
     )
-    return Checked(member, course.steps, num_parameters(planned_spec(config)))
+    return CheckedRun(member, course.steps, num_parameters(planned_spec(config)))
 
 
-def _show(found: Sweep, checked: Sequence[Checked], backend: Backend | None, console: Console) -> None:
-    """What would be done."""
+def _show(found: Sweep, checked: Sequence[CheckedRun], backend: Backend | None, console: Console) -> None:
+    """Print what would be done."""
     table = Table(*short_names(found.keys).values(), box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("parameters", "steps"):
         table.add_column(column, justify="right")
@@ -165,13 +165,13 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
         say(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")
 
 
-def _note(found: Sweep, checked: Sequence[Checked]) -> None:
+def _note(found: Sweep, checked: Sequence[CheckedRun]) -> None:
     """Write down which runs there are, for the table."""
     values = {each.member.name: each.member.values for each in checked}
     note_members(found.folder, values, {each.member.name: each.steps for each in checked})
 
 
-def _left(checked: Sequence[Checked], console: Console) -> list[Checked]:
+def _left(checked: Sequence[CheckedRun], console: Console) -> list[CheckedRun]:
     """The runs that neither are done nor wait or run already."""
     states = live([each.member.folder for each in checked])
     left = []
@@ -185,7 +185,7 @@ def _left(checked: Sequence[Checked], console: Console) -> list[Checked]:
     return left
 
 
-def _in_turn(found: Sweep, left: Sequence[Checked], console: Console) -> None:
+def _in_turn(found: Sweep, left: Sequence[CheckedRun], console: Console) -> None:
     """Train and evaluate one run after the other, in this process. One that fails does not keep the others from it."""
     from pipeline.eval.perplexity import read_report
     from pipeline.train.distributed.rank import is_rank
@@ -214,7 +214,7 @@ def _in_turn(found: Sweep, left: Sequence[Checked], console: Console) -> None:
         raise RunsFailed(f"{len(failed)} of {len(left)} runs failed: {', '.join(failed)}; the others are done")
 
 
-def _send(found: Sweep, checked: Sequence[Checked], backend: Backend, console: Console) -> None:
+def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console: Console) -> None:
     """Send what neither is done nor was sent before."""
     from pipeline.train.run.folder import make_writable
     from slurm.submit.submit import one_at_a_time

@@ -36,16 +36,16 @@ class Group:
 
     @property
     def config(self) -> Config:
-        """Of the first run; what is said of jobs is the same in all."""
+        """Config of the first run; its keys about jobs are the same in all."""
         return self.members[0].config
 
     @property
     def site(self) -> SiteConfig:
-        """Where they run."""
+        """Site on which they run."""
         return site_of(self.config, self.backend)
 
     def check(self, *, dry_run: bool = False) -> list[str]:
-        """What `submit` looks for; warnings.
+        """Warnings of the checks that `submit` makes.
 
         Raises:
             UserError: it would be refused.

@@ -83,7 +83,7 @@ def test_a_process_that_a_signal_ended_which_was_handed_on_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = made(tmp_path, monkeypatch)
-    step: Any = SimpleNamespace(nodes=(), logs=tmp_path, said=tmp_path / "srun.log")
+    step: Any = SimpleNamespace(nodes=(), logs=tmp_path, srun_output=tmp_path / "srun.log")
     launch: Any = SimpleNamespace(nodes=(), processes_per_node=1)
     assert link._judge(step, -signal.SIGUSR2, launch, None).code == 1
     link._signals.add(signal.SIGUSR2)
