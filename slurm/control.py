@@ -154,7 +154,7 @@ class _Cancelling:
         """Request the end, wait for it, and print the result."""
         end = time.monotonic() + wait
         self._others = {each.job.job: each for each in found.active if not self._is_selected(each)}
-        asked = self._ask(found)
+        asked = self._stop_or_cancel(found)
         pause, progress = _FIRST_LOOK, None
         while self._still_runs(found):
             if time.monotonic() > end:
@@ -164,7 +164,7 @@ class _Cancelling:
             pause = min(_LONGEST_LOOK, 1.5 * pause)
             progress = self._say_progress(progress)
             found = live_jobs(self._run)
-            asked = self._ask(found) or asked  # what went back into the queue at the same moment
+            asked = self._stop_or_cancel(found) or asked  # what went back into the queue at the same moment
         if asked and self._stop_file.exists():
             self._stop_file.unlink(missing_ok=True)  # nobody has taken it: the next start would stop at once
         self._say_finished(found)
@@ -179,7 +179,7 @@ class _Cancelling:
             return True
         return (not self._stages or "train" in self._stages) and is_held(self._run)
 
-    def _ask(self, found: LiveJobs) -> bool:
+    def _stop_or_cancel(self, found: LiveJobs) -> bool:
         """Let jobs leave the queue, end or stop; whether the training was asked to stop by the file."""
         by_file = False
         to_cancel = []

@@ -123,10 +123,8 @@ def _show_jobs(run: Path, console: Console, lines: int) -> None:
     for job in reversed(sent):
         log = next((log for task in range(job.tasks) if (log := job.log(run, task)).exists()), None)
         if log is not None:
-            say(
-                console,
-                f"==> {active_jobs.stage_names(run, job)}: job {job.job} on its own; it has launched no processes",
-            )
+            what = active_jobs.stage_names(run, job)
+            say(console, f"==> {what}: job {job.job} on its own; it has launched no processes")
             say(console, f"==> {log}")
             write_out(Tail(log, lines), console)
             return

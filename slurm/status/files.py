@@ -171,9 +171,8 @@ class RunSnapshot:
 
     def _preprocesses(self) -> bool:
         """True if a process of preprocessing gives signs of life, on whatever machine."""
-        if self.config is None:
+        if (config := self.config) is None:
             return False
-        config = self.config
         folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.sources)]
         return self.read(
             "leases",

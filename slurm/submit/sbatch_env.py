@@ -105,7 +105,7 @@ def check(
         planned: the jobs.
         found: gets what is wrong.
     """
-    for table, tell in ((_REFUSED, found.problem), (_WARNED, found.warn)):
+    for table, report in ((_REFUSED, found.problem), (_WARNED, found.warn)):
         for name, key in table.items():
             value = environment.get(name)
             if value is None or (value in ("0", "no") if name in _FLAGS else not value):
@@ -115,7 +115,7 @@ def check(
             stages = dict.fromkeys(f"slurm.{KEYS[job.stage]}" for job in planned if not _is_decided(key, job, site))
             if stages:
                 text = f"{name}={value} is set in this shell, but jobs do not get it; "
-                tell(text + _todo(key, list(stages)) + f"unset {name}")
+                report(text + _todo(key, list(stages)) + f"unset {name}")
 
 
 def _todo(key: str | None, stages: Sequence[str]) -> str:
