@@ -32,7 +32,7 @@ def group(root: Path) -> None:
     script = text.partition("#!/bin/bash")[2].partition("--- end of script")[0]
     config = load(file, keys)
     mask = os.umask(0o022)
-    permissions.honour(config)
+    permissions.apply_permissions(config)
     code = code_snapshot.take(config.run.dir, (), permissions.make_private(config, config.run.dir))
     os.umask(mask)
     assert f"pipeline_code={code}" in script, script or text

@@ -22,12 +22,12 @@ from pipeline.train.run.heartbeat import read_beat
 from pipeline.train.run.lock import holder, is_held
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
-from slurm.job.active_jobs import Active
+from slurm.job.active_jobs import ActiveJob
 from slurm.jobs import Stage
 from slurm.local.background import LocalSteps
 from slurm.run_argument import run_folder
 from slurm.scheduler import SchedulerError
-from slurm.status.live import Found, look, runs, waits
+from slurm.status.live import LiveJobs, live_jobs, runs, waits
 
 _ORDER: tuple[tuple[Stage, ...], ...] = (("preprocess", "finish"), ("train",), ("eval",))
 """Stages that are ended together, in the order of a run."""
@@ -56,7 +56,7 @@ def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float) 
     before = jobs.cancelled(folder)
     if jobs.sent(folder):
         _note(folder, now=now)  # before anything is asked: from now on nothing goes back into the queue
-    found = look(folder)
+    found = live_jobs(folder)
     if found.unknown is not None:
         say(
             console, f"{found.unknown}\nIts jobs find in {folder} what is asked of them: one that waits starts nothing."
@@ -94,23 +94,23 @@ def release(run: Path, console: Console) -> None:
 
 def _change(run: Path, console: Console, change: Callable[[Sequence[str]], None], what: str) -> None:
     folder = run_folder(run)
-    found = look(folder)
+    found = live_jobs(folder)
     if found.unknown is not None:
         raise found.unknown
     waiting = [each for each in found.active if waits(each) and each.job.where == "slurm"]
     change([each.job.job for each in waiting])
     for each in waiting:
-        say(console, f"{active_jobs.what(folder, each.job)}: job {each.job.job} {what}")
+        say(console, f"{active_jobs.stage_names(folder, each.job)}: job {each.job.job} {what}")
     for each in found.active:
         if each not in waiting:
             why = "since it runs" if runs(each) else "since it is in no queue"
-            say(console, f"not affected, {why}: {active_jobs.words(folder, each)}")
+            say(console, f"not affected, {why}: {active_jobs.describe(folder, each)}")
     if not found.active:
         say(console, f"no job of {folder} waits")
 
 
-def _stages(found: Found) -> tuple[Stage, ...]:
-    """Which are meant, if not all (()): the first one of which something waits or runs."""
+def _stages(found: LiveJobs) -> tuple[Stage, ...]:
+    """Stages to end, () for all: the first one of which something waits or runs."""
     if found.elsewhere or any(each.job.where == "local" for each in found.active):
         return ()  # one process does them all
     there = {each.job.stage for each in found.active}
@@ -145,48 +145,48 @@ class _Cancelling:
         self._begin = time.time()
         self._asked: set[str] = set()
         """Jobs that were dealt with."""
-        self._others: dict[str, Active] = {}
+        self._others: dict[str, ActiveJob] = {}
         """Jobs of other stages, as they were at first."""
         self._local = LocalSteps(run)
         self._stop_file = RunFiles(run).stop
 
-    def run(self, found: Found, wait: float) -> None:
-        """Ask for it, wait for it, and say what came of it."""
+    def run(self, found: LiveJobs, wait: float) -> None:
+        """Request the end, wait for it, and print the result."""
         end = time.monotonic() + wait
-        self._others = {each.job.job: each for each in found.active if not self._meant(each)}
-        asked = self._ask(found)
-        pause, said = _FIRST_LOOK, None
-        while self._is_left(found):
+        self._others = {each.job.job: each for each in found.active if not self._is_selected(each)}
+        asked = self._stop_or_cancel(found)
+        pause, progress = _FIRST_LOOK, None
+        while self._still_runs(found):
             if time.monotonic() > end:
                 self._say_unfinished(asked)
                 return
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
             pause = min(_LONGEST_LOOK, 1.5 * pause)
-            said = self._say_progress(said)
-            found = look(self._run)
-            asked = self._ask(found) or asked  # what went back into the queue at the same moment
+            progress = self._say_progress(progress)
+            found = live_jobs(self._run)
+            asked = self._stop_or_cancel(found) or asked  # what went back into the queue at the same moment
         if asked and self._stop_file.exists():
             self._stop_file.unlink(missing_ok=True)  # nobody has taken it: the next start would stop at once
         self._say_finished(found)
 
-    def _meant(self, each: Active) -> bool:
+    def _is_selected(self, each: ActiveJob) -> bool:
         return not self._stages or each.job.stage in self._stages
 
-    def _is_left(self, found: Found) -> bool:
-        if any(self._meant(each) and runs(each) for each in found.active):
+    def _still_runs(self, found: LiveJobs) -> bool:
+        if any(self._is_selected(each) and runs(each) for each in found.active):
             return True
         if found.unknown is not None and found.launched:
             return True
         return (not self._stages or "train" in self._stages) and is_held(self._run)
 
-    def _ask(self, found: Found) -> bool:
+    def _stop_or_cancel(self, found: LiveJobs) -> bool:
         """Let jobs leave the queue, end or stop; whether the training was asked to stop by the file."""
         by_file = False
         to_cancel = []
-        for each in filter(self._meant, found.active):
+        for each in filter(self._is_selected, found.active):
             trains = each.job.stage == "train" or each.job.where == "local"
             if each.job.where == "local" and not runs(each):
-                self._pass_over(each)
+                self._say_skipped(each)
             elif each.job.where == "local" and self._now:
                 self._local.end(each.job)
             elif runs(each) and trains and not self._now:
@@ -195,30 +195,30 @@ class _Cancelling:
                 to_cancel.append(each)
             if each.job.where == "local" and not self._now:
                 self._local.stop_other_stages(each.job)
-        self._take_out(to_cancel)
+        self._cancel_jobs(to_cancel)
         unseen = found.elsewhere or (found.unknown is not None and found.launched)
         by_hand = all(each.job.where == "local" and not runs(each) for each in found.active) and is_held(self._run)
         if by_file or unseen or by_hand:
-            self._touch()
+            self._request_stop()
             return True
         return False
 
-    def _pass_over(self, each: Active) -> None:
+    def _say_skipped(self, each: ActiveJob) -> None:
         """The process that has it on its list looks whether it is cancelled before it begins."""
         if each.job.job not in self._asked:
             self._asked.add(each.job.job)
-            what = active_jobs.what(self._run, each.job)
+            what = active_jobs.stage_names(self._run, each.job)
             say(self._console, f"{what}: process {each.job.job} has not begun with it, and will pass it over")
 
-    def _take_out(self, each_of: Sequence[Active]) -> None:
-        for each in each_of:
+    def _cancel_jobs(self, selected: Sequence[ActiveJob]) -> None:
+        for each in selected:
             self._asked.add(each.job.job)
-            what = f"{active_jobs.what(self._run, each.job)}: job {each.job.job}"
+            what = f"{active_jobs.stage_names(self._run, each.job)}: job {each.job.job}"
             try:
                 scheduler.cancel([each.job.job])
                 say(self._console, f"{what} is ended now" if runs(each) else f"{what} leaves the queue")
             except SchedulerError as error:
-                if _REFUSED not in error.said:
+                if _REFUSED not in error.output:
                     say(self._console, str(error))
                     continue
                 todo = "it finds that the run is cancelled and starts nothing"
@@ -228,7 +228,7 @@ class _Cancelling:
                         todo += f"; without --now it saves and leaves, too: `pipeline cancel {self._run}`"
                 say(self._console, f"{what} is {each.job.user}'s, so SLURM does not let {jobs.user()} end it; {todo}")
 
-    def _touch(self) -> None:
+    def _request_stop(self) -> None:
         if "stop" in self._asked:
             return
         self._asked.add("stop")
@@ -237,24 +237,24 @@ class _Cancelling:
             who = holder(self._run)  # before it is asked, after which it may have left at once
         self._stop_file.touch()
         if who is not None:
-            where = f"process {who.get('pid')} on {who.get('host')}"
+            process = f"process {who.get('pid')} on {who.get('host')}"
             more = ""
             if self._now and "job" not in who:
                 more = f"; it was started by hand, and is ended at once there: `kill {who.get('pid')}`"
-            say(self._console, f"asked {where} to save and stop{more}")
+            say(self._console, f"asked {process} to save and stop{more}")
         else:
             say(self._console, "asked the training to save and stop")
 
     def _say_progress(self, before: tuple[str, int | None] | None) -> tuple[str, int | None] | None:
-        """What rank 0 does, when that changes."""
+        """Print what rank 0 does, when that changes."""
         beat = read_beat(self._run)
         if beat is None or beat.time < self._begin:
             return before
-        place = beat.phase, beat.step
-        if place != before:
+        progress = beat.phase, beat.step
+        if progress != before:
             step = "" if beat.step is None else f", step {beat.step:,}"
             say(self._console, f"rank 0: {beat.phase}{step}")
-        return place
+        return progress
 
     def _say_unfinished(self, by_file: bool) -> None:
         if by_file:
@@ -266,8 +266,8 @@ class _Cancelling:
         else:
             say(self._console, f"it has not left yet; `pipeline status {self._run}` tells when it has")
 
-    def _say_finished(self, found: Found) -> None:
-        """What there is now, and what stays."""
+    def _say_finished(self, found: LiveJobs) -> None:
+        """Print what there is now, and what stays."""
         done = False
         if not self._stages or "train" in self._stages:
             state = RunFiles(self._run).exit_state(since=self._begin)
@@ -280,11 +280,11 @@ class _Cancelling:
             elif self._now or RunFiles(self._run).exit.exists():
                 say(self._console, "there is no checkpoint")
         for job in self._others.keys() - {each.job.job for each in found.active}:
-            what = active_jobs.what(self._run, self._others[job].job)
+            what = active_jobs.stage_names(self._run, self._others[job].job)
             say(self._console, f"{what}: job {job} is gone, too: SLURM drops what waits for a job that was cancelled")
-        stays = [each for each in found.active if not self._meant(each)]
+        stays = [each for each in found.active if not self._is_selected(each)]
         for each in stays:
-            say(self._console, f"stays: {active_jobs.words(self._run, each)}")
+            say(self._console, f"stays: {active_jobs.describe(self._run, each)}")
         if stays:
             say(self._console, f"to end these, too: pipeline cancel {self._run} --chain")
         if done:

@@ -1,4 +1,4 @@
-"""What a run has sent to the scheduler, in the run folder: `slurm/jobs.jsonl`, a line a job; and what was asked since.
+"""Jobs of a run in its folder: `slurm/jobs.jsonl`, a line for each that was sent; and the requests to cancel them.
 
 These files are what `status`, `logs` and `cancel` go by; the scheduler is asked for what only it knows.
 """
@@ -19,7 +19,7 @@ from pipeline.common.run_files import RunFiles
 
 Stage = Literal["preprocess", "finish", "train", "eval"]
 """`finish` is the job that ends preprocessing after its array."""
-Where = Literal["slurm", "local"]
+Backend = Literal["slurm", "local"]
 SUBMISSIONS = "submissions"
 """Folder of what jobs read when they start: in `RunFiles.slurm`, or where other users cannot write."""
 CODE = "code"
@@ -33,7 +33,7 @@ class Job:
     stage: Stage
     job: str
     """Its number; of an array without the tasks; of a local one its process id."""
-    where: Where
+    where: Backend
     time: float
     """When it was sent, in seconds since 1970."""
     name: str
@@ -53,13 +53,12 @@ class Job:
 
     @property
     def numbers(self) -> list[str]:
-        """Of each task, as the scheduler names them."""
+        """Numbers of the tasks, as the scheduler names them."""
         return [self.job] if self.tasks == 1 else [f"{self.job}_{task}" for task in range(self.tasks)]
 
     def log(self, run: Path, task: int = 0) -> Path:
-        """What its batch process says."""
-        number = self.job if self.tasks == 1 else f"{self.job}_{task}"
-        return jobs_folder(run) / f"{number}_0_log.out"
+        """Log of its batch process."""
+        return jobs_folder(run) / f"{self.numbers[task]}_0_log.out"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Cancelled:
     now: bool = False
     """Without saving first."""
     stages: tuple[Stage, ...] = ()
-    """Which are meant; empty: all of the run."""
+    """Stages that are meant; empty: all of the run."""
 
 
 def jobs_folder(run: Path) -> Path:
@@ -104,13 +103,13 @@ def sent(run: Path) -> list[Job]:
     return found
 
 
-def new_job(stage: Stage, job: str, where: Where, name: str, submission: str, **more: Any) -> Job:
+def new_job(stage: Stage, job: str, backend: Backend, name: str, submission: str, **more: Any) -> Job:
     """A job that this process has just sent."""
-    return Job(stage, job, where, time.time(), name, user(), socket.gethostname(), submission, **more)
+    return Job(stage, job, backend, time.time(), name, user(), socket.gethostname(), submission, **more)
 
 
 def user() -> str:
-    """Who this process belongs to."""
+    """Name of the user of this process."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -118,7 +117,7 @@ def user() -> str:
 
 
 def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
-    """Whether and by whom the run was cancelled, or a stage of it."""
+    """The request to cancel the run, or a stage of it, if there is one."""
     with suppress(OSError, ValueError, TypeError):
         values = storage.read_object(RunFiles(run).cancelled)
         found = Cancelled(**{**values, "stages": tuple(values.get("stages", ()))})

@@ -1,4 +1,4 @@
-"""Which run a user means: by its run file, or by its folder, which may hold nothing but what waits in the queue."""
+"""The run that a user names: by its run file, or by its folder, which may hold nothing but jobs that wait."""
 
 from __future__ import annotations
 

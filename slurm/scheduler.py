@@ -11,7 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import MachineError
@@ -20,17 +20,17 @@ from pipeline.config.slurm import parse_minutes
 SECONDS = 30.0
 """A command that takes longer is given up."""
 _GONE = ("Invalid job id",)
-"""What the commands say of a job that ended so long ago that the controller has forgotten it."""
+"""Words of the commands about a job that ended so long ago that the controller has forgotten it."""
 _NOT_CONFIGURED = ("DNS SRV", "configuration source")
-"""What they say where there is no slurm.conf."""
+"""Words of the commands where there is no slurm.conf."""
 _NO_ANSWER = "no answer for"
 _AWAY = (
     *(_NO_ANSWER, "Unable to contact slurm controller", "timed out", "Zero Bytes were transmitted"),
     *("in standby mode", "connect failure", "Connection refused", "Communication connection"),
 )
-"""What is said where the controller does not answer, which may be started anew just now."""
+"""Words of the commands where the controller does not answer; it may be restarting."""
 _NEVER = "Requested node configuration is not available"
-"""What sbatch says of a job for which there are too few nodes."""
+"""Words of sbatch about a job for which there are too few nodes."""
 
 
 class SchedulerError(MachineError):
@@ -38,34 +38,34 @@ class SchedulerError(MachineError):
 
     Args:
         command: what was called.
-        said: its output.
+        output: of it.
         hint: what may help, a sentence or two.
     """
 
-    def __init__(self, command: Sequence[str], said: str, hint: str = "") -> None:
-        text = said.strip() or "it said nothing"
+    def __init__(self, command: Sequence[str], output: str, hint: str = "") -> None:
+        text = output.strip() or "it said nothing"
         if any(words in text for words in _NOT_CONFIGURED):
             text = "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF"
         super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))
         self.command = list(command)
-        self.said = text
+        self.output = text
 
     @property
     def away(self) -> bool:
-        """Whether nobody has answered, so that the same may be asked again later."""
-        return any(words in self.said for words in _AWAY)
+        """True if nothing answered, so that the same command may be tried again later."""
+        return any(words in self.output for words in _AWAY)
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What the scheduler says of a job, or of a task of an array."""
+    """State of a job, or of a task of an array."""
 
     job: str
     """`77`, or `77_3` of an array."""
     state: str
     """Long form: PENDING, RUNNING, COMPLETING, COMPLETED, TIMEOUT ..."""
     reason: str = ""
-    """Why it waits, as in `Priority`."""
+    """Reason for waiting, like `Priority`."""
     nodes: str = ""
     """Compact, like `n[1-2]`."""
     restarts: int = 0
@@ -78,17 +78,22 @@ class JobState:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in the queue."""
+        """True if it is in the queue."""
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
     @property
     def runs(self) -> bool:
-        """Whether processes of it may run."""
+        """True if processes of it may run."""
         return self.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
+
+    @property
+    def active(self) -> bool:
+        """True if it waits or runs."""
+        return self.waits or self.runs
 
 
 def here() -> bool:
-    """Whether there are commands of SLURM on the path."""
+    """True if SLURM's commands are on the path."""
     return shutil.which("sbatch") is not None
 
 
@@ -152,7 +157,7 @@ def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobSt
     try:
         text = ask([*command, "--jobs", ",".join(wanted)], seconds=seconds)
     except SchedulerError as error:
-        if not any(words in error.said for words in _GONE):
+        if not any(words in error.output for words in _GONE):
             raise
         if len(wanted) == 1:
             return {}
@@ -175,7 +180,7 @@ def details(job: str) -> dict[str, str]:
     try:
         text = ask(["scontrol", "show", "job", "--oneliner", job])
     except SchedulerError as error:
-        if any(words in error.said for words in _GONE):
+        if any(words in error.output for words in _GONE):
             return {}
         raise
     return dict(re.findall(r"(\S+?)=(\S*)", text))
@@ -205,7 +210,7 @@ def requeue(job: str) -> None:
 
 
 def can_start(job: str, exclude: Sequence[str]) -> bool:
-    """Whether there are enough nodes for a job without some of them, now or when other jobs have ended.
+    """True if a job has enough nodes without some of them, now or when other jobs have ended.
 
     The scheduler itself is asked, with the script of the job: it knows what features and devices are wanted. Where it
     says anything else than that there are too few, a job like this one is taken to be possible.
@@ -219,7 +224,7 @@ def can_start(job: str, exclude: Sequence[str]) -> bool:
     try:
         ask(command, given=script)
     except SchedulerError as error:
-        return _NEVER not in error.said
+        return _NEVER not in error.output
     return True
 
 
@@ -251,7 +256,7 @@ def cancel(numbers: Sequence[str]) -> None:
     try:
         ask(["scancel", *numbers])
     except SchedulerError as error:
-        if not any(words in error.said for words in _GONE):
+        if not any(words in error.output for words in _GONE):
             raise
 
 
@@ -279,11 +284,11 @@ def _seconds(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Partition:
-    """What the scheduler says of a partition."""
+    """A partition with its limits and nodes."""
 
     name: str
     default: bool
-    """Whether jobs that name none go there."""
+    """Jobs that name no partition go there."""
     state: str
     """`up`; `down`: jobs wait; `drain` and `inact`: none are taken."""
     minutes: int | None
@@ -295,7 +300,7 @@ class Partition:
     usable: int
     """Those that are not down, drained or reserved for repair: idle or at work."""
     gres: tuple[str, ...]
-    """What nodes have, like `gpu:h100:8`; one for each kind of node."""
+    """Generic resources of its nodes, like `gpu:h100:8`; one for each kind of node."""
     features: frozenset[str] = frozenset()
     """Of some of its nodes, for `constraint`."""
 
@@ -376,7 +381,7 @@ class Qos:
     """A quality of service, as preemption sees it."""
 
     mode: str
-    """What happens to a preempted job of it, in lower case; `cluster`: what `PreemptMode` of the cluster says."""
+    """Preemption mode of its jobs, in lower case; `cluster`: that of `PreemptMode` of the cluster."""
     preempts: tuple[str, ...]
     """Those whose jobs it may preempt."""
     grace: str
@@ -396,7 +401,7 @@ def qualities() -> dict[str, Qos]:
 
 @dataclass(frozen=True)
 class Association:
-    """What a user may submit under."""
+    """An account of a user, with its partition and qualities of service."""
 
     account: str
     partition: str
@@ -426,7 +431,7 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class Accounted:
-    """What accounting keeps of a job that has ended, or of a task of an array."""
+    """Accounting record of a job that has ended, or of a task of an array."""
 
     state: str
     """COMPLETED, OUT_OF_MEMORY, NODE_FAIL, TIMEOUT ..., or `CANCELLED by UID`."""
@@ -439,12 +444,12 @@ class Accounted:
 
     @property
     def over(self) -> bool:
-        """Whether accounting knows of the end: it may be some seconds behind the queue."""
+        """True if accounting knows of the end: it may be some seconds behind the queue."""
         return self.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
 
 
 def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, Accounted]:
-    """What accounting knows of jobs by number, arrays task by task; the last start of each.
+    """Accounting records of jobs by number, arrays task by task; the last start of each.
 
     Args:
         numbers: of the jobs, or of tasks of arrays.
@@ -471,7 +476,11 @@ def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str,
 def _tasks(job: str) -> list[str]:
     """`77_[0,2-3%2]`, tasks that were cancelled before they began: 77_0, 77_2, 77_3."""
     array, bracket, listed = job.partition("_[")
-    if not bracket:
-        return [job]
-    ranges = (each.partition("-") for each in listed.rstrip("]").partition("%")[0].split(","))
-    return [f"{array}_{task}" for low, _, high in ranges for task in range(int(low), int(high or low) + 1)]
+    return [f"{array}_{task}" for task in numbers_in(listed.rstrip("]").partition("%")[0])] if bracket else [job]
+
+
+def numbers_in(text: str) -> Iterator[str]:
+    """`08-10,12` -> 08, 09, 10, 12."""
+    for each in filter(None, text.split(",")):
+        first, _, last = each.partition("-")
+        yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))

@@ -80,3 +80,19 @@ def section_at(root: type[Section], path: KeyPath) -> type[Section] | None:
 def dotted(path: KeyPath) -> str:
     """`("data", "sources", 0)` -> `data.sources.0`."""
     return ".".join(str(part) for part in path)
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Values that are no sections, by dotted key.
+
+    Args:
+        value: of a document, a section or a key.
+        path: dotted key of it.
+    """
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    return {
+        key: leaf
+        for name, below in value.items()
+        for key, leaf in flat(below, f"{path}.{name}" if path else str(name)).items()
+    }

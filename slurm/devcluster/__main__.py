@@ -55,7 +55,7 @@ def up(
     console, begin = Console(), time.monotonic()
     if install and machine.missing_programs():
         machine.install()
-    DevCluster.up(folder, nodes=nodes, port=port, tell=lambda line: say(console, line))
+    DevCluster.up(folder, nodes=nodes, port=port, report=lambda line: say(console, line))
     say(console, f"up after {time.monotonic() - begin:.1f} s. To use it in this shell:")
     say(console, f'    eval "$({Path(sys.executable).name} -m slurm.devcluster env --dir {shlex.quote(str(folder))})"')
 

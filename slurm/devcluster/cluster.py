@@ -37,7 +37,7 @@ class DevCluster:
 
     @classmethod
     def up(
-        cls, folder: Path, *, nodes: int = 3, port: int = DEFAULT_PORT, tell: Callable[[str], None] = lambda _: None
+        cls, folder: Path, *, nodes: int = 3, port: int = DEFAULT_PORT, report: Callable[[str], None] = lambda _: None
     ) -> DevCluster:
         """Start a cluster, or what is missing of one that has been started before, and wait until its nodes are idle.
 
@@ -45,7 +45,7 @@ class DevCluster:
             folder: of the cluster; its accounts and its queue are kept from one `up` to the next.
             nodes: number of nodes, which all are this machine.
             port: of the controller; the nodes have the next ones. It also gives the cluster and its nodes their names.
-            tell: is given a line for every step.
+            report: is given a line for every step.
 
         Raises:
             UserError: there is a cluster with another port or number of nodes, or a value is out of range.
@@ -63,7 +63,7 @@ class DevCluster:
                 "Name those, or another folder, or remove this one with `down --purge`"
             )
         cluster = cls(settings)
-        cluster._start(tell)
+        cluster._start(report)
         return cluster
 
     @classmethod
@@ -85,21 +85,21 @@ class DevCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What SLURM's commands need to find this cluster."""
+        """Environment with which SLURM's commands find this cluster."""
         return {"SLURM_CONF": str(self._settings.slurm_conf)}
 
     @property
     def is_up(self) -> bool:
-        """Whether every daemon but those of killed nodes runs, and the controller answers."""
+        """True if every daemon but those of killed nodes runs, and the controller answers."""
         services = ("munged", "mariadbd", "slurmdbd", "slurmctld")
         return all(map(self._pid, services)) and self._controller_answers()
 
     def usable(self) -> bool:
-        """Whether it is up and all its nodes take jobs."""
+        """True if it is up and all its nodes take jobs."""
         return self.is_up and all(_TAKES_JOBS.match(state) for state in self.node_states().values())
 
     def node_states(self) -> dict[str, str]:
-        """What the controller says of each node.
+        """State of each node by the controller.
 
         Raises:
             MachineError: the controller does not answer.
@@ -173,10 +173,10 @@ class DevCluster:
         if purge:
             shutil.rmtree(self._settings.folder)
 
-    def _start(self, tell: Callable[[str], None]) -> None:
+    def _start(self, report: Callable[[str], None]) -> None:
         settings = self._settings
         if self.is_up and all(self.daemons().values()):
-            tell("it is up already")
+            report("it is up already")
         else:
             if not any(self.daemons().values()):
                 machine.check_ports(settings.ports)
@@ -185,18 +185,18 @@ class DevCluster:
                 (settings.folder / _RECORD).write_text(json.dumps(values) + "\n")
             machine.add_hosts(settings.cluster, self.nodes)
             self._start_munged()
-            tell("munged runs")
+            report("munged runs")
             self._start_database()
-            tell("the database runs")
+            report("the database runs")
             self._start_slurmdbd()
-            tell("slurmdbd runs, with its cluster, accounts and QOS")
-            self._start_slurmctld()
-            tell("slurmctld runs")
+            report("slurmdbd runs, with its cluster, accounts and QOS")
+            self._ensure("slurmctld", [machine.program("slurmctld"), "-D"], self._controller_answers)
+            report("slurmctld runs")
             for name in self.nodes:
                 if self._pid(_slurmd(name)) is None:
                     self._start_slurmd(name)
         self._wait_for_nodes(self.nodes)
-        tell(f"nodes {', '.join(self.nodes)} take jobs")
+        report(f"nodes {', '.join(self.nodes)} take jobs")
 
     def _start_munged(self) -> None:
         settings, log = self._settings, self._settings.folder / "munge"
@@ -253,9 +253,6 @@ class DevCluster:
         self._sacctmgr("modify", "cluster", cluster, "set", "QOS=normal,tiny", "DefaultQOS=normal")
         # The last, as it is what is looked at above: an `up` that was killed in between does all of it again.
         self._sacctmgr("modify", "user", user, "set", "DefaultAccount=dev")
-
-    def _start_slurmctld(self) -> None:
-        self._ensure("slurmctld", [machine.program("slurmctld"), "-D"], self._controller_answers)
 
     def _start_slurmd(self, name: str) -> None:
         daemon = _slurmd(name)
@@ -321,7 +318,7 @@ class DevCluster:
             raise UserError(f"the cluster has no node {name}; its nodes are {', '.join(self.nodes)}")
 
     def _environment(self) -> dict[str, str]:
-        """Of daemons and commands: nothing of a job or a cluster that this process may itself belong to."""
+        """Environment of daemons and commands: nothing of a job or cluster that this process may itself belong to."""
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "TMPDIR", "TZ") if key in os.environ}
         return {"PATH": os.defpath, **kept, **self.environment}
 
@@ -337,15 +334,15 @@ class DevCluster:
         return self._call([machine.program(name), *arguments])
 
     def _call(self, command: Sequence[str]) -> str:
-        """What a command says.
+        """Output of a command.
 
         Raises:
             MachineError: it failed.
         """
         done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip())[-2000:]
-            raise MachineError(f"`{' '.join(command)}` left with {done.returncode}: {said}")
+            output = (done.stderr.strip() or done.stdout.strip())[-2000:]
+            raise MachineError(f"`{' '.join(command)}` left with {done.returncode}: {output}")
         return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""What a development cluster needs of the machine: SLURM's programs, and names that resolve."""
+"""Requirements of a development cluster: SLURM's programs, and names that resolve."""
 
 from __future__ import annotations
 

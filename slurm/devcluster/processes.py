@@ -21,7 +21,7 @@ _TAIL = 15
 
 @dataclass(frozen=True)
 class _Stat:
-    """Of `/proc/PID/stat`: `start` is in clock ticks since the machine's start, and tells a pid that is used again."""
+    """Fields of `/proc/PID/stat`: `start` is in clock ticks since the boot, and tells a pid that is used again."""
 
     name: str
     state: str

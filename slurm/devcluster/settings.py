@@ -23,7 +23,7 @@ _LONGEST_FOLDER = 70
 
 @dataclass(frozen=True)
 class Settings:
-    """What tells one cluster from another on the same machine."""
+    """Settings of a cluster, which tell it from others on the same machine."""
 
     folder: Path
     port: int
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def ports(self) -> list[int]:
-        """Of the controller, the nodes and the accounting daemon."""
+        """Ports of the controller, the nodes and the accounting daemon."""
         return [*range(self.port, self.port + self.count + 1), self.slurmdbd_port]
 
     @property
@@ -96,7 +96,7 @@ class Settings:
         return self.folder / "log" / f"{daemon}.log"
 
     def output(self, daemon: str) -> Path:
-        """What a daemon says before it has opened its log."""
+        """Output of a daemon before it has opened its log."""
         return self.folder / "log" / f"{daemon}.out"
 
     def pid_file(self, daemon: str) -> Path:

@@ -26,15 +26,14 @@ from rich.text import Text
 from pipeline.common import storage
 from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
+from pipeline.common.process_identity import node_name
 from pipeline.config.load import load, load_written
-from slurm.doctor.node import NodeRank, disks, host_name, memory, node_name, shared_memory, software
-from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file, verdict
+from slurm.doctor.node import NodeRank, disks, host_name, memory, shared_memory, software
+from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-    from slurm.doctor.network import Meeting
-
-__all__ = ["NodeVerdict", "doctor", "doctor_command", "verdict"]
+    from slurm.doctor.network import Rendezvous
 
 TOTAL_SECONDS = 120.0
 """A check that takes longer hangs: a file system, or a GPU."""
@@ -42,14 +41,14 @@ _NETWORK = "all-reduce with the other nodes"
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a run needs of a node."""
+class NodeRequirements:
+    """Requirements of a run on a node."""
 
     gpus: int = 0
     run: Path | None = None
     data: Path | None = None
     data_now: bool = False
-    """Whether the data must be there already."""
+    """The data must be there already."""
 
 
 def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
@@ -76,21 +75,21 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
         NodeUnhealthy: something is wrong that training would fail by, or suffer from.
         UserError: the run file has a mistake, or the variables of a launcher are wrong.
     """
-    place = NodeRank.of_environment()
-    needs = Needs()
+    node_rank = NodeRank.of_environment()
+    needs = NodeRequirements()
     if run is not None:
         config = load(run, overrides)
-        needs = _needs(config, _gpus(config))
+        needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir)
     with _limited():
-        examination = Examination(place)
+        examination = Examination(node_rank)
         with examination.surviving():
             examination.node(needs)
         reports = examination.network()
-    if place.size > 1:
+    if node_rank.size > 1:
         # Where it is loaded the command line leaves as ranks do, without joining the threads of gloo and NCCL.
         from pipeline.train.distributed import process_group
 
-        if place.rank:  # rank 0 tells
+        if node_rank.rank:  # rank 0 tells
             process_group.leave(EXIT_OK)
     found = compare(reports)
     if as_json:
@@ -108,19 +107,19 @@ class Examination:
     """The checks of this node, in their order; what is known is written down at each step.
 
     Args:
-        place: of this node among others.
+        node_rank: of this node among others.
         folder: for its report.
     """
 
-    def __init__(self, place: NodeRank, folder: Path | None = None) -> None:
-        self._place = place
+    def __init__(self, node_rank: NodeRank, folder: Path | None = None) -> None:
+        self._node_rank = node_rank
         self._folder = folder
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self.report = Report(node_name())
         self.written = True
-        """Whether the folder could be written to."""
+        """False once the folder could not be written to."""
 
-    def node(self, needs: Needs) -> None:
+    def node(self, needs: NodeRequirements) -> None:
         """All that this node can find out by itself."""
         self.begin("import of torch")
         import torch
@@ -144,17 +143,17 @@ class Examination:
 
     def network(self) -> dict[str, Report | None]:
         """Meet the other nodes; at rank 0 the reports of those that came, by node, else only this one."""
-        if self._place.size > 1:
+        if self._node_rank.size > 1:
             self._all_reduce()
         self.begin("")
-        everybody = self._meeting.gather(orjson.dumps(self.report)) if self._meeting else []
+        everybody = self._rendezvous.gather(orjson.dumps(self.report)) if self._rendezvous else []
         if not everybody:
             return {self.report.node: self.report}
         found = {report.network.rank: report for report in map(parse_report, everybody)}
         names = {rank: report.node for rank, report in found.items()}
         if len(set(names.values())) < len(names):
             names = {rank: f"{name}, rank {rank}" for rank, name in names.items()}
-        return {names.get(rank, f"node of rank {rank}"): found.get(rank) for rank in range(self._place.size)}
+        return {names.get(rank, f"node of rank {rank}"): found.get(rank) for rank in range(self._node_rank.size)}
 
     def begin(self, what: str) -> None:
         """Note what comes next; "" is the end."""
@@ -171,7 +170,7 @@ class Examination:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """What fails inside is wrong with the node, whatever it is; the others wait for it all the same."""
+        """Turn an exception inside into a failed check; the other nodes wait for this one all the same."""
         try:
             yield
         except Exception as error:
@@ -187,14 +186,14 @@ class Examination:
     def _all_reduce(self) -> None:
         import torch
 
-        from slurm.doctor.network import NotMet, meet
+        from slurm.doctor.network import RendezvousFailed, rendezvous
 
-        self.report = replace(self.report, network=Network("pending", rank=self._place.rank))
+        self.report = replace(self.report, network=Network("pending", rank=self._node_rank.rank))
         self.begin(_NETWORK)
         try:
-            self._meeting = meet(self._place, gpus=torch.cuda.device_count())
-            network = self._meeting.all_reduce()
-        except NotMet as error:
+            self._rendezvous = rendezvous(self._node_rank, gpus=torch.cuda.device_count())
+            network = self._rendezvous.all_reduce()
+        except RendezvousFailed as error:
             network = error.network
         self.report = replace(self.report, network=network)
 
@@ -224,16 +223,13 @@ def _examine(run_file: Path, folder: Path, gpus: int) -> int:
     examination = Examination(NodeRank.of_environment(), folder)
     with examination.surviving():
         examination.begin(f"run file {run_file}")
-        examination.node(replace(_needs(load_written(run_file), gpus), data_now=True))
+        config = load_written(run_file)
+        examination.node(NodeRequirements(gpus, config.run.dir, config.data_dir, data_now=True))
     with examination.surviving():
         examination.network()
     for problem in examination.report.errors:
         echo(f"{examination.report.node}: {problem}", flush=True)
     return EXIT_UNHEALTHY if examination.report.errors or not examination.written else EXIT_OK
-
-
-def _needs(config: Config, gpus: int) -> Needs:
-    return Needs(gpus, config.run.dir, config.data_dir)
 
 
 def _gpus(config: Config) -> int:

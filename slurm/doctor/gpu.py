@@ -1,4 +1,4 @@
-"""Whether the GPUs of a node are there, say that they are well, and calculate right and fast enough."""
+"""Checks of the GPUs of a node: presence, health, correct and fast enough results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slurm.doctor.report import NodeCheck
+from slurm.doctor.report import NodeCheck, failed
 
 _PATIENCE = 20.0
 """Seconds for nvidia-smi, which hangs where a GPU does."""
@@ -24,7 +24,7 @@ _WARM_UP, _TIMED = 3, 50
 
 @dataclass(frozen=True)
 class DriverView:
-    """What nvidia-smi says of a GPU."""
+    """Fields of nvidia-smi about a GPU."""
 
     index: str
     driver: str
@@ -35,7 +35,7 @@ class DriverView:
 
 
 def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
-    """What nvidia-smi says, and what is wrong with that; nothing where there is neither nvidia-smi nor a GPU."""
+    """GPUs by nvidia-smi, and checks of its answer; nothing where there is neither nvidia-smi nor a GPU."""
     if shutil.which("nvidia-smi") is None:
         return [], [_unasked("it is not in PATH")] if torch.cuda.device_count() else []
     command = ["nvidia-smi", f"--query-gpu={','.join(_COLUMNS)}", "--format=csv,noheader,nounits"]
@@ -44,14 +44,14 @@ def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
             command, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, check=False
         )
     except subprocess.TimeoutExpired:
-        return [], [_bad("nvidia-smi", "no answer", f"nvidia-smi does not answer within {_PATIENCE:g} s")]
+        return [], [failed("nvidia-smi", "no answer", f"nvidia-smi does not answer within {_PATIENCE:g} s")]
     except OSError as error:
-        return [], [_bad("nvidia-smi", "not run", f"nvidia-smi cannot be run: {error.strerror}")]
-    said = " ".join((done.stdout + done.stderr).split())[:300]
-    if "not a valid field" in said.lower():  # a version of nvidia-smi that does not know these
+        return [], [failed("nvidia-smi", "not run", f"nvidia-smi cannot be run: {error.strerror}")]
+    output = " ".join((done.stdout + done.stderr).split())[:300]
+    if "not a valid field" in output.lower():  # a version of nvidia-smi that does not know these
         return [], [_unasked("this version does not know what it is asked for")]
     if done.returncode != 0:
-        return [], [_bad("nvidia-smi", f"code {done.returncode}", f"nvidia-smi failed: {said}")]
+        return [], [failed("nvidia-smi", f"code {done.returncode}", f"nvidia-smi failed: {output}")]
     views = parse_driver_views(done.stdout)
     return views, judge_driver_views(views)
 
@@ -75,14 +75,14 @@ def parse_driver_views(text: str) -> list[DriverView]:
 
 
 def judge_driver_views(views: list[DriverView]) -> list[NodeCheck]:
-    """What the driver's words mean for training."""
+    """Checks of what the driver says."""
     checks = []
     broken = [f"GPU {view.index}: {view.uncorrected}" for view in views if view.uncorrected]
     retiring = [f"GPU {view.index}" for view in views if view.retiring]
     if broken:
         found = "; ".join(broken)
         text = f"ECC: memory errors that could not be corrected ({found}); these GPUs need a reset, or to be replaced"
-        checks.append(_bad("ECC", found, text))
+        checks.append(failed("ECC", found, text))
     if retiring:
         found = ", ".join(retiring)
         text = f"ECC: memory pages of {found} wait to be retired; a reset of the GPU does that"
@@ -93,7 +93,7 @@ def judge_driver_views(views: list[DriverView]) -> list[NodeCheck]:
 
 
 def devices(expected: int, driver: int) -> NodeCheck:
-    """Whether torch sees as many GPUs as the run needs, all of one kind.
+    """Check that torch sees as many GPUs as the run needs, all of one kind.
 
     Args:
         expected: so many at least.
@@ -107,15 +107,15 @@ def devices(expected: int, driver: int) -> NodeCheck:
             text += f"; this torch ({torch.__version__}) was built without CUDA and without ROCm"
         elif driver >= expected:
             text += f", and nvidia-smi sees {driver}; look at CUDA_VISIBLE_DEVICES and at the driver's version"
-        return _bad("GPUs", value, text)
+        return failed("GPUs", value, text)
     if len(set(kinds)) > 1:
         found = ", ".join(sorted(set(kinds)))
-        return _bad("GPUs", found, f"GPUs: they are of several kinds ({found}); name one in CUDA_VISIBLE_DEVICES")
+        return failed("GPUs", found, f"GPUs: they are of several kinds ({found}); name one in CUDA_VISIBLE_DEVICES")
     return NodeCheck("GPUs", True, value)
 
 
 def kind() -> str:
-    """Of the first GPU; "none" without one."""
+    """Name of the first GPU; "none" without one."""
     return torch.cuda.get_device_name(0) if torch.cuda.device_count() else "none"
 
 
@@ -129,11 +129,11 @@ def products() -> tuple[list[NodeCheck], dict[str, float]]:
             seconds, wrong = _product(device)
         except RuntimeError as error:
             first = str(error).strip().split("\n", maxsplit=1)[0]
-            checks.append(_bad("matrix product", name, f"matrix product: it failed on {name}: {first}"))
+            checks.append(failed("matrix product", name, f"matrix product: it failed on {name}: {first}"))
             break  # after an error of one GPU no other one can be used by this process
         times[name] = seconds
         if wrong:
-            checks.append(_bad("matrix product", name, f"matrix product: {name} calculates wrong: {wrong}"))
+            checks.append(failed("matrix product", name, f"matrix product: {name} calculates wrong: {wrong}"))
     if not checks:
         shown = [f"{seconds * 1e3:.2f} ms" for seconds in (min(times.values()), max(times.values()))]
         checks.append(NodeCheck("matrix product", True, shown[0] if len(times) == 1 else " to ".join(shown)))
@@ -153,7 +153,7 @@ def _product(device: torch.device) -> tuple[float, str]:
 
 
 def wrong_elements(result: torch.Tensor) -> str:
-    """What is wrong with the square of the matrix that has ((i + j) mod 3) - 1 at i, j; empty if nothing is.
+    """Description of errors in the square of the matrix that has ((i + j) mod 3) - 1 at i, j; empty without any.
 
     A row times a column is the sum over k of f(i + k) f(k + j), where f has the values -1, 0, 1 again and again: each
     three terms add up to 2 where i and j are equal modulo 3, else to -1.
@@ -203,7 +203,3 @@ def _exact_arithmetic() -> Iterator[None]:
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
         torch.set_num_threads(threads)
-
-
-def _bad(name: str, value: str, message: str) -> NodeCheck:
-    return NodeCheck(name, False, value, message)

@@ -20,42 +20,44 @@ from slurm.doctor.gpu import synchronize
 from slurm.doctor.node import NodeRank
 from slurm.doctor.report import Network, NetworkState
 
-JOIN_SECONDS = 60.0
+RENDEZVOUS_SECONDS = 60.0
 _GATHER_SECONDS = 20.0
 """For those that took part to be through, after this node is."""
 _ELEMENTS = 2**20
 _WARM_UP, _TIMED = 1, 5
 _POLL = 0.05
-_ANSWER = timedelta(seconds=10)
+_STORE_TIMEOUT = timedelta(seconds=10)
 """For rank 0 to answer once it listens."""
 
 
-class NotMet(Exception):
+class RendezvousFailed(Exception):
     """This node does not take part.
 
     Args:
-        network: what to report.
+        state: how far it came.
+        rank: of this node.
+        message: what went wrong.
     """
 
-    def __init__(self, network: Network) -> None:
-        super().__init__(network.message)
-        self.network = network
+    def __init__(self, state: NetworkState, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.network = Network(state, rank=rank, nodes=0, message=message)
 
 
-class Meeting:
-    """Those that have come; `meet` makes one."""
+class Rendezvous:
+    """The nodes that came; `rendezvous` makes one."""
 
-    def __init__(self, place: NodeRank, store: Any, ranks: list[int], backend: str) -> None:
-        self._place = place
+    def __init__(self, node: NodeRank, store: Any, ranks: list[int], backend: str) -> None:
+        self._node = node
         self._store = store
         self._ranks = ranks
         self._backend = backend
 
     def all_reduce(self) -> Network:
         """Add up a few MiB over all nodes several times, and look at the result and the clock."""
-        missing = tuple(rank for rank in range(self._place.size) if rank not in self._ranks)
+        missing = tuple(rank for rank in range(self._node.size) if rank not in self._ranks)
         size = len(self._ranks)
-        common: dict[str, Any] = {"rank": self._place.rank, "nodes": size, "missing": missing, "backend": self._backend}
+        common: dict[str, Any] = {"rank": self._node.rank, "nodes": size, "missing": missing, "backend": self._backend}
         if size == 1:
             return Network("ok", **common)
         try:
@@ -73,8 +75,8 @@ class Meeting:
     def gather(self, report: bytes) -> list[bytes]:
         """The reports of all that have come, at rank 0; [] elsewhere. Rank 0 must not leave before this."""
         try:
-            self._store.set(f"report {self._place.rank}", report)
-            if self._place.rank:
+            self._store.set(f"report {self._node.rank}", report)
+            if self._node.rank:
                 return []
             until = time.monotonic() + _GATHER_SECONDS
             waiting = set(self._ranks)
@@ -83,7 +85,7 @@ class Meeting:
                 time.sleep(_POLL)
             return [self._store.get(f"report {rank}") for rank in self._ranks if rank not in waiting]
         except RuntimeError:  # rank 0 has ended
-            return [] if self._place.rank else [report]
+            return [] if self._node.rank else [report]
 
     def _measure(self) -> tuple[float, bool, float]:
         """Median seconds of an all-reduce, whether a sum was wrong, and this node's clock at one instant for all."""
@@ -91,9 +93,9 @@ class Meeting:
         if gpu:
             torch.cuda.set_device(0)
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a time-out is an error, not the end
-        size, mine = len(self._ranks), self._ranks.index(self._place.rank)
+        size, mine = len(self._ranks), self._ranks.index(self._node.rank)
         store = dist.PrefixStore("group", self._store)  # type: ignore[attr-defined]
-        wait = timedelta(seconds=JOIN_SECONDS / 2)
+        wait = timedelta(seconds=RENDEZVOUS_SECONDS / 2)
         dist.init_process_group(self._backend, store=store, rank=mine, world_size=size, timeout=wait)
         values = torch.empty(_ELEMENTS, device="cuda" if gpu else "cpu")
         found, wrong = [], False
@@ -111,58 +113,58 @@ class Meeting:
         return statistics.median(found), wrong, time.time()
 
 
-def meet(place: NodeRank, *, gpus: int, seconds: float = JOIN_SECONDS) -> Meeting:
+def rendezvous(node: NodeRank, *, gpus: int, seconds: float = RENDEZVOUS_SECONDS) -> Rendezvous:
     """Wait for the other nodes.
 
     Args:
-        place: of this one.
+        node: of this one.
         gpus: that this node has; without any on one node all use gloo.
         seconds: to wait.
 
     Raises:
-        NotMet: this node takes no part.
+        RendezvousFailed: this node takes no part.
     """
     until = time.monotonic() + seconds
-    if not place.serves:
-        _wait_for_port(place, until, seconds)
+    if not node.serves:
+        _wait_for_port(node, until, seconds)
     try:
         tcp = dist.TCPStore(  # type: ignore[attr-defined]
-            place.address,
-            place.port,
+            node.address,
+            node.port,
             None,
-            is_master=place.serves,
-            timeout=_ANSWER,
+            is_master=node.serves,
+            timeout=_STORE_TIMEOUT,
             wait_for_workers=False,
         )
         store = dist.PrefixStore("doctor", tcp)  # type: ignore[attr-defined]
-        store.set(f"here {place.rank}", str(gpus))
-        if place.rank == 0:
-            _settle(place, store, until)
+        store.set(f"here {node.rank}", str(gpus))
+        if node.rank == 0:
+            _choose_participants(node, store, until)
         # Rank 0 may have begun to wait as late as this one has come.
         elif not _appears(store, "who", time.monotonic() + seconds + _GATHER_SECONDS):
-            raise NotMet(_unmet("unreached", place, f"network: {place.address} did not say who takes part"))
-        said = orjson.loads(store.get("who"))
+            raise RendezvousFailed("unreached", node.rank, f"network: {node.address} did not say who takes part")
+        chosen = orjson.loads(store.get("who"))
     except (RuntimeError, ValueError) as error:
-        if place.serves and "EADDRINUSE" in str(error):
-            text = f"network: port {place.port} is in use here by another program, so the all-reduce was left out"
-            raise NotMet(_unmet("closed", place, text)) from None
-        text = f"network: the connection to {place.address}:{place.port} failed ({_first_line(error)})"
-        raise NotMet(_unmet("unreached", place, text)) from None
-    if place.rank not in said["ranks"]:
-        text = f"network: it came to the others more than {seconds:.0f} s after {place.address}; it is slow to start"
-        raise NotMet(_unmet("late", place, text))
-    return Meeting(place, store, said["ranks"], said["backend"])
+        if node.serves and "EADDRINUSE" in str(error):
+            text = f"network: port {node.port} is in use here by another program, so the all-reduce was left out"
+            raise RendezvousFailed("closed", node.rank, text) from None
+        text = f"network: the connection to {node.address}:{node.port} failed ({_first_line(error)})"
+        raise RendezvousFailed("unreached", node.rank, text) from None
+    if node.rank not in chosen["ranks"]:
+        text = f"network: it came to the others more than {seconds:.0f} s after {node.address}; it is slow to start"
+        raise RendezvousFailed("late", node.rank, text)
+    return Rendezvous(node, store, chosen["ranks"], chosen["backend"])
 
 
-def _settle(place: NodeRank, store: Any, until: float) -> None:
+def _choose_participants(node: NodeRank, store: Any, until: float) -> None:
     """Rank 0: wait for all, then say who takes part."""
-    waiting = set(range(place.size))
+    waiting = set(range(node.size))
     while waiting:
         waiting -= {rank for rank in waiting if store.check([f"here {rank}"])}
         if not waiting or time.monotonic() > until:
             break
         time.sleep(_POLL)
-    ranks = [rank for rank in range(place.size) if rank not in waiting]
+    ranks = [rank for rank in range(node.size) if rank not in waiting]
     gpus = [int(store.get(f"here {rank}")) for rank in ranks]
     nccl = min(gpus) > 0 and dist.is_nccl_available()
     store.set("who", orjson.dumps({"ranks": ranks, "backend": "nccl" if nccl else "gloo"}))
@@ -176,24 +178,20 @@ def _appears(store: Any, key: str, until: float) -> bool:
     return True
 
 
-def _wait_for_port(place: NodeRank, until: float, seconds: float) -> None:
+def _wait_for_port(node: NodeRank, until: float, seconds: float) -> None:
     """Until rank 0 listens. torch waits, too, but up to twice as long as it is told, and says much meanwhile."""
     while True:
         try:
-            socket.create_connection((place.address, place.port), timeout=max(1.0, until - time.monotonic())).close()
+            socket.create_connection((node.address, node.port), timeout=max(1.0, until - time.monotonic())).close()
             return
         except OSError as error:
             if time.monotonic() > until:
                 text = (
-                    f"network: {place.address}:{place.port}, where the first node is, could not be reached for "
+                    f"network: {node.address}:{node.port}, where the first node is, could not be reached for "
                     f"{seconds:.0f} s ({error.strerror or error})"
                 )
-                raise NotMet(_unmet("unreached", place, text)) from None
+                raise RendezvousFailed("unreached", node.rank, text) from None
         time.sleep(_POLL)
-
-
-def _unmet(state: NetworkState, place: NodeRank, message: str) -> Network:
-    return Network(state, rank=place.rank, nodes=0, message=message)
 
 
 def _first_line(error: BaseException) -> str:

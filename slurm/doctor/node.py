@@ -1,4 +1,4 @@
-"""Whether a node has what training takes apart from GPUs: disks that can be written, memory, a name, its software.
+"""Checks of a node apart from its GPUs: disks that can be written, memory, a name, its software.
 
 Nothing here needs torch but for its version, so a node on which that cannot be imported can still say so.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from slurm.doctor.report import NodeCheck, Severity
+from slurm.doctor.report import NodeCheck, Severity, failed
 
 _FREE_BYTES = 2**30
 _FREE_INODES = 10_000
@@ -28,7 +28,7 @@ _PROBE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Which of the nodes this is."""
+    """Rank of this node among those that are checked."""
 
     rank: int = 0
     size: int = 1
@@ -36,7 +36,7 @@ class NodeRank:
     """Where rank 0 is."""
     port: int = 0
     serves: bool = True
-    """Whether this process opens the port; else a launcher has."""
+    """This process opens the port; else a launcher has."""
 
     @classmethod
     def of_environment(cls) -> NodeRank:
@@ -68,11 +68,6 @@ class NodeRank:
         return cls(int(rank), int(size), address, int(port), serves)
 
 
-def node_name() -> str:
-    """As the scheduler calls this node; outside of SLURM its host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def disks(run: Path | None, data: Path | None, *, data_needed: bool) -> list[NodeCheck]:
     """The folders that a run writes and reads.
 
@@ -95,7 +90,7 @@ def space(name: str, path: Path) -> NodeCheck:
     try:
         found = os.statvfs(_existing(path))
     except OSError as error:
-        return _bad(label, "unknown", f"{name} ({path}): its disk cannot be asked ({error.strerror}); is it mounted?")
+        return failed(label, "unknown", f"{name} ({path}): its disk cannot be asked ({error.strerror}); is it mounted?")
     free = found.f_bavail * found.f_frsize
     value = _gib(free)
     wanted = []
@@ -107,7 +102,7 @@ def space(name: str, path: Path) -> NodeCheck:
         if found.f_favail < _FREE_INODES:
             wanted.append(f"{found.f_favail:,} inodes (files) are free, {_FREE_INODES:,} are wanted")
     if wanted:
-        return _bad(label, value, f"{name} ({path}): {' and '.join(wanted)}; remove what is not needed there")
+        return failed(label, value, f"{name} ({path}): {' and '.join(wanted)}; remove what is not needed there")
     return NodeCheck(label, True, value)
 
 
@@ -127,19 +122,21 @@ def write(run: Path) -> NodeCheck:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             same = file.read() == data
     except OSError as error:
-        return _bad(label, "failed", f"run.dir ({run}): a file of 1 MiB cannot be written and read ({error.strerror})")
+        return failed(
+            label, "failed", f"run.dir ({run}): a file of 1 MiB cannot be written and read ({error.strerror})"
+        )
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
     if not same:
-        return _bad(
+        return failed(
             label, "damaged", f"run.dir ({run}): what was written is read back differently; do not use this disk"
         )
     return NodeCheck(label, True, f"1 MiB in {(time.perf_counter() - start) * 1e3:.0f} ms")
 
 
 def read(data: Path, *, needed: bool) -> NodeCheck:
-    """Whether the data can be listed."""
+    """Check that the data can be listed."""
     label = "data.dir"
     missing: Severity = "error" if needed else "warning"
     try:
@@ -151,7 +148,7 @@ def read(data: Path, *, needed: bool) -> NodeCheck:
         )
         return NodeCheck(label, False, "not there", text, missing)
     except OSError as error:
-        return _bad(label, "not readable", f"data.dir ({data}): it cannot be read ({error.strerror})")
+        return failed(label, "not readable", f"data.dir ({data}): it cannot be read ({error.strerror})")
     return NodeCheck(label, True, "readable" if found else "empty")
 
 
@@ -162,7 +159,7 @@ def memory() -> NodeCheck:
         free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
         if free < _FREE_MEMORY:
             text = f"memory: {_gib(free)} are free, {_gib(_FREE_MEMORY)} are wanted; what else runs there?"
-            return _bad("memory", _gib(free), text)
+            return failed("memory", _gib(free), text)
         return NodeCheck("memory", True, f"{_gib(free)} free")
     return NodeCheck("memory", True, "unknown")
 
@@ -181,7 +178,7 @@ def shared_memory() -> NodeCheck:
 
 
 def host_name() -> NodeCheck:
-    """Whether the node knows its own address, by which gloo offers itself to the others."""
+    """Check that the node knows its own address, by which gloo offers itself to the others."""
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
@@ -221,7 +218,3 @@ def _existing(path: Path) -> Path:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _bad(name: str, value: str, message: str) -> NodeCheck:
-    return NodeCheck(name, False, value, message)

@@ -1,4 +1,4 @@
-"""What a node says of itself, and what follows when the words of all nodes are put side by side. Nothing here measures.
+"""Reports of nodes on themselves, and the verdict from comparing them. Nothing here measures.
 
 One node cannot know that it is slow, or that its clock is the one that is wrong: that takes the others. And a node that
 is lost takes the measurements of healthy ones with it, which must not be blamed for that.
@@ -45,16 +45,21 @@ class NodeCheck:
     name: str
     ok: bool
     value: str
-    """What was found, for a table."""
+    """Finding, for a table."""
     message: str = ""
-    """What is wrong with it, in a sentence that names this check and value; empty if it is ok."""
+    """The problem, in a sentence that names this check and value; empty if it is ok."""
     severity: Severity = "error"
     """Of a check that is not ok: whether it makes the node unfit."""
 
 
+def failed(name: str, value: str, message: str) -> NodeCheck:
+    """A check whose result makes the node unfit."""
+    return NodeCheck(name, False, value, message)
+
+
 @dataclass(frozen=True)
 class Network:
-    """How the all-reduce over nodes went, as one of them saw it."""
+    """Result of the all-reduce over nodes, as one of them saw it."""
 
     state: NetworkState = "alone"
     rank: int = 0
@@ -98,34 +103,28 @@ class Report:
 
     @property
     def errors(self) -> list[str]:
-        """What makes this node unfit by itself."""
+        """Problems that make this node unfit by itself."""
         return [check.message for check in self.checks if not check.ok and check.severity == "error"]
-
-    @property
-    def warnings(self) -> list[str]:
-        """What does not."""
-        return [check.message for check in self.checks if not check.ok and check.severity == "warning"]
 
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """Which nodes are unfit for training, and why."""
+    """Nodes that are unfit for training, with the reasons."""
 
     unhealthy: dict[str, list[str]] = field(default_factory=dict)
     """By node, in words that do not repeat its name."""
     warnings: list[str] = field(default_factory=list)
 
-    def blame(self, node: str, why: str) -> None:
-        """Add a reason against a node."""
-        self.unhealthy.setdefault(node, []).append(why)
-
-    def warn(self, node: str, what: str) -> None:
-        """Add what is worth knowing of a node."""
-        self.warnings.append(f"{node}: {what}")
+    def add(self, node: str, text: str, *, unfit: bool = True) -> None:
+        """Add a reason against a node, or a warning where it does not make the node unfit."""
+        if unfit:
+            self.unhealthy.setdefault(node, []).append(text)
+        else:
+            self.warnings.append(f"{node}: {text}")
 
 
 def report_file(folder: Path, node: str) -> Path:
-    """Where a node writes its report."""
+    """File of a node's report."""
     return folder / f"{node}.json"
 
 
@@ -145,7 +144,7 @@ def parse_report(data: bytes) -> Report:
 
 
 def verdict(folder: Path, nodes: Sequence[str]) -> NodeVerdict:
-    """What follows from the reports of nodes that were asked; one without a report did not answer.
+    """Verdict from the reports of nodes that were asked; one without a report did not answer.
 
     Args:
         folder: of the reports, which has none of earlier calls.
@@ -170,19 +169,18 @@ def gather_reports(folder: Path, nodes: Sequence[str]) -> None:
 
 
 def compare(reports: Mapping[str, Report | None]) -> NodeVerdict:
-    """What follows from the reports of all nodes by name; None of one that did not answer."""
+    """Verdict from the reports of all nodes by name; None for one that did not answer."""
     found = NodeVerdict()
     answered = {node: report for node, report in reports.items() if report is not None}
     for node, report in reports.items():
         if report is None:
-            found.blame(node, "it did not answer: the check could not start there, or left no report")
+            found.add(node, "it did not answer: the check could not start there, or left no report")
             continue
         if report.at and report.network.state != "pending":
-            found.blame(node, f"it did not get past this check: {report.at}; it hung there, or was killed")
-        for problem in report.errors:
-            found.blame(node, problem)
-        for problem in report.warnings:
-            found.warn(node, problem)
+            found.add(node, f"it did not get past this check: {report.at}; it hung there, or was killed")
+        for check in report.checks:
+            if not check.ok:
+                found.add(node, check.message, unfit=check.severity == "error")
     _compare_networks(answered, found)
     _compare_products(answered, found)
     _compare_clocks(answered, found)
@@ -197,36 +195,30 @@ def _compare_networks(reports: Mapping[str, Report], found: NodeVerdict) -> None
     came = [node for node, network in networks.items() if network.state in ("ok", "failed")]
     unreached = {node: network for node, network in networks.items() if network.state == "unreached"}
     for node, network in networks.items():
-        if network.state == "late":
-            found.blame(node, network.message)
-        elif network.state == "closed":
+        if network.state in ("late", "closed"):
             # A port that is taken does not make a node unfit: the training will use another one.
-            found.warn(node, network.message)
+            found.add(node, network.message, unfit=network.state == "late")
         if network.rank == 0 and network.missing:
-            found.warn(node, f"the all-reduce went without {len(network.missing)} that did not come in time")
+            found.add(
+                node, f"the all-reduce went without {len(network.missing)} that did not come in time", unfit=False
+            )
     closed = first is not None and networks[first].state == "closed"
     if first is None or closed or first in found.unhealthy:
         for node, network in unreached.items():
-            found.warn(node, network.message)
+            found.add(node, network.message, unfit=False)
     elif unreached:
         alone = not set(came) - {first}
         if alone:
-            found.blame(first, f"network: none of the other nodes reaches it ({', '.join(unreached)})")
+            found.add(first, f"network: none of the other nodes reaches it ({', '.join(unreached)})")
         # Of two nodes that do not reach one another either may be the one.
         for node, network in unreached.items():
-            if alone and len(unreached) > 1:
-                found.warn(node, network.message)
-            else:
-                found.blame(node, network.message)
+            found.add(node, network.message, unfit=not (alone and len(unreached) > 1))
     # A node that is lost fails the all-reduce for the others, too.
     consequence = closed or bool(found.unhealthy)
     for node, network in networks.items():
         if network.state in ("failed", "pending"):
             text = network.message or "network: it hung in the all-reduce with the other nodes, or was killed there"
-            if consequence:
-                found.warn(node, text)
-            else:
-                found.blame(node, text)
+            found.add(node, text, unfit=not consequence)
 
 
 def _compare_products(reports: Mapping[str, Report], found: NodeVerdict) -> None:
@@ -241,10 +233,7 @@ def _compare_products(reports: Mapping[str, Report], found: NodeVerdict) -> None
             f"slow: {device} takes {seconds * 1e3:.1f} ms for a matrix product, {seconds / usual:.1f} times as long as "
             f"is usual here ({usual * 1e3:.1f} ms)"
         )
-        if len(times) >= _ENOUGH:
-            found.blame(node, text)
-        else:
-            found.warn(node, text)
+        found.add(node, text, unfit=len(times) >= _ENOUGH)
 
 
 def _compare_clocks(reports: Mapping[str, Report], found: NodeVerdict) -> None:
@@ -258,10 +247,7 @@ def _compare_clocks(reports: Mapping[str, Report], found: NodeVerdict) -> None:
         off = abs(clock - median) if len(known) >= _ENOUGH else spread
         if off > _CLOCK_WARNING:
             text = f"clock: it is {off:.0f} s off that of the other nodes; have its time service looked at"
-            if off > _CLOCK_ERROR:
-                found.blame(node, text)
-            else:
-                found.warn(node, text)
+            found.add(node, text, unfit=off > _CLOCK_ERROR)
 
 
 def _compare_facts(reports: Mapping[str, Report], found: NodeVerdict) -> None:
@@ -276,8 +262,4 @@ def _compare_facts(reports: Mapping[str, Report], found: NodeVerdict) -> None:
             if value == usual and not tie:
                 continue
             others = ", ".join(sorted({other for other in values.values() if other != value})) if tie else usual
-            text = f"{fact}: it has {value}, other nodes have {others}"
-            if fact in _MAY_DIFFER:
-                found.warn(node, text)
-            else:
-                found.blame(node, text)
+            found.add(node, f"{fact}: it has {value}, other nodes have {others}", unfit=fact not in _MAY_DIFFER)

@@ -54,7 +54,7 @@ def estimate(
     processes = processes_of(config, chosen, nodes, environment)
     found: ResourcePlan | None = None
     seconds, default_time = _job_seconds(config)
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     lines: list[str] = []
     try:
         if nodes is not None:
@@ -64,24 +64,24 @@ def estimate(
         if not suggest:
             raise
         about = device_json(chosen, config.train.precision.compute)
-        told, lines = {"refused": str(error), "device": about}, [f"refused: {error}"]
+        values, lines = {"refused": str(error), "device": about}, [f"refused: {error}"]
     else:
-        told, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time))
+        values, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time))
     if not as_json:
         _say_all(console, lines)
     if suggest:
         try:
             suggestions = _suggestions(config, chosen, processes)
         except UserError as error:
-            told |= {"suggestions": [], "nothing_fits": str(error)}
+            values |= {"suggestions": [], "nothing_fits": str(error)}
             lines = [f"no suggestions: {error}"]
         else:
-            told |= {"suggestions": suggestions_json(suggestions)}
+            values |= {"suggestions": suggestions_json(suggestions)}
             lines = list(suggestion_lines(suggestions))
         if not as_json:
             _say_all(console, lines)
     if as_json:
-        echo(json.dumps(told))
+        echo(json.dumps(values))
     return found is not None and found.fits
 
 
@@ -124,7 +124,7 @@ def processes_of(config: Config, device: Device, nodes: int | None, environment:
 
 
 def _job_seconds(config: Config) -> tuple[float | None, bool]:
-    """What a job has for steps, without start and stop, and whether neither the run nor its site says how long it is.
+    """Seconds of a job for steps, without start and stop; True if the time limit is the default.
 
     None where the run file says nothing of jobs.
     """

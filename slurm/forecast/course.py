@@ -1,4 +1,4 @@
-"""What a training has before it: tokens, seconds, jobs, device hours, disk. Nothing is built, and nothing written."""
+"""Forecast of a training: tokens, seconds, jobs, device hours, disk. Nothing is built, and nothing written."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _PLENTY = 10**15
 
 @dataclass(frozen=True)
 class Course:
-    """How long a run is and how far it has come."""
+    """Length and progress of a run."""
 
     steps: int
     tokens: int
     reason: str
-    """What ends it."""
+    """Reason for its end."""
     done_steps: int
     """Of the newest checkpoint."""
     done_tokens: int
@@ -73,7 +73,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Disk:
-    """What the checkpoints of a run take."""
+    """Disk usage of the checkpoints of a run."""
 
     each: int
     """Bytes of one."""
@@ -94,7 +94,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a training."""
+    """Forecast of a training."""
 
     course: Course | None
     """None where it cannot be planned before the data are there."""
@@ -114,7 +114,7 @@ class Forecast:
 
 
 def forecast(config: Config, site: SiteConfig, job: PlannedJob) -> Forecast:
-    """What the training of a run has before it."""
+    """Forecast of the training of a run."""
     spec: DecoderSpec | None = None
     with suppress(UserError):  # it has no tokenizer yet, and training it will say so
         spec = planned_spec(config)
@@ -126,7 +126,7 @@ def forecast(config: Config, site: SiteConfig, job: PlannedJob) -> Forecast:
 
 
 def read_course(config: Config, spec: DecoderSpec | None) -> Course:
-    """How long a run is, from its datasets, or before there are any from the run file alone.
+    """Length of a run from its datasets, or before there are any from the run file alone.
 
     Args:
         config: the run.
@@ -178,7 +178,7 @@ def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:
 
 
 def job_seconds(config: Config, minutes: int) -> float:
-    """What a job with a time limit has for steps: less the start and the stop before its end."""
+    """Seconds of a job for steps: its time limit less the start and the stop before its end."""
     return 60.0 * minutes - START_S - signal_seconds(config, minutes)
 
 
@@ -245,7 +245,7 @@ def _measured(run: Path, processes: int) -> tuple[float, str] | None:
 
 
 def checkpoints_disk(config: Config, spec: DecoderSpec, course: Course | None) -> Disk:
-    """What the checkpoints of a run take, and what their disk has: their folder may be a link.
+    """Disk usage of the checkpoints of a run, and the space on their disk: their folder may be a symlink.
 
     Args:
         config: the run.

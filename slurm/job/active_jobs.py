@@ -1,4 +1,4 @@
-"""Which jobs of a run wait or run now; a run that is submitted again is shown those."""
+"""Jobs of a run that wait or run now; they are shown if the run is submitted again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,28 +17,29 @@ from pipeline.config import Config
 from pipeline.config.document import parse
 from pipeline.config.load import dump
 from pipeline.config.problems import show
+from pipeline.config.schema import flat
 from slurm import jobs, scheduler
 from slurm.job.launch_log import is_all, launches
 from slurm.jobs import Job, Stage
 from slurm.scheduler import JobState
 from slurm.submit import code_snapshot, submitit_backend
-from slurm.submit.job_plan import PlannedJob
-from slurm.submit.submission import Submission, read_submission, record
+from slurm.submit.job_plan import KEYS, PlannedJob
+from slurm.submit.submission import Submission, find_submission, record
 
 _SHOWN = 10
 """Keys that a message names, at most."""
 
 
 @dataclass(frozen=True)
-class Active:
+class ActiveJob:
     """A job that waits or runs."""
 
     job: Job
     states: tuple[JobState, ...]
-    """Of it, or of the tasks of an array that have not ended; none of a local job that runs."""
+    """States of the job, or of the tasks of an array that have not ended; none for a local job that runs."""
 
 
-def of(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
+def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[ActiveJob]:
     """Jobs of a run that wait or run, in the order in which they were sent.
 
     Args:
@@ -61,42 +61,42 @@ def of(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[Active]:
     for job in sent:
         if job.where == "local":
             if is_here(run, job):
-                found.append(Active(job, ()))
+                found.append(ActiveJob(job, ()))
             continue
         states = [known[number] for number in job.numbers if number in known]
-        left = tuple(state for state in states if state.waits or state.runs)
+        left = tuple(state for state in states if state.active)
         if left:
-            found.append(Active(job, left))
+            found.append(ActiveJob(job, left))
     return found
 
 
 def is_here(run: Path, job: Job) -> bool:
-    """Whether a local job is one of this machine that has more to do for the run; a sweep's goes on with other runs."""
+    """True if a local job runs on this machine and has more to do for the run; a sweep's has other runs, too."""
     if job.host != socket.gethostname() or not submitit_backend.is_alive(run, job):
         return False
     past = [launch for launch in launches(run) if launch.job == job.job and launch.time >= job.time]
-    return not is_all(past, len(stages(run, job)) if _submission(run, job) else None)
+    return not is_all(past, len(stages(run, job)) if find_submission(run / job.submission) else None)
 
 
 def stages(run: Path, job: Job) -> list[Stage]:
-    """Of a job: a local one may do several, one after the other."""
-    submission = _submission(run, job)
+    """Stages of a job: a local one may do several, one after the other."""
+    submission = find_submission(run / job.submission)
     then = submission.then if submission else ()
-    following = [_read(record(run, Path(file))) for file in then]
+    following = [find_submission(record(run, Path(file))) for file in then]
     return [job.stage, *(each.stage for each in following if each)]
 
 
-def what(run: Path, job: Job) -> str:
-    """The stages of a job, for people."""
+def stage_names(run: Path, job: Job) -> str:
+    """Stages of a job, for people."""
     if job.where == "slurm":
         return "end of preprocess" if job.stage == "finish" else job.stage
     # On this machine that is all of it.
-    return ", ".join("preprocess" if stage == "finish" else stage for stage in stages(run, job))
+    return ", ".join(KEYS[stage] for stage in stages(run, job))
 
 
-def words(run: Path, active: Active) -> str:
+def describe(run: Path, active: ActiveJob) -> str:
     """`train: job 77 (RUNNING on n1, since ...)`."""
-    job, name = active.job, what(run, active.job)
+    job, name = active.job, stage_names(run, active.job)
     if job.where == "local":
         since = active.states[0].reason if active.states else f"since {when(job.time)}"
         return f"{name}: process {job.job} on {job.host} ({since})"
@@ -109,15 +109,15 @@ def words(run: Path, active: Active) -> str:
     return f"{name}: job {job.job} ({state.state}{reason}{more})"
 
 
-def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active], console: Console) -> list[Job]:
-    """What to do with a run that is submitted again: nothing, if it is the same run.
+def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[ActiveJob], console: Console) -> list[Job]:
+    """Report the jobs of a run that is submitted again and send nothing, if its config is the same.
 
     Raises:
         UserError: it was submitted with another config.
     """
     run = config.run.dir
-    submission = _submission(run, found[-1].job)
-    listed = "\n".join(f"  {words(run, each)}" for each in found)
+    submission = find_submission(run / found[-1].job.submission)
+    listed = "\n".join(f"  {describe(run, each)}" for each in found)
     if submission and (differences := _differences(submission, config)):
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise UserError(
@@ -137,26 +137,15 @@ def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active
     return [each.job for each in found]
 
 
-def _submission(run: Path, job: Job) -> Submission | None:
-    return _read(run / job.submission)
-
-
-def _read(file: Path) -> Submission | None:
-    try:
-        return read_submission(file)
-    except UserError:
-        return None
-
-
 def _differences(submission: Submission, config: Config) -> list[str]:
-    """Keys whose values are others than those that a job was sent with, each with both."""
+    """Keys whose values differ from those that a job was sent with, each with both values."""
     try:
         # Not as a config: it may be of another version of the code.
         run_file = record(submission.run, submission.run_file)
-        there = _flat(parse(storage.read_bytes(run_file).decode(), str(run_file)).value)
+        there = flat(parse(storage.read_bytes(run_file).decode(), str(run_file)).value)
     except (OSError, UserError):
         return []
-    here = _flat(parse(dump(config), "").value)
+    here = flat(parse(dump(config), "").value)
     return [
         f"{key}: {show(there[key]) if key in there else 'not set'} there, "
         f"{show(here[key]) if key in here else 'not set'} here"
@@ -166,13 +155,3 @@ def _differences(submission: Submission, config: Config) -> list[str]:
 
 
 _MISSING = object()
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {path: value}
-    return {
-        key: leaf
-        for name, below in value.items()
-        for key, leaf in _flat(below, f"{path}.{name}" if path else str(name)).items()
-    }

@@ -19,7 +19,7 @@ _SAY = 600.0
 
 
 class Allocation:
-    """What the scheduler has given to this job.
+    """The allocation of this job.
 
     Args:
         job: its number.
@@ -40,7 +40,7 @@ class Allocation:
 
     @classmethod
     def of_environment(cls, job: str, say: Callable[[str], None]) -> Allocation:
-        """This job's."""
+        """The allocation of this process's job."""
         return cls(job, scheduler.hostnames(os.environ["SLURM_JOB_NODELIST"]), say)
 
     def down(self) -> list[str]:
@@ -63,12 +63,12 @@ class Allocation:
         return scheduler.hostnames(details.get("NodeList", "").replace("(null)", "")) or self.nodes
 
     def is_running(self) -> bool:
-        """Whether the scheduler counts the job as running, and not as one that it is about to end.
+        """True if the scheduler counts the job as running, and not as one that it is about to end.
 
         A controller that is away is waited for as long as the job lives: the job can do nothing without it.
         """
         began = time.monotonic()
-        told = -_SAY
+        last_warning = -_SAY
         while True:
             try:
                 return scheduler.details(self.job).get("JobState") == "RUNNING"
@@ -76,13 +76,13 @@ class Allocation:
                 passed = time.monotonic() - began
                 if not error.away and passed > _PATIENCE:
                     return True
-                if passed - told >= _SAY:
-                    told = passed
+                if passed - last_warning >= _SAY:
+                    last_warning = passed
                     self._say(f"warning: {error}; asking again until there is an answer")
                 time.sleep(_AGAIN)
 
     def is_over_time(self) -> bool:
-        """Whether the scheduler ends the job because its time limit is reached."""
+        """True if the scheduler ends the job because its time limit is reached."""
         try:
             return scheduler.details(self.job).get("Reason") == "TimeLimit"
         except SchedulerError:
@@ -101,7 +101,7 @@ class Allocation:
                     return str(error)
 
     def exclusion(self, job: str, nodes: Sequence[str], unwanted: Sequence[str]) -> list[str]:
-        """Of some nodes those that a job can be kept from, so that it still has enough to start on.
+        """Those of some nodes that a job can be kept from, so that it still has enough to start on.
 
         Args:
             job: its number.

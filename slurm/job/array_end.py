@@ -23,7 +23,7 @@ class ArrayEnd:
 
     @property
     def unwanted(self) -> bool:
-        """Whether somebody cancelled the array: tasks that time out, crash or lose their node have other states."""
+        """True if somebody cancelled the array: tasks that time out, crash or lose their node have other states."""
         return self.cancelled > 0 and not self.completed
 
     @property

@@ -1,4 +1,4 @@
-"""What the script of a job starts: `python -m slurm.job.batch_entry LINK FILE DIGEST`, one batch process a job.
+"""Entry point of a job's script: `python -m slurm.job.batch_entry CHAIN_JOB FILE DIGEST`, one batch process a job.
 
 There is no pickle: the file of the submission is JSON, and it is read only if it is what was submitted.
 """
@@ -15,17 +15,17 @@ from pipeline.common.signals import stop_signals
 
 
 def main() -> None:
-    """Be the batch process."""
-    # Until the link listens to them: a signal ahead of the time limit, say, must not end what has just begun. Not
+    """Run the batch process."""
+    # Until the job listens to them: a signal ahead of the time limit, say, must not end what has just begun. Not
     # SIG_IGN, which the processes that are started from here would have, too.
     for number in (*stop_signals(), signal.SIGCONT):
         signal.signal(number, lambda *_: None)
     storage.keep_room(sys.stdout.fileno())  # what a job says at its end matters most on a disk that is full
-    link, file, digest = sys.argv[1:]
-    from slurm.job.batch_main import run_link
+    chain_job, file, digest = sys.argv[1:]
+    from slurm.job.batch_main import run_submission
 
     try:
-        run_link(file, int(link), digest)
+        run_submission(file, int(chain_job), digest)
     except UserError as error:
         alarm("error:", str(error))
         flush()

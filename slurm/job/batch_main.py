@@ -40,8 +40,8 @@ from slurm.job.allocation import Allocation
 from slurm.job.array_end import array_end
 from slurm.job.eval_jobs import Evaluations
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
-from slurm.job.restart_policy import Situation, choose, crashes_in_a_row, decide, suspects
-from slurm.job.srun_step import Step, meeting_place
+from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
+from slurm.job.srun_step import SrunStep, rendezvous_env
 from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted, stopped
 from slurm.logs.rank_logs import STAMP, log_file
 from slurm.logs.tail import last_lines
@@ -54,19 +54,19 @@ _PAUSE = 5.0
 """Seconds before a launch after a crash, times the crashes in a row: a node or file system may need a moment."""
 _LONGEST_PAUSE = 60.0
 _WITHOUT_QUEUE = ("requeue", "scheduler")
-"""What a job of this machine alone cannot do."""
-_SAID = 10_000
-"""Lines of what srun said that are read."""
+"""Decisions that need a queue, which a job of this machine alone has not."""
+_SRUN_LINES = 10_000
+"""Last lines of srun's own output that are read."""
 _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
 
-def run_link(file: str, link: int = 1, digest: str | None = None) -> str:
-    """What a job runs: a submission, and those that follow it in the same job. Leaves with the stage's exit code.
+def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> str:
+    """Run a submission, and those that follow it in the same job. Exits with the stage's exit code.
 
     Args:
         file: of the submission.
-        link: of a chain, from 1.
+        chain_job: number within the chain, from 1.
         digest: of that file, as it was sent.
 
     Returns:
@@ -75,17 +75,16 @@ def run_link(file: str, link: int = 1, digest: str | None = None) -> str:
     Raises:
         UserError: a file of the submission is not what was sent.
     """
-    submission = read_submission(Path(file), digest)
-    submission.refuse_changed()
-    permissions.honour(submission.config())
+    submission = _read_unchanged(file, digest)
+    permissions.apply_permissions(submission.config())
     console = Console(width=120)
-    following, code = Link(submission, link, console).run()
+    following, code = JobStart(submission, chain_job, console).run()
     for after in submission.then:
         if following == "done":
-            following, code = Link(_read_after(submission, after), 1, console).run()
+            following, code = JobStart(_read_unchanged(after, submission.sha256.get(after)), 1, console).run()
     for other in submission.others:
         try:
-            run_link(other, digest=submission.sha256.get(other))
+            run_submission(other, digest=submission.sha256.get(other))
         except UserError as error:
             say(console, f"error: {error}")
         except SystemExit:  # which is noted in that run
@@ -95,40 +94,40 @@ def run_link(file: str, link: int = 1, digest: str | None = None) -> str:
     return following
 
 
-def _read_after(submission: Submission, file: str) -> Submission:
-    """A submission that another one names."""
-    found = read_submission(Path(file), submission.sha256.get(file))
+def _read_unchanged(file: str, digest: str | None) -> Submission:
+    """A submission, if it and the files that it names are what was sent."""
+    found = read_submission(Path(file), digest)
     found.refuse_changed()
     return found
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes of a launch ended."""
+    """The end of the processes of a launch."""
 
     code: int
     reason: str
     rank: int | None = None
-    """Of the one that failed first."""
+    """The process that failed first."""
     node: str | None = None
-    """Where it ran."""
+    """Node of this rank."""
     failed_nodes: tuple[str, ...] = ()
     agreed: bool = False
     """All ranks came to it together; a rank alone may have been told to end because another one had failed."""
 
 
-class Link:
+class JobStart:
     """A start of a job for one submission."""
 
-    def __init__(self, submission: Submission, link: int, console: Console) -> None:
+    def __init__(self, submission: Submission, chain_job: int, console: Console) -> None:
         self._submission = submission
         self._run = submission.run
-        self._link = link
+        self._chain_job = chain_job
         self._console = console
         self._job, self._restarts = _this_job(submission.where)
         self._allocation = Allocation.of_environment(self._job, self._say) if submission.where == "slurm" else None
         self._step: subprocess.Popen[bytes] | None = None
-        self._told: set[int] = set()
+        self._signals: set[int] = set()
         """Signals that came to this process, and SIGUSR2 where one to stop came to the doctor's alone."""
         self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
         self._looked = 0.0
@@ -141,15 +140,15 @@ class Link:
         """Of which nothing is noted yet but that it has begun."""
 
     def run(self) -> tuple[Next, int]:
-        """To the end of this start: what follows, and the exit code of the job."""
-        self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._link}")
+        """Run to the end of this start; returns what follows, and the exit code of the job."""
+        self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._chain_job}")
         with self._listening():
-            if why := self._is_unwanted():
+            if why := self._why_unwanted():
                 return self._refuse_start(why)
             number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
-            if not self._is_over() and self._has_wrong_nodes():
+            if not self._why_over() and self._has_wrong_nodes():
                 return "requeue", EXIT_OK
-            while not (over := self._is_over()):  # it may be cancelled between two launches
+            while not (over := self._why_over()):  # it may be cancelled between two launches
                 number += 1
                 how = self._launch(number)
                 self._say(how.reason)
@@ -165,8 +164,8 @@ class Link:
         """Exit code of a job that stopped as it was asked to: training must not start on half of its data."""
         return EXIT_STOPPED if self._submission.stage == "finish" else EXIT_OK
 
-    def _is_unwanted(self) -> str | None:
-        """Why the end of preprocessing is not to make the rest, if somebody has cancelled the array before it."""
+    def _why_unwanted(self) -> str | None:
+        """The reason not to finish preprocessing, if somebody has cancelled the array before it."""
         if self._submission.stage != "finish" or self._allocation is None:
             return None
         array = array_end(self._run, self._job, has_sacct=self._submission.site.has_sacct)
@@ -184,8 +183,8 @@ class Link:
         self._say(f"nothing is started: {why}")
         return how.next, self._stopped_code()
 
-    def _is_over(self) -> str | None:
-        """Why this job has nothing to do, if that is so."""
+    def _why_over(self) -> str | None:
+        """The reason why this job has nothing to do, if there is one."""
         if by := jobs.cancelled(self._run, self._submission.stage):
             return f"{by.by} has cancelled the run"
         sent = [job.time for job in jobs.sent(self._run) if self._job in job.numbers]
@@ -199,17 +198,17 @@ class Link:
         """Start the processes on nodes that can be used, and wait for their end."""
         submission = self._submission
         logs = self._make_logs(number)
-        warnings = self._examine(logs) if self._allocation and submission.doctor else []
+        warnings = self._check_nodes(logs) if self._allocation and submission.doctor else []
         nodes = self._nodes()
         if submission.stage == "train":
-            self._wait_for_the_last()
-            self._watch_over()
+            self._wait_for_lock()
+            self._start_guard()
         self._attempt = last_attempt(self._run)
         before = self._exit_file()
         launch = self._launched = self._begin(number, nodes, logs)
         for line in warnings:
             self._say(line)
-        if self._told & {signal.SIGTERM, signal.SIGUSR2} or jobs.cancelled(self._run, submission.stage):
+        if self._signals & {signal.SIGTERM, signal.SIGUSR2} or jobs.cancelled(self._run, submission.stage):
             ending = Ending(EXIT_STOPPED, "the job was told to end before its processes were started")
         elif self._allocation and len(nodes) < submission.nodes:
             down = self._allocation.down()
@@ -218,11 +217,13 @@ class Link:
         else:
             module = "slurm.job.srun_task" if nodes else "pipeline"
             words = ("-m", module, submission.command[0], str(submission.run_file), *submission.command[1:])
-            step = Step(submission, words, tuple(nodes), submission.processes_per_node, logs, self._meeting(launch))
-            where = f" on {', '.join(nodes)}" if nodes else ""
-            self._say(f"launch {number}: {submission.processes} processes{where}; logs are in {logs}")
+            step = SrunStep(
+                submission, words, tuple(nodes), submission.processes_per_node, logs, self._rank_env(launch)
+            )
+            on = f" on {', '.join(nodes)}" if nodes else ""
+            self._say(f"launch {number}: {submission.processes} processes{on}; logs are in {logs}")
             status = step.run(self._look, self._started)
-            self._tell_saves()
+            self._warn_of_failed_saves()
             ending = self._judge(step, status, launch, before)
             gather_errors(logs)
         how = self._decide(launch, ending)
@@ -243,21 +244,21 @@ class Link:
             self._job,
             restarts=self._restarts,
             number=number,
-            link=self._link,
+            link=self._chain_job,
             nodes=tuple(nodes),
             processes_per_node=self._submission.processes_per_node,
             logs=str(logs.relative_to(self._run)),
             checkpoint=self._checkpoint(),
         )
 
-    def _judge(self, step: Step, status: int, launch: Launch, before: Any) -> Ending:
-        """How the processes ended: what they say themselves counts more than srun's exit code."""
+    def _judge(self, step: SrunStep, status: int, launch: Launch, before: Any) -> Ending:
+        """The end of the processes: their own records count more than srun's exit code."""
         state = self._exit_state(before)
         if state is not None and state.agreed:
             return state
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
-        said = "\n".join(last_lines(step.said, _SAID))
-        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, said)
+        srun = "\n".join(last_lines(step.srun_output, _SRUN_LINES))
+        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, srun)
         # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
         if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
             return replace(state, rank=0, node=failure.node, failed_nodes=lost)
@@ -266,11 +267,11 @@ class Link:
         if state is not None:
             return replace(state, failed_nodes=lost)
         # A process of this machine may not have listened yet to what was handed on to it.
-        if stopped(step.logs, said) or (not step.nodes and -status in self._told):
+        if stopped(step.logs, srun) or (not step.nodes and -status in self._signals):
             return Ending(EXIT_STOPPED, "it was stopped; what was committed is kept")
         if status == EXIT_OK and not lost:
             return Ending(EXIT_OK, "done")
-        ends = "\n".join(last_lines(step.said if step.nodes else log_file(step.logs, 0), 3))
+        ends = "\n".join(last_lines(step.srun_output if step.nodes else log_file(step.logs, 0), 3))
         last = "; ".join(ends.splitlines()[-3:])  # a progress bar is a line without line feeds
         text = f"{'srun' if step.nodes else 'the process'} left with {status}: {last or 'it said nothing'}"
         if full := storage.cannot_write(self._run):
@@ -289,7 +290,7 @@ class Link:
         return None
 
     def _exit_state(self, before: tuple[int, int, bytes] | None) -> Ending | None:
-        """What the training has noted of its end, if it has and that is of this launch.
+        """The end that training has noted in this launch, if it has.
 
         Args:
             before: `_exit_file` at the start of the launch: a start that is refused has the next number and does not
@@ -304,7 +305,7 @@ class Link:
         return None
 
     def _decide(self, launch: Launch, ending: Ending) -> LaunchEnd:
-        """What follows."""
+        """Decide what follows."""
         submission, checkpoint = self._submission, self._checkpoint()
         how = LaunchEnd(
             ending.code, ending.reason, "end", checkpoint, time.time(), ending.rank, ending.node, ending.failed_nodes
@@ -322,7 +323,7 @@ class Link:
                 chain=submission.chain,
                 cancelled=jobs.cancelled(self._run, self._submission.stage) is not None,
                 asked_to_stop=ending.code == EXIT_STOPPED and "stop file" in ending.reason,
-                terminated=signal.SIGTERM in self._told,
+                terminated=signal.SIGTERM in self._signals,
                 running=self._allocation.is_running() if self._allocation else True,
                 over_time=self._allocation.is_over_time() if self._allocation else False,
                 crashes=crashes_in_a_row([*past, replace(launch, end=how)], checkpoint) if crashed else 0,
@@ -341,9 +342,9 @@ class Link:
         """Do what was decided; returns the exit code of the job."""
         if how.next == "requeue":
             if refused := self._requeue(self._avoid(how)):
-                return self._leave_refused(how, refused)
+                return self._end_refused(how, refused)
         elif how.next == "next link":
-            waiting = self._waiting_links()
+            waiting = self._waiting_chain_jobs()
             if not waiting:
                 self._say("this was the last link of the chain; submit the run again to go on")
             elif self._allocation:
@@ -364,10 +365,10 @@ class Link:
     def _requeue(self, avoid: Sequence[str]) -> str | None:
         """Back into the queue. From then on the scheduler ends this process. Returns why not, if it is refused."""
         assert self._allocation is not None
-        if signal.SIGTERM in self._told and not self._allocation.is_over_time():
+        if signal.SIGTERM in self._signals and not self._allocation.is_over_time():
             return "the scheduler has just ended the job"
         # Where the scheduler ends this process already, there may be no time for any question before.
-        hurried = signal.SIGTERM in self._told
+        hurried = signal.SIGTERM in self._signals
         exclude = None if hurried else self._exclude(self._job, avoid)
         seconds = scheduler.kill_wait() if exclude is not None else 0.0
         if refused := self._allocation.requeue():
@@ -393,7 +394,7 @@ class Link:
         return [*unwanted, *found]
 
     def _has_wrong_nodes(self) -> bool:
-        """Go back into the queue, once, where the start before wanted to avoid nodes that the job has again.
+        """Requeue the job, once, if the start before wanted to avoid nodes that the job has again.
 
         The scheduler had not been told: it did not answer, or this process was killed first.
         """
@@ -401,10 +402,8 @@ class Link:
         before = past[-1] if past else None
         if self._allocation is None or before is None or before.end is None or before.end.next != "requeue":
             return False
-        if before.key[:2] != (self._job, self._restarts - 1):
-            return False
         avoid = self._avoid(before.end)
-        if not set(avoid) & set(self._allocation.nodes):
+        if before.key[:2] != (self._job, self._restarts - 1) or not set(avoid) & set(self._allocation.nodes):
             return False
         wrong = sorted({*(self._exclude(self._job, avoid) or [])} & {*self._allocation.nodes})
         if not wrong:
@@ -412,7 +411,7 @@ class Link:
         self._say(f"job {self._job} was given {', '.join(wrong)} again; it goes back into the queue for other nodes")
         return self._requeue(avoid) is None
 
-    def _leave_refused(self, how: LaunchEnd, why: str) -> int:
+    def _end_refused(self, how: LaunchEnd, why: str) -> int:
         """The job cannot go back into the queue: that is the end of it, which must not look like a good one."""
         last = launches(self._run, self._submission.stage)[-1]
         text = f"{how.reason}, but that was refused: {why}"
@@ -428,8 +427,8 @@ class Link:
             self._say(f"warning: the end of the launch cannot be noted ({error.filename}: {error.strerror})")
 
     def _end_chain(self) -> None:
-        """Take the links that wait out of the queue: there is nothing for them to do."""
-        waiting = self._waiting_links()
+        """Remove waiting jobs of the chain from the queue: there is nothing for them to do."""
+        waiting = self._waiting_chain_jobs()
         if not waiting:
             return
         self._say(f"the chain ends: {', '.join(waiting)} leave the queue")
@@ -438,7 +437,7 @@ class Link:
         except scheduler.SchedulerError as error:
             self._say(f"warning: {error}; they will find nothing to do")
 
-    def _waiting_links(self) -> list[str]:
+    def _waiting_chain_jobs(self) -> list[str]:
         """Jobs of the same chain that have not begun, the next one first."""
         if self._submission.chain not in ("singleton", "afterany") or self._submission.stage != "train":
             return []
@@ -455,14 +454,14 @@ class Link:
         if self._allocation is None:
             return []
         avoid = suspects(launches(self._run, "train"), self._checkpoint())
-        nodes = choose(self._allocation.nodes, self._submission.nodes, self._allocation.down(), avoid)
+        nodes = choose_nodes(self._allocation.nodes, self._submission.nodes, self._allocation.down(), avoid)
         if avoid:
             what = "is used all the same" if set(avoid) & set(nodes) else "is left out"
             self._say(f"{', '.join(avoid)} {what}: the last launches failed there")
         return nodes
 
-    def _examine(self, logs: Path) -> list[str]:
-        """Let the doctor see the nodes; unhealthy ones are not used. Returns what there is to say."""
+    def _check_nodes(self, logs: Path) -> list[str]:
+        """Let the doctor check the nodes; unhealthy ones are not used. Returns messages."""
         assert self._allocation is not None
         down = self._allocation.down()
         nodes = tuple(node for node in self._allocation.nodes if node not in down)
@@ -471,17 +470,17 @@ class Link:
         folder = logs / "doctor"
         folder.mkdir()
         words = tuple(doctor_command(self._submission.run_file, folder, self._submission.site.gpus_per_node))
-        place = meeting_place(self._submission, nodes)
-        step = Step(self._submission, words, nodes, 1, folder, place, together=False, through_srun=True)
+        place = rendezvous_env(self._submission, nodes)
+        step = SrunStep(self._submission, words, nodes, 1, folder, place, together=False, through_srun=True)
         step.run(lambda: None, lambda _: None)
-        if signal.SIGTERM in self._told:
+        if signal.SIGTERM in self._signals:
             return []  # it was not the nodes that kept them from answering
-        said = "\n".join(last_lines(step.said, _SAID))
-        if (failure := first_failure(folder, nodes, 1, said)) and failure.lost_nodes:
+        srun = "\n".join(last_lines(step.srun_output, _SRUN_LINES))
+        if (failure := first_failure(folder, nodes, 1, srun)) and failure.lost_nodes:
             # srun has ended the others. The scheduler knows of the lost one itself.
             return [f"warning: the check of the nodes was interrupted: {failure.words}"]
-        if interrupted(folder, said):
-            self._told.add(signal.SIGUSR2)
+        if interrupted(folder, srun):
+            self._signals.add(signal.SIGUSR2)
             return []
         found = verdict(folder, nodes)
         gather_reports(folder, nodes)
@@ -489,9 +488,9 @@ class Link:
         bad = [f"{node} is unhealthy: {'; '.join(why)}" for node, why in found.unhealthy.items()]
         return [*bad, *(f"warning: {text}" for text in found.warnings)]
 
-    def _meeting(self, launch: Launch) -> dict[str, str]:
-        """What the processes need to know of one another and of the job."""
-        found = meeting_place(self._submission, launch.nodes)
+    def _rank_env(self, launch: Launch) -> dict[str, str]:
+        """Environment of the processes: rendezvous, and the end of the job's time."""
+        found = rendezvous_env(self._submission, launch.nodes)
         if self._allocation and self._allocation.end is not None:
             found["SLURM_JOB_END_TIME"] = str(int(self._allocation.end))
         return found
@@ -501,20 +500,20 @@ class Link:
         found = Checkpoints.of_run(self._run).latest() if self._submission.stage == "train" else None
         return found.step if found else 0
 
-    def _wait_for_the_last(self) -> None:
+    def _wait_for_lock(self) -> None:
         """Clear the run's lock of a holder that is gone.
 
         The processes themselves may be in a container, where the scheduler cannot be asked about another job. One that
         is not gone yet may be leaving; if it stays, training says who it is.
         """
         until = time.monotonic() + _NOBODY
-        while (why := clear(self._run, self._job)) and time.monotonic() < until and not self._told:
+        while (why := clear(self._run, self._job)) and time.monotonic() < until and not self._signals:
             self._say(f"waiting: {why}")
             time.sleep(_LOOK)
 
     def _look(self) -> None:
-        """While the processes run."""
-        if signal.SIGTERM in self._told and self._launched is not None:
+        """Check saves and evaluations while the processes run."""
+        if signal.SIGTERM in self._signals and self._launched is not None:
             # This process may be killed before it can note how they ended.
             text, now = "the scheduler ends this job", time.time()
             self._note(self._launched, LaunchEnd(EXIT_STOPPED, text, "scheduler", self._checkpoint(), now))
@@ -522,11 +521,11 @@ class Link:
         if time.monotonic() - self._looked <= _LOOK:
             return
         self._looked = time.monotonic()
-        self._tell_saves()
+        self._warn_of_failed_saves()
         if self._evaluations is not None:
             self._evaluations.look()
 
-    def _tell_saves(self) -> None:
+    def _warn_of_failed_saves(self) -> None:
         """Say that a save has failed, also where the logs of the ranks have no room for it."""
         found = read_saves(self._run) if self._submission.stage == "train" else None
         if found is not None and found.attempt > self._attempt and found.failed_at not in (None, self._failed_save):
@@ -540,7 +539,7 @@ class Link:
         def note(number: int, frame: FrameType | None) -> None:
             on_stop(number)
             # The end of a terminal is the end of a job that runs in it.
-            self._told.add(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._signals.add(signal.SIGTERM if number == signal.SIGHUP else number)
             if self._allocation is None and self._step is not None and number != signal.SIGCONT:
                 with suppress(ProcessLookupError):
                     self._step.send_signal(number)
@@ -557,7 +556,7 @@ class Link:
             # What is left to do is to leave; a requeue has the scheduler end this process meanwhile.
             ignore(*before)
 
-    def _watch_over(self) -> None:
+    def _start_guard(self) -> None:
         """Let another node look after the job, which lives on if this process's node is lost; see `headless_guard`."""
         if self._allocation is None or not self._submission.spare_nodes:
             return
@@ -567,7 +566,7 @@ class Link:
         others = [node for node in self._allocation.nodes if node not in down]
         if others:
             words = ("-m", "slurm.job.headless_guard", self._job, str(self._run))
-            step = Step(self._submission, words, (others[-1],), 1, self._run, {}, through_srun=True)
+            step = SrunStep(self._submission, words, (others[-1],), 1, self._run, {}, through_srun=True)
             # It has nothing to say but what ends with it; its own session, as for the ranks.
             nowhere = subprocess.DEVNULL
             self._guard = subprocess.Popen(
@@ -581,9 +580,9 @@ class Link:
         say(self._console, f"{when(time.time())} {text}")
 
 
-def _this_job(where: jobs.Where) -> tuple[str, int]:
+def _this_job(backend: jobs.Backend) -> tuple[str, int]:
     """Its number, as the scheduler wants it, and how often it was started before."""
-    if where == "local":
+    if backend == "local":
         return os.environ["SUBMITIT_LOCAL_JOB_ID"], 0
     job = os.environ["SLURM_JOB_ID"]
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):

@@ -1,4 +1,4 @@
-"""What is said when a chain of jobs has ended for good: why, and what led to it."""
+"""Report on a chain of jobs that has ended for good: the reason, and the launches that led to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST = 10
 
 
 def report_file(run: Path) -> Path:
-    """Where the last report is."""
+    """File of the last report."""
     return RunFiles(run).slurm / "report.txt"
 
 
@@ -37,7 +37,7 @@ def write(run: Path, stage: Stage) -> str:
 
 
 def _line(launch: Launch) -> str:
-    where = ",".join(launch.nodes) or launch.host
+    nodes = ",".join(launch.nodes) or launch.host
     which = f"{when(launch.time)} job {launch.job}.{launch.restarts} launch {launch.number}"
-    text = f"{which} on {where}, from step {launch.checkpoint}: "
+    text = f"{which} on {nodes}, from step {launch.checkpoint}: "
     return text + (f"{launch.end.reason}" if launch.end else "no word of its end (killed, or its node was lost)")

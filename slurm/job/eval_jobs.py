@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 
 from rich.console import Console
@@ -35,7 +34,7 @@ _Identity = tuple[str, int]
 
 
 class Evaluations:
-    """Sends what is due each time that it is asked to look. It never raises, and it never waits for a job.
+    """Evaluation jobs of a training: each call of `look` sends those that are due, without raising or waiting.
 
     What was sent is in the run's `jobs.jsonl`, so another start of the job goes on from there.
 
@@ -80,12 +79,10 @@ class Evaluations:
         for checkpoint in due[:AT_ONCE]:
             self._send(checkpoint)
 
-    def _permanent(self, last: int | None) -> Iterator[Checkpoint]:
+    def _permanent(self, last: int | None) -> list[Checkpoint]:
         """Checkpoints that stay, by step."""
-        policy = self._config.train.checkpoint
-        for checkpoint in Checkpoints.of_run(self._run).all():
-            if is_permanent(policy, checkpoint.step) or checkpoint.step == last:
-                yield checkpoint
+        policy, found = self._config.train.checkpoint, Checkpoints.of_run(self._run).all()
+        return [each for each in found if is_permanent(policy, each.step) or each.step == last]
 
     def _last_step(self) -> int | None:
         """Steps of the run if it is trained to its end."""
@@ -96,7 +93,7 @@ class Evaluations:
         return None
 
     def _is_evaluated(self, checkpoint: Checkpoint) -> bool:
-        """Whether there are a report and all results of this very checkpoint: a job may end between the two."""
+        """True if a report and all results of this very checkpoint exist: a job may end between the two."""
         identity = _identity(checkpoint)
         if identity not in self._evaluated:
             if evaluated_checkpoint(report_path(self._config, checkpoint.step)) != checkpoint.fingerprint:
@@ -127,24 +124,24 @@ class Evaluations:
         self._asked = time.monotonic()
         states = scheduler.jobs(numbers)
         before = self._ended
-        self._ended = {each for each in numbers if not (each in states and (states[each].waits or states[each].runs))}
+        self._ended = {each for each in numbers if each not in states or not states[each].active}
         return self._ended & before
 
     def _one_waits(self, sent: list[Job]) -> bool:
-        """Whether an evaluation of the newest checkpoint was sent along with the training and is still to come."""
+        """True if an evaluation of the newest checkpoint was sent along with the training and is still to come."""
         numbers = [job.job for job in sent if job.step is None]
-        states = scheduler.jobs(numbers) if numbers else {}
-        return any(number in states and (states[number].waits or states[number].runs) for number in numbers)
+        states = scheduler.jobs(numbers)
+        return any(number in states and states[number].active for number in numbers)
 
     def _send(self, checkpoint: Checkpoint) -> None:
         identity, submission = _identity(checkpoint), self._submission
         if self._refused[identity] >= SENDS:
             return
-        from slurm.submit.submit import send_job  # which itself needs what jobs run, and so this module
+        from slurm.submit.submit import send_all  # which itself needs what jobs run, and so this module
 
         try:
-            planned = job_plan.eval_job(self._config, submission.site, checkpoint.step, where=submission.where)
-            job = send_job(self._run, self._config, submission.site, planned, submission.where, submission.code)
+            planned = job_plan.eval_job(self._config, submission.site, checkpoint.step, backend=submission.where)
+            (job,) = send_all(self._run, self._config, submission.site, [planned], submission.where, submission.code)
         except Exception as error:
             self._refused[identity] += 1
             self._warn(error)
@@ -154,7 +151,7 @@ class Evaluations:
 
     def _warn(self, error: Exception) -> None:
         """Once for each cause; what a command of SLURM says is one, whatever job it says it of."""
-        cause = error.said if isinstance(error, scheduler.SchedulerError) else f"{type(error).__name__}: {error}"
+        cause = error.output if isinstance(error, scheduler.SchedulerError) else f"{type(error).__name__}: {error}"
         if cause not in self._warned:
             self._warned.add(cause)
             text = str(error) or type(error).__name__

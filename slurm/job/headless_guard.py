@@ -1,4 +1,4 @@
-"""Looks after a job that lives on when its first node is lost: `python -m slurm.job.headless_guard JOB RUN`.
+"""Guard of a job that survives the loss of its first node: `python -m slurm.job.headless_guard JOB RUN`.
 
 With spare nodes a job asks not to be killed when it loses a node (`--no-kill`). If that is the one of its batch
 process, nobody is left to start anything, and the job would hold its other nodes until its time is over. So a small
@@ -19,7 +19,7 @@ _SECONDS = 20.0
 
 
 def is_headless(details: dict[str, str]) -> bool:
-    """Whether a job runs that has lost the node of its batch process.
+    """True if a job runs that has lost the node of its batch process.
 
     Args:
         details: what `scontrol show job` says of it.

@@ -1,4 +1,4 @@
-"""Each time that a job starts the processes of a stage: on which nodes, where the logs are, how it ended, what next.
+"""Launches: each start of a stage's processes by a job, with nodes, logs, end, and what follows.
 
 A job may launch several times: again on other nodes after a crash, and again after each requeue. A launch has a line in
 `ledger.jsonl` when it begins and one when it ends; an attempt (see `pipeline.train.run.attempts`) is what the training
@@ -22,13 +22,15 @@ from slurm.jobs import Stage
 
 _BEGIN, _END = "launch", "launch end"
 Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
-"""What follows: nothing, since all is done; another launch in the same job; the job again; the next job of the chain;
+"""The next action: none, since all is done; another launch in the same job; the job again; the next job of the chain;
 what the scheduler decides (it ended the job); nothing, for the reason that is given."""
+LAST: tuple[Next, ...] = ("done", "end", "next link")
+"""Values of `next` after which nothing comes of the job."""
 
 
 @dataclass(frozen=True)
 class LaunchEnd:
-    """How a launch ended."""
+    """The end of a launch."""
 
     code: int
     """As in `pipeline.common.errors`, whatever the processes left with."""
@@ -54,7 +56,7 @@ class Launch:
     job: str
     """As the scheduler names it: `77`, or `77_3`; of a local job its process id."""
     restarts: int
-    """How often the scheduler had started the job before."""
+    """Number of earlier starts of the job by the scheduler."""
     number: int
     """Within this start of the job, from 1."""
     link: int
@@ -74,16 +76,16 @@ class Launch:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What no other launch of the run has."""
+        """Key that no other launch of the run has."""
         return self.job, self.restarts, self.number
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended otherwise than well or as asked."""
+        """True if it ended neither well nor by a stop that was asked for."""
         return self.end is not None and self.end.code not in (EXIT_OK, EXIT_STOPPED)
 
     def node_of(self, rank: int) -> str | None:
-        """Where a rank ran."""
+        """Node of a rank."""
         place = rank // self.processes_per_node
         return self.nodes[place] if place < len(self.nodes) else None
 
@@ -123,7 +125,7 @@ def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
 
 
 def is_all(past: Sequence[Launch], stages: int | None) -> bool:
-    """Whether no more comes of a job in the background of this machine for a run, though it may have others to do.
+    """True if a job in the background of this machine has nothing more to do for a run, though it may have for others.
 
     Args:
         past: launches of the job for the run, in order.

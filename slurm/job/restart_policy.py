@@ -1,4 +1,4 @@
-"""What follows when the processes of a job have ended: pure functions of what is known then.
+"""The decision after the processes of a job have ended: pure functions of what is known then.
 
 At a time limit: `slurm.submit.stop_lead_time` says how long before it SLURM signals the job, `slurm.job.batch_main`
 gets the signal, `pipeline.train.run.stop_requests` lets training save and stop, and this decides what follows.
@@ -51,7 +51,7 @@ class Situation:
 
 
 def decide(now: Situation) -> tuple[Next, str]:
-    """What follows, and why in words."""
+    """The next action, and the reason in words."""
     if now.code == EXIT_OK:
         return "done", "it is done"
     if now.cancelled:
@@ -65,7 +65,7 @@ def decide(now: Situation) -> tuple[Next, str]:
     if now.chain == "none":
         return "end", "jobs of this stage are not started again"
     if now.code == EXIT_STOPPED:
-        return _go_on(now)
+        return _continue_chain(now)
     if now.stage != "train":
         more = f"its time was over, raise slurm.{KEYS[now.stage]}.time; " if now.over_time else ""
         return "end", f"{more}only training is started again after a failure"
@@ -75,24 +75,24 @@ def decide(now: Situation) -> tuple[Next, str]:
         )
     if now.nodes >= now.needed and not now.over_time:
         return "relaunch", f"start {now.crashes} of {now.max_restarts} without a newer checkpoint"
-    return _go_on(now)
+    return _continue_chain(now)
 
 
-def _go_on(now: Situation) -> tuple[Next, str]:
+def _continue_chain(now: Situation) -> tuple[Next, str]:
     if now.chain == "requeue":
         return "requeue", "the same job goes on in the queue"
     return "next link", "the next job of the chain goes on"
 
 
 def crashes_in_a_row(launches: Sequence[Launch], checkpoint: int) -> int:
-    """Of the last launches those that crashed with this checkpoint as the newest one.
+    """Number of the last launches that crashed with this checkpoint as the newest one.
 
     Args:
         launches: of the training, in order. One without an end was lost with its node, which is nobody's fault but may
             be a node's: it counts.
         checkpoint: steps of the newest checkpoint now.
     """
-    return len(_row(launches, checkpoint))
+    return len(_crash_streak(launches, checkpoint))
 
 
 def suspects(launches: Sequence[Launch], checkpoint: int) -> list[str]:
@@ -100,15 +100,15 @@ def suspects(launches: Sequence[Launch], checkpoint: int) -> list[str]:
 
     A launch that knows which node failed first accuses this one alone, another one all that it had.
     """
-    accused = [_accused(launch) for launch in _row(launches, checkpoint)]
+    accused = [_accused(launch) for launch in _crash_streak(launches, checkpoint)]
     if len(accused) < 2:
         return []
     common = set.intersection(*accused)
-    everywhere = all(common >= set(launch.nodes) for launch in _row(launches, checkpoint))
+    everywhere = all(common >= set(launch.nodes) for launch in _crash_streak(launches, checkpoint))
     return [] if everywhere else sorted(common)
 
 
-def choose(nodes: Sequence[str], needed: int, down: Sequence[str], avoid: Sequence[str]) -> list[str]:
+def choose_nodes(nodes: Sequence[str], needed: int, down: Sequence[str], avoid: Sequence[str]) -> list[str]:
     """The nodes of an allocation to use, in its order: none that is down, and suspects only where there is no other."""
     usable = [node for node in nodes if node not in down]
     better = [node for node in usable if node not in avoid]
@@ -123,17 +123,16 @@ def _accused(launch: Launch) -> set[str]:
     return {end.node} if end is not None and end.node else set(launch.nodes)
 
 
-def _row(launches: Sequence[Launch], checkpoint: int) -> list[Launch]:
+def _crash_streak(launches: Sequence[Launch], checkpoint: int) -> list[Launch]:
+    """The last launches, newest first, that crashed with this checkpoint as the newest one."""
     found: list[Launch] = []
     for launch in reversed(launches):
-        ended_by_scheduler = launch.end is not None and launch.end.next == "scheduler"
-        if launch.end is not None and launch.end.checkpoint < checkpoint:
+        end = launch.end
+        newest = launch.checkpoint if end is None else end.checkpoint
+        ended_by_scheduler = end is not None and end.next == "scheduler"
+        ended_well = end is not None and not launch.crashed and not ended_by_scheduler
+        if newest < checkpoint or ended_well:
             break
-        if launch.end is not None and not launch.crashed and not ended_by_scheduler:
-            break
-        if launch.end is None and launch.checkpoint < checkpoint:
-            break
-        if ended_by_scheduler:
-            continue  # nobody's fault, though it left nothing newer
-        found.append(launch)
+        if not ended_by_scheduler:  # else nobody's fault, though it left nothing newer
+            found.append(launch)
     return found

@@ -27,8 +27,8 @@ _PORTS = range(10_000, 30_000)
 
 
 @dataclass(frozen=True)
-class Step:
-    """What is started where. `nodes` is empty for this machine alone."""
+class SrunStep:
+    """A step: processes and their nodes; `nodes` is empty for this machine alone."""
 
     submission: Submission
     words: tuple[str, ...]
@@ -40,13 +40,13 @@ class Step:
     environment: Mapping[str, str]
     """In addition to this process's."""
     together: bool = True
-    """Whether all end when one of them fails."""
+    """All processes end when one of them fails."""
     through_srun: bool = False
-    """Whether what the few lines of the processes say is in srun's own output, and not in a log for each node."""
+    """The output of the processes, a few lines, is in srun's own output, and not in a log for each node."""
 
     @property
-    def said(self) -> Path:
-        """What srun itself says of its tasks."""
+    def srun_output(self) -> Path:
+        """Output of srun itself about its tasks."""
         return srun_log(self.logs)
 
     def command(self, *, outside: bool = False) -> list[str]:
@@ -90,22 +90,22 @@ class Step:
         return ["--label", f"--output={self.logs}/node-%4n.log"]
 
     def _binding(self) -> list[str]:
-        """Where the processes of a training go, as the profile says."""
+        """Options for the placement of a training's processes, from the profile."""
         site = self.submission.site
         if self.submission.stage != "train":
             return []
         options = {"--distribution": site.distribution, "--cpu-bind": site.cpu_bind}
         return [f"{name}={value}" for name, value in options.items() if value is not None]
 
-    def run(self, look: Callable[[], None], started: Callable[[subprocess.Popen[bytes]], None]) -> int:
+    def run(self, on_poll: Callable[[], None], on_start: Callable[[subprocess.Popen[bytes]], None]) -> int:
         """Start it and wait for its end; returns the exit code of srun, or of the process.
 
         Args:
-            look: called again and again while it runs.
-            started: is given the process.
+            on_poll: called again and again while it runs.
+            on_start: is given the process.
         """
         environment = {**os.environ, **self.environment, LOGS: str(self.logs), "PYTHONUNBUFFERED": "1"}
-        output = self.said if self.nodes else log_file(self.logs, 0)
+        output = self.srun_output if self.nodes else log_file(self.logs, 0)
         with output.open("ab") as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.
             process = subprocess.Popen(
@@ -116,10 +116,10 @@ class Step:
                 env=environment,
                 start_new_session=True,
             )
-            started(process)
+            on_start(process)
             try:
                 while process.poll() is None:
-                    look()
+                    on_poll()
                     time.sleep(_POLL)
             finally:
                 if process.poll() is None:
@@ -129,8 +129,8 @@ class Step:
         return process.returncode
 
 
-def meeting_place(submission: Submission, nodes: Sequence[str]) -> dict[str, str]:
-    """Where the processes of several nodes meet: the first node, at a port that nobody can tell beforehand.
+def rendezvous_env(submission: Submission, nodes: Sequence[str]) -> dict[str, str]:
+    """Environment for the rendezvous of several nodes: the first node, at a port that nobody can tell beforehand.
 
     torch's store serves whoever connects. The port is in the environment of the processes alone, which other users
     cannot read; who is on the network may still find it by trying.

@@ -19,7 +19,7 @@ LOGS = "PIPELINE_LOGS"
 _PLACE = (("PROCID", "0"), ("NTASKS", "1"), ("STEP_NUM_NODES", "1"))
 _STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 _UNTIL = {"train": "training began", "preprocess": "preprocessing began", "doctor": "the check of this node ended"}
-"""By the first word: when what follows no longer is for `_leave_when_told`."""
+"""By the first word: when what follows no longer is for `_exit_on_stop_signals`."""
 
 
 def ranks_environment(given: dict[str, str]) -> dict[str, str]:
@@ -39,7 +39,7 @@ def ranks_environment(given: dict[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Be the command."""
+    """Run the command."""
     # The modules that a handler needs take a while to import: until then signals wait. Only until then, since processes
     # that are started later would inherit the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
@@ -48,12 +48,12 @@ def main() -> None:
     if words[:1] == ["train"] or (words[:1] == ["eval"] and os.environ.get("SLURM_NTASKS", "1") != "1"):
         os.environ.update(ranks_environment(dict(os.environ)))
     if LOGS in os.environ:
-        _tell_in(os.environ[LOGS], os.environ)
+        _set_log_files(os.environ[LOGS], os.environ)
     if words[:1] == ["eval"]:
         # Sent ahead of the end of the time; there is nothing to save, and what is left may be enough.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     else:
-        _leave_when_told(_UNTIL[words[0]])
+        _exit_on_stop_signals(_UNTIL[words[0]])
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if words[:1] == ["doctor"]:
         from slurm.doctor.command import main as doctor
@@ -67,8 +67,8 @@ def main() -> None:
     runpy.run_module("pipeline", run_name="__main__")
 
 
-def _tell_in(folder: str, given: Mapping[str, str]) -> None:
-    """Where this process leaves what it says, and why it failed."""
+def _set_log_files(folder: str, given: Mapping[str, str]) -> None:
+    """Set the files for this process's output and its error record."""
     from pathlib import Path
 
     from pipeline.common import storage
@@ -84,7 +84,7 @@ def _tell_in(folder: str, given: Mapping[str, str]) -> None:
         storage.log_to(log_file(logs, rank))
 
 
-def _leave_when_told(until: str) -> None:
+def _exit_on_stop_signals(until: str) -> None:
     """Let a signal to stop end this process at once, until the stage puts its own handlers in place of this one.
 
     Not by an exception, which the code that is being imported may catch.

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from slurm import jobs
 from slurm.job.launch_log import launches
 from slurm.jobs import Job
-from slurm.submit.submission import read_submission
+from slurm.submit.submission import find_submission
 
 _PATIENCE = 30.0
 """Seconds from SIGTERM to SIGKILL, as schedulers have it."""
@@ -29,16 +28,16 @@ class LocalSteps:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._told: dict[int, float] = {}
+        self._terminated_at: dict[int, float] = {}
         """When a process was told to end, by its number."""
 
     def end(self, job: Job) -> None:
         """Let it end, at first by SIGTERM; call it again until the job is gone."""
         for pid in self._steps(int(job.job)):
-            if pid not in self._told:
-                self._told[pid] = time.monotonic()
+            if pid not in self._terminated_at:
+                self._terminated_at[pid] = time.monotonic()
                 _send(pid, signal.SIGTERM)
-            elif time.monotonic() > self._told[pid] + _PATIENCE:
+            elif time.monotonic() > self._terminated_at[pid] + _PATIENCE:
                 _send(pid, signal.SIGKILL)
 
     def stop_other_stages(self, job: Job) -> None:
@@ -60,8 +59,8 @@ class LocalSteps:
         """Folders with run files of jobs: that of the run, and where other users cannot write."""
         yield RunFiles(self._run).slurm / jobs.SUBMISSIONS
         for job in jobs.sent(self._run):
-            with suppress(UserError):
-                yield read_submission(self._run / job.submission).run_file.parent
+            if submission := find_submission(self._run / job.submission):
+                yield submission.run_file.parent
 
 
 def _send(pid: int, number: int) -> None:

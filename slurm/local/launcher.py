@@ -45,13 +45,13 @@ from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_
 from pipeline.train.parallel.torch_compat.core import OneNode, WatchedAgent
 from pipeline.train.planning.fit import check_memory
 from pipeline.train.run.folder import note_end
-from slurm.logs.failure_analysis import TAIL, Ended, causes, first_of
+from slurm.logs.failure_analysis import TAIL, FailedProcess, causes, first_of
 from slurm.logs.rank_logs import STAMP, error_file, log_file
 from slurm.logs.tail import last_lines
 from slurm.submit.disk_space import check_room
 
 RANK_COMMAND = (sys.executable, "-m", "pipeline")
-"""What a rank runs, before the stage and the run file."""
+"""Command of a rank, before the stage and the run file."""
 LaunchedStage = Literal["train", "eval"]
 _TAKEN_BY_TORCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AFTER_FAILURE = 5.0
@@ -187,7 +187,7 @@ def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedSt
             raise MachineError(f"the {processes} processes could not be started: {error}") from error
         finally:
             ranks.kill()
-    _judge(ranks, logs, stage)
+    _raise_failure(ranks, logs, stage)
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
@@ -328,7 +328,7 @@ class _Signals:
 
 
 class _Logs(LogsSpecs):
-    """Where the output of each rank goes, and what its environment has besides torch's."""
+    """Files for the output of each rank, and its environment besides torch's."""
 
     def __init__(self, folder: Path, store: Path) -> None:
         super().__init__(str(folder))
@@ -361,7 +361,7 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def _quiet(file: Path) -> Iterator[None]:
-    """What torch's agent logs goes to a file; the terminal gets our own words."""
+    """Send the log of torch's agent to a file; the terminal gets our own messages."""
     logger, handler = logging.getLogger("torch.distributed.elastic"), _LogFile(file, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     before, logger.propagate = logger.propagate, False
@@ -375,18 +375,18 @@ def _quiet(file: Path) -> Iterator[None]:
             handler.close()
 
 
-def _judge(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") -> None:
+def _raise_failure(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") -> None:
     """Raise what ended the ranks, if anything did."""
     failures = [
-        Ended(rank, code, ranks.times[rank], read_error(error_file(logs, rank)))
+        FailedProcess(rank, code, ranks.times[rank], read_error(error_file(logs, rank)))
         for rank, code in ranks.codes.items()
         if code != 0
     ]
-    told = [failure for failure in failures if _ended_by(failure, ranks.forwarded)]
-    if told:
+    ended_by_signal = [failure for failure in failures if _ended_by(failure, ranks.forwarded)]
+    if ended_by_signal:
         # They did not listen yet; those that did have lost them.
-        failures = [failure for failure in failures if failure not in told and not failure.consequence]
-    if ranks.forwarded and not failures and (told or len(ranks.codes) < ranks.number):
+        failures = [failure for failure in failures if failure not in ended_by_signal and not failure.consequence]
+    if ranks.forwarded and not failures and (ended_by_signal or len(ranks.codes) < ranks.number):
         if ranks.forwarded == {signal.SIGINT}:
             raise KeyboardInterrupt
         names = " and ".join(sorted(signal.Signals(number).name for number in ranks.forwarded))
@@ -402,22 +402,22 @@ def _judge(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") -> None:
     raise RankFailed(_describe(first, ranks.number, logs), code)
 
 
-def _ended_by(failure: Ended, signals: set[int]) -> bool:
-    """Whether one of these signals ended a rank, and it has not said so itself."""
+def _ended_by(failure: FailedProcess, signals: set[int]) -> bool:
+    """True if one of these signals ended a rank, and it has not reported that itself."""
     said = failure.record is not None and failure.record.was_shown
     return -failure.code in signals or (failure.code == EXIT_INTERRUPTED and signal.SIGINT in signals and not said)
 
 
-def _describe(failure: Ended, number: int, logs: Path) -> str:
+def _describe(failure: FailedProcess, number: int, logs: Path) -> str:
     who = f"rank {failure.rank} of {number}"
-    where = f"The logs of the ranks are in {logs}"
+    folder = f"The logs of the ranks are in {logs}"
     if failure.record is not None:
         trace = f"\n{failure.record.traceback.rstrip()}" if failure.record.traceback else ""
-        return f"{who} failed: {failure.record.message}{trace}\n{where}"
+        return f"{who} failed: {failure.record.message}{trace}\n{folder}"
     log = log_file(logs, failure.rank)
     lines = last_lines(log, TAIL)
     tail = "\n".join([f"\nThe end of {log.name}:", *lines]) if lines else ""
-    return f"{who} {failure.words}{tail}\n{where}"
+    return f"{who} {failure.words}{tail}\n{folder}"
 
 
 def _log_folder(parent: Path, stage: LaunchedStage = "train") -> Path:

@@ -102,12 +102,8 @@ def _early_end_noted(config: Config) -> Iterator[None]:
 
 def _train_as(ranks: Processes, config: Config, console: Console | None, *, own: bool) -> int:
     """The part of one rank; `own` if our launcher has started it, which keeps the ledger."""
-    wanted = config.launch.processes
-    if wanted is not None and wanted != ranks.world_size:
-        raise UserError(
-            f"launch.processes is {wanted}, but {ranks.world_size} processes were started (WORLD_SIZE); set "
-            f"launch.processes={ranks.world_size}, or start {wanted}"
-        )
+    if config.launch.processes is not None:
+        _refuse_other_number("launch.processes", config.launch.processes, ranks)
     from pipeline.train.trainer import train as stage
 
     ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
@@ -155,8 +151,8 @@ def evaluate(config: Config, step: int | None = None, console: Console | None = 
 
     own = rank.LAUNCHER in os.environ  # which keeps the ledger
     ranks = rank.of_environment()
-    if rank.is_rank():
-        _refuse_other_number(config, ranks)
+    if rank.is_rank() and config.eval.processes != 1:
+        _refuse_other_number("eval.processes", config.eval.processes, ranks)
     keep = ranks.rank == 0
     ledger: AbstractContextManager[None] = nullcontext()
     if keep:
@@ -187,13 +183,12 @@ def _evaluate_elsewhere(config: Config, step: int | None, console: Console | Non
     return read_report(config, found.step)
 
 
-def _refuse_other_number(config: Config, ranks: Processes) -> None:
-    """A `UserError` where another number of processes was started than the run file asks for; 1 asks for nothing."""
-    wanted = config.eval.processes
-    if wanted not in (1, ranks.world_size):
+def _refuse_other_number(key: str, wanted: int, ranks: Processes) -> None:
+    """A `UserError` where another number of processes was started than a key of the run file asks for."""
+    if wanted != ranks.world_size:
         raise UserError(
-            f"eval.processes is {wanted}, but {ranks.world_size} processes were started (WORLD_SIZE); set "
-            f"eval.processes={ranks.world_size}, or start {wanted}"
+            f"{key} is {wanted}, but {ranks.world_size} processes were started (WORLD_SIZE); set "
+            f"{key}={ranks.world_size}, or start {wanted}"
         )
 
 

@@ -13,12 +13,12 @@ from slurm.job import active_jobs
 from slurm.logs.failure_analysis import Failure, first_failure
 from slurm.logs.follow import follow_logs, write_out
 from slurm.logs.parts import LogPart, parts
-from slurm.logs.rank_logs import RankLog, srun_log
+from slurm.logs.rank_logs import srun_log
 from slurm.logs.tail import Tail, Tails, last_lines
 from slurm.run_argument import run_folder
 
 _SRUN_LINES = 10_000
-"""Of srun's own output, the last ones."""
+"""Last lines of srun's own output that are read."""
 
 
 def show_logs(
@@ -62,7 +62,7 @@ def show_logs(
     if follow:
         follow_logs(folder, found[-1], rank or 0, tail, console)
     elif attempt is None:
-        _tell_of_later_jobs(folder, found[-1], console)
+        _print_later_jobs(folder, found[-1], console)
 
 
 def _of_attempt(found: list[LogPart], number: int) -> list[LogPart]:
@@ -95,7 +95,7 @@ def _show(part: LogPart, rank: int, console: Console, lines: int) -> Tails | Non
 
 
 def _processes(part: LogPart) -> int | None:
-    """Of its step; None where that is not known."""
+    """Number of processes of its step; None where that is not known."""
     if part.attempts and (size := part.attempts[-1].layout.get("world_size")):
         return size
     return len(part.launch.nodes) * part.launch.processes_per_node if part.launch and part.launch.nodes else None
@@ -108,24 +108,23 @@ def _in_the_terminal(part: LogPart) -> str:
     return text
 
 
-def _tell_of_later_jobs(run: Path, part: LogPart, console: Console) -> None:
-    """A job that was started later, and ended before it launched anything, has said why in its own log."""
+def _print_later_jobs(run: Path, part: LogPart, console: Console) -> None:
+    """Print the logs of later jobs: one that ended before it launched anything has the reason there."""
     for job in jobs.sent(run):
         log = job.log(run)
         if job.time > part.begin and log.exists():
-            say(
-                console,
-                f"job {job.job} ({active_jobs.what(run, job)}) was sent later and has launched nothing so far: {log}",
-            )
+            what = active_jobs.stage_names(run, job)
+            say(console, f"job {job.job} ({what}) was sent later and has launched nothing so far: {log}")
 
 
 def _show_jobs(run: Path, console: Console, lines: int) -> None:
-    """Nothing was launched: what the job says itself."""
+    """Print the job's own log, where nothing was launched."""
     sent = jobs.sent(run)
     for job in reversed(sent):
         log = next((log for task in range(job.tasks) if (log := job.log(run, task)).exists()), None)
         if log is not None:
-            say(console, f"==> {active_jobs.what(run, job)}: job {job.job} on its own; it has launched no processes")
+            what = active_jobs.stage_names(run, job)
+            say(console, f"==> {what}: job {job.job} on its own; it has launched no processes")
             say(console, f"==> {log}")
             write_out(Tail(log, lines), console)
             return
@@ -146,19 +145,15 @@ def _show_first_error(found: list[LogPart], console: Console) -> None:
         say(console, f"{failure.words}{how}")
         if failure.details:
             say(console, failure.details)
-        if failure.rank is not None and (log := _log_of(part, failure.rank)):
+        log = None if failure.rank is None else part.log(failure.rank)
+        if log is not None and log.path.exists():
             say(console, f"==> {log.path}")
         return
     say(console, "nothing failed")
 
 
-def _log_of(part: LogPart, rank: int) -> RankLog | None:
-    log = part.log(rank)
-    return log if log is not None and log.path.exists() else None
-
-
 def _failure(part: LogPart) -> Failure | None:
-    """What failed first in a launch; what the job or the training noted of its end, where no process is known."""
+    """The first failure of a launch; the end that the job or the training noted, where no process is known."""
     launch = part.launch
     if launch is not None and launch.end is not None and not launch.crashed:
         return None

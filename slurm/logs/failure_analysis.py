@@ -1,4 +1,4 @@
-"""Which process of a launch failed first, and how: told from what each rank left behind and from what srun said.
+"""The first failure of a launch: from the records that ranks left behind and from the output of srun.
 
 One that fails takes all others with it: they lose their connections, or are ended from outside. Of thousands of ranks
 one is the cause, and the rest is aftermath. Nothing here needs torch.
@@ -19,6 +19,7 @@ from pipeline.common import storage
 from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, EXIT_STOPPED
 from pipeline.train.distributed.rank import ErrorRecord, read_error, read_errors
 from slurm.logs.rank_logs import ERRORS, rank_log
+from slurm.scheduler import numbers_in
 
 TAIL = 20
 """Lines of the log of a rank that has left no message."""
@@ -42,7 +43,7 @@ _NO_MEMORY = (
     "ran out of the memory that the job has on its node: ask for more (mem_gb), or lower train.micro_batch_size"
 )
 _TOLD_EARLY = "SIGTERM came before"
-"""What `slurm.job.srun_task` says of a stop before the stage listens."""
+"""Message of `slurm.job.srun_task` about a stop before the stage handles signals."""
 _NO_PROGRAM = "error: execve(): "
 """In the log of a process whose program could not be started."""
 _CORE = " (core dumped)"
@@ -51,7 +52,7 @@ _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal
 
 
 @dataclass(frozen=True)
-class Ended:
+class FailedProcess:
     """A process that has not ended well."""
 
     rank: int
@@ -61,12 +62,12 @@ class Ended:
     """When that was noticed, in seconds since 1970."""
     record: ErrorRecord | None
     """What it left, if anything."""
-    said: str = ""
-    """How it ended, where srun said more than the code tells."""
+    detail: str = ""
+    """Description of its end, where srun's words tell more than the code."""
 
     @property
     def consequence(self) -> bool:
-        """Whether it found out by another one's failure, as it says itself."""
+        """True if it failed because another one did, by its own record."""
         return self.record is not None and self.record.consequence
 
     @property
@@ -76,9 +77,9 @@ class Ended:
 
     @property
     def words(self) -> str:
-        """How it ended, where it has left no message."""
-        if self.said or self.code >= 0:
-            return self.said or f"ended with exit code {self.code} and left no message"
+        """Description of its end, where it has left no message."""
+        if self.detail or self.code >= 0:
+            return self.detail or f"ended with exit code {self.code} and left no message"
         hint = ""
         if self.code == -signal.SIGKILL:
             hint = (
@@ -88,7 +89,7 @@ class Ended:
         return f"was killed by {signal.Signals(-self.code).name}{hint}"
 
 
-def causes(ended: Sequence[Ended]) -> list[Ended]:
+def causes(ended: Sequence[FailedProcess]) -> list[FailedProcess]:
     """Those that no other one explains.
 
     Stops are among them only if nothing failed, and what followed from other failures only if no cause is known.
@@ -97,7 +98,7 @@ def causes(ended: Sequence[Ended]) -> list[Ended]:
     return [each for each in found if each.code != EXIT_STOPPED] or found
 
 
-def first_of(found: Sequence[Ended]) -> Ended:
+def first_of(found: Sequence[FailedProcess]) -> FailedProcess:
     """The earliest of some causes, or rank 0 where all have come to the same end."""
     first = min(found, key=lambda each: each.order)
     zero = next((each for each in found if each.rank == 0), first)
@@ -111,7 +112,7 @@ def first_of(found: Sequence[Ended]) -> Ended:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a launch before anything else did."""
+    """The first thing that went wrong in a launch."""
 
     rank: int | None
     """None where it was no process: a node, or the step as a whole."""
@@ -133,7 +134,7 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """Who and what, in a line."""
+        """Rank, node and message, in a line."""
         if self.rank is None:
             return self.message
         return f"rank {self.rank}{f' on {self.node}' if self.node else ''}: {self.message}"
@@ -142,7 +143,7 @@ class Failure:
 def first_failure(
     run_logs: Path, launch_nodes: Sequence[str], processes_per_node: int, srun_log: str = ""
 ) -> Failure | None:
-    """What failed first in a launch, and not what followed from it; None if nothing did. A stop (75) is no failure.
+    """The first failure of a launch, and not what followed from it; None without one. A stop (75) does not count.
 
     A rank that wrote down why it failed is believed. Of those that could not (killed, out of memory, lost with their
     node) srun tells, without times: there the order of its lines counts.
@@ -153,39 +154,39 @@ def first_failure(
         processes_per_node: ranks on each.
         srun_log: what srun wrote, text; "" where there was none.
     """
-    said = _read_srun(srun_log, launch_nodes)
-    failure = _what_failed(_all_ended(_records(run_logs), said), said, run_logs, processes_per_node)
+    srun = _read_srun(srun_log, launch_nodes)
+    failure = _what_failed(_all_ended(_records(run_logs), srun), srun, run_logs, processes_per_node)
     if failure is None:
         return None
     if failure.rank is not None:
         place = failure.rank // processes_per_node
         failure = replace(failure, node=launch_nodes[place] if place < len(launch_nodes) else None)
-    return replace(failure, lost_nodes=said.lost)
+    return replace(failure, lost_nodes=srun.lost)
 
 
-def _what_failed(ended: Sequence[Ended], said: _Srun, run_logs: Path, per_node: int) -> Failure | None:
-    if said.lost:  # then an abort is how a connection was lost
+def _what_failed(ended: Sequence[FailedProcess], srun: _Srun, run_logs: Path, per_node: int) -> Failure | None:
+    if srun.lost:  # then an abort is how a connection was lost
         ended = [each for each in ended if each.record or each.code != -signal.SIGABRT]
     found = causes(_without_late_stops(ended))
     stops = bool(found) and found[0].code == EXIT_STOPPED
     # With a node that is lost the others are told to end: that is not why.
-    if found and not found[0].consequence and not (stops and said.lost):
+    if found and not found[0].consequence and not (stops and srun.lost):
         return None if stops else _of_process(first_of(found), run_logs, per_node)
-    if said.lost:
-        what = f"node {said.lost[0]} was lost" if len(said.lost) == 1 else f"nodes {', '.join(said.lost)} were lost"
-        return Failure(None, said.lost[0], EXIT_OTHER, what, "")
-    why = said.why or _why(rank_log(run_logs, 0, per_node).last_lines(TAIL))
+    if srun.lost:
+        what = f"node {srun.lost[0]} was lost" if len(srun.lost) == 1 else f"nodes {', '.join(srun.lost)} were lost"
+        return Failure(None, srun.lost[0], EXIT_OTHER, what, "")
+    why = srun.why or _why(rank_log(run_logs, 0, per_node).last_lines(TAIL))
     if found and not why:  # nothing is known but that connections were lost, and perhaps who could not say so any more
-        silent = [each for each in said.killed if each not in {one.rank for one in ended}]
-        lost = Ended(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
+        silent = [each for each in srun.killed if each not in {one.rank for one in ended}]
+        lost = FailedProcess(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
         return _of_process(lost, run_logs, per_node)
-    if found or said.told_to:
+    if found or srun.from_outside:
         return Failure(None, None, EXIT_OTHER, f"the processes were ended from outside ({why or 'scancel'})", "")
-    return Failure(None, None, EXIT_OTHER, f"srun: {said.other}", "") if said.other else None
+    return Failure(None, None, EXIT_OTHER, f"srun: {srun.other}", "") if srun.other else None
 
 
 def stopped(run_logs: Path, srun_log: str = "") -> bool:
-    """Whether the processes of a launch were asked to stop, saved and left: some did, and none of them failed.
+    """True if the processes of a launch were asked to stop, saved and exited: some did, and none of them failed.
 
     Args:
         run_logs: folder of the launch's logs.
@@ -197,7 +198,7 @@ def stopped(run_logs: Path, srun_log: str = "") -> bool:
     return codes == {EXIT_STOPPED}
 
 
-def _without_late_stops(ended: Sequence[Ended]) -> list[Ended]:
+def _without_late_stops(ended: Sequence[FailedProcess]) -> list[FailedProcess]:
     """Without stops that came of a failure: srun tells the others to end, by SIGTERM, while they import torch, say."""
     failures = [each.record.time for each in ended if each.record and each.code != EXIT_STOPPED]
     stops = [each for each in ended if each.code == EXIT_STOPPED]
@@ -219,14 +220,14 @@ def gather_errors(folder: Path) -> None:
 
 
 def interrupted(run_logs: Path, srun_log: str) -> bool:
-    """Whether a process was told to end, whatever became of the others; for a step in which none ends the others."""
+    """True if a process was signalled to end, however the others ended; for a step in which none ends the others."""
     codes = {record.code for record in _records(run_logs).values()}
     codes |= {event.code for event in _read_srun(srun_log, ()).events}
     return not codes.isdisjoint((EXIT_STOPPED, -signal.SIGTERM, -signal.SIGHUP))
 
 
 def _records(folder: Path) -> dict[int, ErrorRecord]:
-    """What ranks have left, by rank."""
+    """Error records, by rank."""
     found: dict[int, ErrorRecord] = {}
     try:
         with os.scandir(folder) as entries:  # of thousands of ranks: no look at what is not asked for
@@ -247,21 +248,21 @@ class _Event:
 
     ranks: tuple[int, ...]
     code: int
-    said: str
+    detail: str
 
 
 @dataclass(frozen=True)
 class _Srun:
-    """What srun said."""
+    """The parsed output of srun."""
 
     events: tuple[_Event, ...]
     lost: tuple[str, ...]
     killed: tuple[int, ...]
     """Ranks of which it told that they were killed when it was ending them all: by it, or before."""
-    told_to: bool
-    """Whether processes were ended from outside."""
+    from_outside: bool
+    """Processes were ended from outside."""
     why: str
-    """Why the step was cancelled, in SLURM's words, if it said so."""
+    """Reason for the cancellation of the step, in SLURM's words; "" without one."""
     other: str
     """The last of its errors that are about no process."""
 
@@ -270,15 +271,16 @@ def _read_srun(text: str, nodes: Sequence[str]) -> _Srun:
     events: list[_Event] = []
     lost: list[str] = []
     killed: list[int] = []
-    other, ending, told_to = "", False, False
+    other, ending, from_outside = "", False, False
     for line in text.splitlines():
         if found := _TASKS.match(line):
-            code, said = _code_of(found["how"])
-            if ending and code in (-signal.SIGTERM, -signal.SIGKILL) and not said:
-                told_to = True
-                killed += _numbers(found["tasks"]) if code == -signal.SIGKILL else ()
+            ranks = tuple(map(int, numbers_in(found["tasks"].strip("[]"))))
+            code, detail = _code_of(found["how"])
+            if ending and code in (-signal.SIGTERM, -signal.SIGKILL) and not detail:
+                from_outside = True
+                killed += ranks if code == -signal.SIGKILL else ()
             else:
-                events.append(_Event(_numbers(found["tasks"]), code, said))
+                events.append(_Event(ranks, code, detail))
         elif found := _NOT_STARTED.match(line):
             events.append(_Event((int(found["task"]),), EXIT_OTHER, f"was not started: {found['why']}"))
         elif found := _NODE_LOST.match(line):
@@ -289,11 +291,11 @@ def _read_srun(text: str, nodes: Sequence[str]) -> _Srun:
             ending = True
         elif found := _OTHER.match(line):
             other = found["what"]
-    return _Srun(tuple(events), tuple(dict.fromkeys(lost)), tuple(killed), told_to, _why(text.splitlines()), other)
+    return _Srun(tuple(events), tuple(dict.fromkeys(lost)), tuple(killed), from_outside, _why(text.splitlines()), other)
 
 
 def _why(lines: Sequence[str]) -> str:
-    """Why SLURM cancelled the step, if a line has a reason."""
+    """Reason for the cancellation of the step, if a line has one."""
     reasons = (found["why"] for line in lines if (found := _CANCELLED.search(line)))
     return next((reason.lower() for reason in reasons if reason), "")
 
@@ -315,40 +317,31 @@ def _code_of(how: str) -> tuple[int, str]:
     return (-number, "") if number else (EXIT_OTHER, f"ended: {how}")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> 0, 1, 2, 5."""
-    found: list[int] = []
-    for part in text.strip("[]").split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
-
-
 def _names(compact: str) -> set[str]:
     """`n[08-10],m1` -> n08, n09, n10, m1."""
     found = set()
     for name, numbers in re.findall(r"([^\[,]+)(?:\[([^\]]*)\])?", compact):
         if not numbers:
             found.add(name)
-        for part in filter(None, numbers.split(",")):
-            first, _, last = part.partition("-")
-            found |= {f"{name}{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)}
+        found |= {f"{name}{number}" for number in numbers_in(numbers)}
     return found
 
 
-def _all_ended(records: Mapping[int, ErrorRecord], said: _Srun) -> list[Ended]:
+def _all_ended(records: Mapping[int, ErrorRecord], srun: _Srun) -> list[FailedProcess]:
     """Processes that have not ended well. One without a record came after those that srun told of before it."""
-    found = [Ended(rank, record.code, record.time, record) for rank, record in records.items()]
+    found = [FailedProcess(rank, record.code, record.time, record) for rank, record in records.items()]
     clock = 0.0
-    for event in said.events:
+    for event in srun.events:
         clock = max([clock, *(records[rank].time for rank in event.ranks if rank in records)])
         # An abort is so often how a process loses a connection that all others come before it.
         time = math.inf if event.code == -signal.SIGABRT else math.nextafter(clock, math.inf)
-        found += [Ended(rank, event.code, time, None, event.said) for rank in event.ranks if rank not in records]
+        found += [
+            FailedProcess(rank, event.code, time, None, event.detail) for rank in event.ranks if rank not in records
+        ]
     return found
 
 
-def _of_process(ended: Ended, run_logs: Path, per_node: int) -> Failure:
+def _of_process(ended: FailedProcess, run_logs: Path, per_node: int) -> Failure:
     """In words; its node is not known here."""
     name = signal.Signals(-ended.code).name if ended.code < 0 else None
     code = ended.code if ended.code > 0 else EXIT_OTHER
@@ -361,5 +354,5 @@ def _of_process(ended: Ended, run_logs: Path, per_node: int) -> Failure:
     if missing := [why for line in tail if (why := line.partition(_NO_PROGRAM)[2])]:
         # What slurmstepd leaves with then is no code of ours.
         code, words = EXIT_OTHER, f"was not started: {missing[0]}"
-    silent = not ended.said and not missing and ended.code > 0
+    silent = not ended.detail and not missing and ended.code > 0
     return Failure(ended.rank, None, code, words, "\n".join(tail), None, name, silent=silent)

@@ -15,7 +15,7 @@ from slurm.job import active_jobs
 from slurm.job.launch_log import Launch, launches
 from slurm.logs.parts import LogPart, parts
 from slurm.logs.tail import Tail, Tails
-from slurm.status.live import Found, look
+from slurm.status.live import LiveJobs, live_jobs
 
 _POLL = 0.3
 """Seconds between looks at files."""
@@ -65,10 +65,10 @@ class _Following:
         self._console = console
         self._launches = _Launches(run)
         self._asked = 0.0
-        self._told = ""
+        self._last_message = ""
 
     def by_hand(self, tail: Tails) -> None:
-        """Until nobody trains any more."""
+        """Follow a training by hand, until nobody trains any more."""
         while True:
             left = is_held(self._run)
             write_out(tail, self._console)
@@ -78,7 +78,7 @@ class _Following:
             time.sleep(_POLL)
 
     def sent_since(self, time: float) -> bool:
-        """Whether the run was submitted after a time, in seconds since 1970."""
+        """True if the run was submitted after a time, in seconds since 1970."""
         return any(job.time > time for job in jobs.sent(self._run))
 
     def last_before(self, time: float) -> Launch | None:
@@ -97,7 +97,7 @@ class _Following:
             self.launch(launch, log.tail())
 
     def launch(self, launch: Launch, tail: Tails) -> None:
-        """Until it has ended, and why."""
+        """Follow a launch until it has ended, and print the reason."""
         quiet = time.monotonic()
         while True:
             now, after = self._launches.find(launch)
@@ -113,16 +113,16 @@ class _Following:
         say(self._console, f"==> ended: {why}")
 
     def _is_gone(self, quiet: float) -> bool:
-        """Whether nothing of the run is left, though no end was noted; asked only after some time without a line."""
+        """True if nothing of the run is left, though no end was noted; checked only after some time without a line."""
         if time.monotonic() < max(quiet, self._asked) + _ASK:
             return False
         self._asked = time.monotonic()
-        return look(self._run).nothing
+        return live_jobs(self._run).nothing
 
     def next_after(self, launch: Launch | None) -> Launch | None:
         """The next launch, when it begins; None if there will be none."""
         asked: float | None = None
-        pause, self._told = _ASK, ""
+        pause, self._last_message = _ASK, ""
         while True:
             now, after = self._launches.find(launch) if launch else (None, self._launches.first())
             if after is not None:
@@ -132,24 +132,24 @@ class _Following:
                 return None
             if asked is None or time.monotonic() > asked + pause:
                 asked = time.monotonic()
-                found = look(self._run)
+                found = live_jobs(self._run)
                 pause = _ASK if any(each.job.where == "slurm" for each in found.active) else 1.0
                 # Once more, since one may have begun and ended meanwhile.
                 if found.nothing and (self._launches.find(launch)[1] if launch else self._launches.first()) is None:
                     self._say_over(now)
                     return None
-                self._tell(found)
+                self._print_waiting(found)
             time.sleep(_POLL)
 
-    def _tell(self, found: Found) -> None:
-        """What is waited for, when that is another than before."""
+    def _print_waiting(self, found: LiveJobs) -> None:
+        """Print which jobs are waited for, when these change."""
         if found.unknown is not None:
             text = f"{found.unknown}; waiting for what the files of the run say"
         else:
-            text = "; ".join(active_jobs.words(self._run, each) for each in found.active)
+            text = "; ".join(active_jobs.describe(self._run, each) for each in found.active)
         numbers = text if found.unknown else " ".join(each.job.job for each in found.active)
-        if text and numbers != self._told:
-            self._told = numbers
+        if text and numbers != self._last_message:
+            self._last_message = numbers
             say(self._console, f"==> waiting for the next launch: {text}")
 
     def _say_over(self, launch: Launch | None) -> None:

@@ -1,4 +1,4 @@
-"""Where the logs of a run are: a part for each launch by a job, and for each time that it was trained by hand."""
+"""Logs of a run: a part for each launch by a job, and for each time that it was trained by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LogPart:
 
     @property
     def words(self) -> str:
-        """Which one it is: stage, attempts, job, nodes, time."""
+        """Description: stage, attempts, job, nodes, time."""
         numbers = [attempt.number for attempt in self.attempts]
         text: list[str] = [self.stage]
         if numbers:
@@ -61,8 +61,8 @@ class LogPart:
             launch = self.launch
             again = f" (restart {launch.restarts})" if launch.restarts else ""
             count = f", launch {launch.number}" if launch.number > 1 else ""
-            where = ", ".join(launch.nodes) or launch.host
-            text.append(f"{'job' if launch.nodes else 'process'} {launch.job}{again}{count} on {where}")
+            nodes = ", ".join(launch.nodes) or launch.host
+            text.append(f"{'job' if launch.nodes else 'process'} {launch.job}{again}{count} on {nodes}")
         until = "" if self.end is None else f" to {when(self.end)}"
         return f"{', '.join(text)}, from {when(self.begin)}{until}"
 
@@ -100,7 +100,7 @@ def _end(launch: Launch, launched: list[Launch]) -> float:
 
 
 def _is_of(attempt: Attempt, launch: Launch) -> bool:
-    """Whether an attempt that began in the time of a launch is its own."""
+    """True if an attempt that began in the time of a launch belongs to it."""
     if launch.stage != "train":
         return False
     # A task of an array, and a local job, are called otherwise than what the training sees.

@@ -1,4 +1,4 @@
-"""Where the processes of a launch leave what they say, and why they failed: few files, however many processes.
+"""Files for the output and the errors of a launch's processes: few files, however many processes.
 
 On a cluster each node writes one log for all its processes, whose lines begin with the rank. Rank 0, which tells how
 the run gets on, has a log of its own. Launches of this machine, and of older versions, have a log for each rank.
@@ -14,7 +14,7 @@ from slurm.logs.tail import Tail, Tails, last_lines
 STAMP = "%Y-%m-%d_%H-%M-%S"
 """Local time as the name of the folder of a launch begins with it."""
 ERRORS = "errors.jsonl"
-"""What the ranks of a launch have left of their failures, a line each; of one node while the launch runs."""
+"""Error records of the ranks of a launch, a line each; of one node while the launch runs."""
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -23,12 +23,12 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def srun_log(folder: Path) -> Path:
-    """What srun itself says of the tasks of a launch."""
+    """Output of srun itself about the tasks of a launch."""
     return folder / "srun.log"
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """What a rank leaves when it fails, on this machine; see `pipeline.train.distributed.rank.record_error`."""
+    """Error record of a rank on this machine; see `pipeline.train.distributed.rank.record_error`."""
     return folder / f"rank-{rank:04d}.error.json"
 
 
@@ -38,13 +38,13 @@ def node_log(folder: Path, node: int) -> Path:
 
 
 def node_errors(folder: Path, node: int) -> Path:
-    """What the ranks of a node leave when they fail."""
+    """Error records of the ranks of a node."""
     return folder / f"node-{node:04d}.{ERRORS}"
 
 
 @dataclass(frozen=True)
 class RankLog:
-    """What a rank wrote: a file of its own, its lines in that of its node, or one and then the other."""
+    """The output of a rank: a file of its own, its lines in that of its node, or one and then the other."""
 
     rank: int
     own: Path | None
@@ -57,7 +57,7 @@ class RankLog:
         return next((file for file in found if file.exists()), found[0])
 
     def tail(self, lines: int = 0) -> Tails:
-        """What is written from now on, after the last lines; 0: all of them."""
+        """The output from now on, after the last lines; 0: all of them."""
         own = [Tail(self.own, lines)] if self.own else []
         return Tails([*own, *([Tail(self.shared, lines, self.rank)] if self.shared else [])])
 

@@ -79,7 +79,7 @@ def _start_of(file: BinaryIO, lines: int, label: re.Pattern[bytes] | None = None
 
 
 class Tail:
-    """What is written to a file from now on, or from its last lines on, also if it is replaced or not there yet.
+    """The end of a file as it grows, from now or from its last lines on, also if it is replaced or not there yet.
 
     Args:
         file: it.
@@ -97,7 +97,7 @@ class Tail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> str:
-        """What has come since the last time, at most some megabytes of it; "" if there is nothing."""
+        """New text since the last call, at most some megabytes of it; "" if there is nothing."""
         try:
             if self._opened is None or self._replaced():
                 self._open()
@@ -129,14 +129,14 @@ class Tail:
         self._rest = b""
 
     def _replaced(self) -> bool:
-        """Whether another file has the name now, or the same one was cut off; what was left to read of it is lost."""
+        """True if another file has the name now, or the same one was truncated; what was left to read of it is lost."""
         assert self._opened is not None
         now, ours = self._file.stat(), os.fstat(self._opened.fileno())
         return (now.st_dev, now.st_ino) != (ours.st_dev, ours.st_ino) or now.st_size < self._opened.tell()
 
 
 class Tails:
-    """What is written to several files, one after the other."""
+    """The ends of several files, one after the other."""
 
     def __init__(self, tails: Sequence[Tail]) -> None:
         self._tails = tails

@@ -73,15 +73,15 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
 
 
 def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list[RunStatus]:
-    """How runs are; the scheduler is asked once for all of them.
+    """Status of runs; the scheduler is asked once for all of them.
 
     Args:
         folders: of the runs, with the run file where that was named.
         spent: whether the goodput is wanted.
     """
     facts = [RunSnapshot(folder, config) for folder, config in folders.items()]
-    answer = _ask(facts)
-    return [describe(each, answer, spent=spent) for each in facts]
+    snapshot = _query_scheduler(facts)
+    return [describe(each, snapshot, spent=spent) for each in facts]
 
 
 def _named(runs: Sequence[Path]) -> dict[Path, Config | None]:
@@ -127,17 +127,15 @@ def _found() -> dict[Path, None]:
     return dict.fromkeys(sorted(found))
 
 
-def _ask(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
-    """What the scheduler says of the jobs of all runs together."""
+def _query_scheduler(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
+    """Answer of the scheduler about the jobs of all runs together."""
     numbers = sorted({number for each in facts for number in each.questions()})
     if not numbers:
         return SchedulerSnapshot({})
     try:
         states = scheduler.jobs(numbers, seconds=_SQUEUE)
-    except SchedulerError as error:
-        return SchedulerSnapshot(None, problem=_short(error))
-    except ValueError as error:  # a line of squeue that is none of ours
-        return SchedulerSnapshot(None, problem=f"squeue: {error}")
+    except ValueError as error:  # the command failed, or a line of its output has another form
+        return SchedulerSnapshot(None, problem=_short("squeue", error))
     gone = sorted({number for each in facts for number in _to_account(each) if number not in states})
     if not gone or shutil.which("sacct") is None:
         return SchedulerSnapshot(states)
@@ -145,10 +143,8 @@ def _ask(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
     problem = None
     try:
         accounted = scheduler.accounting(gone, seconds=_SACCT)
-    except SchedulerError as error:
-        problem = _short(error)
     except ValueError as error:
-        problem = f"sacct: {error}"
+        problem = _short("sacct", error)
     return SchedulerSnapshot(states, accounted, problem)
 
 
@@ -162,6 +158,7 @@ def _to_account(facts: RunSnapshot) -> list[str]:
     return found
 
 
-def _short(error: SchedulerError) -> str:
-    program = error.command[0]
-    return f"{program}: {error.said.partition(chr(10))[0].removeprefix(f'{program}: ')}"
+def _short(program: str, error: ValueError) -> str:
+    """The first line of what a command of SLURM said, or of why its output cannot be read."""
+    output = error.output if isinstance(error, SchedulerError) else str(error)
+    return f"{program}: {output.partition(chr(10))[0].removeprefix(f'{program}: ')}"

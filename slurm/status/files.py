@@ -1,4 +1,4 @@
-"""What the files of a run folder say of it, whatever the scheduler knows.
+"""State of a run by the files of its folder, whatever the scheduler knows.
 
 Nothing is written, and nothing is too damaged to be looked at: what cannot be read is told, and the rest is read.
 """
@@ -26,9 +26,9 @@ from pipeline.data.provenance.run import read_journal
 from pipeline.eval.reports import report_files
 from pipeline.train.run.lock import holder
 from slurm import jobs
-from slurm.job.launch_log import Launch, launches
+from slurm.job.launch_log import LAST, Launch, launches
 from slurm.jobs import Job, Stage
-from slurm.submit.submission import Submission, read_submission
+from slurm.submit.submission import Submission, find_submission
 
 _ROWS = 20_000
 """Rows of the metrics that are looked at, from the last one on."""
@@ -52,8 +52,8 @@ class StageRun:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What the last rows of the metrics say; rows of the newest step come first."""
+class MetricRows:
+    """The last rows of the metrics; rows of the newest step come first."""
 
     steps: list[dict[str, Any]]
     """Of the last steps, all of one attempt."""
@@ -89,7 +89,7 @@ class RunSnapshot:
         self.config = self._config(config)
 
     def read(self, what: str, get: Callable[[], T], default: T) -> T:
-        """What `get` returns; where it fails, the default, and `problems` has a line more."""
+        """The result of `get`; where it fails, the default, and `problems` has a line more."""
         try:
             return get()
         except Exception as error:  # damaged in whatever way: the other files still have something to say
@@ -104,7 +104,7 @@ class RunSnapshot:
         return [launch for launch in self.launches if launch.job in numbers]
 
     def is_over(self, job: Job) -> bool:
-        """Whether the ledger says that nothing more comes of a job, so that nobody needs to be asked.
+        """True if the ledger says that nothing more comes of a job, so that nobody needs to be asked.
 
         A local job may have further stages before it, and to look whether its process lives costs nothing.
         """
@@ -112,7 +112,7 @@ class RunSnapshot:
             return False
         last = {launch.job: launch for launch in self.launches_of(job)}
         ends = [last[number].end if number in last else None for number in job.numbers]
-        return all(end is not None and end.next in ("done", "end", "next link") for end in ends)
+        return all(end is not None and end.next in LAST for end in ends)
 
     def open_jobs(self) -> list[Job]:
         """Jobs of which more may come, in the order in which they were sent."""
@@ -130,11 +130,8 @@ class RunSnapshot:
         return next((job for job in reversed(self.sent) if job.stage == stage), None)
 
     def submission(self, job: Job | None) -> Submission | None:
-        """What a job was sent with; None if that is not known."""
-        try:
-            return None if job is None else read_submission(self.run / job.submission)
-        except UserError:
-            return None
+        """Submission of a job; None if it is not known."""
+        return None if job is None else find_submission(self.run / job.submission)
 
     def total_steps(self) -> int | None:
         """Steps of the whole run, by its plan where there is one already; None if nobody can know yet."""
@@ -148,9 +145,9 @@ class RunSnapshot:
             RunFiles.journal, lambda: run_length(config, Sampler.of_windows(read_journal(self.run))).steps, counted
         )
 
-    def rows(self, step: int | None) -> Rows:
+    def rows(self, step: int | None) -> MetricRows:
         """The end of the metrics; of steps after `step`, which were lost, nothing."""
-        return self.read(RunFiles.metrics, lambda: _rows(self.files, step), Rows([], None, None, None))
+        return self.read(RunFiles.metrics, lambda: _rows(self.files, step), MetricRows([], None, None, None))
 
     def evaluations(self) -> list[tuple[float, dict[str, Any]]]:
         """Results of evaluations and when they were written, in seconds since 1970; the newest last."""
@@ -173,10 +170,9 @@ class RunSnapshot:
         return None
 
     def _preprocesses(self) -> bool:
-        """Whether a process of preprocessing gives signs of life, on whatever machine."""
-        if self.config is None:
+        """True if a process of preprocessing gives signs of life, on whatever machine."""
+        if (config := self.config) is None:
             return False
-        config = self.config
         folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.sources)]
         return self.read(
             "leases",
@@ -185,7 +181,7 @@ class RunSnapshot:
         )
 
     def _config(self, given: Config | None) -> Config | None:
-        """What training was started with, else what the newest job was sent with, else what was given."""
+        """Config of the training, else that of the newest job, else the one that was given."""
         newest = self.submission(self.sent[-1] if self.sent else None)
         for file in (self.files.config, newest.run_file if newest else None):
             if file is not None and file.is_file():
@@ -198,7 +194,7 @@ class RunSnapshot:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether something of a run is in a folder."""
+    """True if something of a run is in a folder."""
     files = RunFiles(folder)
     marks = (files.ledger, files.metrics, files.jobs)
     try:
@@ -218,7 +214,7 @@ def _stages(files: RunFiles) -> list[StageRun]:
     return list(found.values())
 
 
-def _rows(files: RunFiles, step: int | None) -> Rows:
+def _rows(files: RunFiles, step: int | None) -> MetricRows:
     steps: list[dict[str, Any]] = []
     trained = validated = newest = None
     for number, row in enumerate(files.newest_rows()):
@@ -236,7 +232,7 @@ def _rows(files: RunFiles, step: int | None) -> Rows:
             trained = trained or row
             if row.get("attempt") == trained.get("attempt") and len(steps) < _RECENT:
                 steps.append(row)
-    return Rows(steps, trained, validated, newest)
+    return MetricRows(steps, trained, validated, newest)
 
 
 def _result(file: Path) -> tuple[float, dict[str, Any]]:

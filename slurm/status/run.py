@@ -1,9 +1,10 @@
-"""All that is known of a run: the state that it is in, how far it is, how fast, what its attempts came to."""
+"""Status of a run: its state, progress, speed and attempts."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipeline.train.run.lock import is_held
 from pipeline.train.run.unsaved import read_saves
 from slurm.job.launch_log import Launch, LaunchEnd
 from slurm.job.restart_policy import suspects
-from slurm.status.files import Rows, RunSnapshot
+from slurm.status.files import MetricRows, RunSnapshot
 from slurm.status.state import (
     LOST,
     QueuedJob,
@@ -44,7 +45,7 @@ _AT_LEAST = 60.0
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RankBeat:
     """The heartbeat of a rank."""
 
     rank: int
@@ -57,7 +58,7 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Try:
+class AttemptRow:
     """An attempt at training with the launch that it was part of; or a launch that came to none."""
 
     number: int | None
@@ -81,7 +82,7 @@ class Try:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of a run; None stands for what is not."""
+    """Status of a run; None stands for what is not known."""
 
     run: Path
     state: State
@@ -112,11 +113,11 @@ class RunStatus:
     """Of the last attempt."""
     beating: int
     """Of them those that have given a sign of life and not left."""
-    newest_beat: Pulse | None
-    oldest_beat: Pulse | None
+    newest_beat: RankBeat | None
+    oldest_beat: RankBeat | None
     restarts: int
     """How often the scheduler has started a job of the training again."""
-    attempts: list[Try]
+    attempts: list[AttemptRow]
     goodput: dict[str, float] | None
     goodput_to_last_end: bool
     """It is that of the last attempt which ended in peace, since the metrics are large."""
@@ -137,21 +138,21 @@ class RunStatus:
         return {**asdict(self), "run": str(self.run)}
 
 
-def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = True) -> RunStatus:
-    """What is known of a run.
+def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = True) -> RunStatus:
+    """Status of a run.
 
     Args:
         facts: its files.
-        answer: of the scheduler.
+        snapshot: of the scheduler.
         spent: whether the goodput is wanted, for which all metrics are read.
     """
     run = facts.run
     launch = LaunchConfig() if facts.config is None else facts.config.launch
-    waiting = queue(facts, answer)
+    waiting = queue(facts, snapshot)
     everything: dict[int, Beat] = facts.read(RunFiles.heartbeats, lambda: read_beats(run), {})
-    facts.lost = lost_launches(facts, answer, waiting, fresh=_is_fresh(facts, everything, launch))
+    facts.lost = lost_launches(facts, snapshot, waiting, fresh=_is_fresh(facts, everything, launch))
     tries: list[Attempt] = facts.read(
-        RunFiles.ledger, lambda: attempts(run, lambda _: _holds(facts, answer, everything, launch)), []
+        RunFiles.ledger, lambda: attempts(run, lambda _: _holds(facts, snapshot, everything, launch)), []
     )
     last = tries[-1] if tries else None
     running = last is not None and last.end is None
@@ -164,7 +165,7 @@ def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = Tru
     pace = _pace(rows)
     median = statistics.median(seconds) if (seconds := _each(rows, "step_seconds")) else None
     patience = max(3 * launch.heartbeat_seconds, 2 * (median or 0.0))
-    verdict = judge(facts, answer, waiting, tries, beats, patience=patience, total=total)
+    verdict = judge(facts, snapshot, waiting, tries, beats, patience=patience, total=total)
     saved = facts.read(RunFiles.checkpoints, lambda: Checkpoints.of_run(run).latest(), None)
     left = None
     if total is not None and pace is not None and verdict.state != "done":
@@ -194,8 +195,8 @@ def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = Tru
         failed_saves=_failed_saves(facts, last),
         ranks=last.layout.get("world_size") if last else None,
         beating=len(alive),
-        newest_beat=_pulse(facts, alive[-1]) if running and alive else None,
-        oldest_beat=_pulse(facts, alive[0]) if running and alive else None,
+        newest_beat=_rank_beat(facts, alive[-1]) if running and alive else None,
+        oldest_beat=_rank_beat(facts, alive[0]) if running and alive else None,
         restarts=max((each.restarts for each in trained), default=0),
         attempts=facts.read(RunFiles.ledger, lambda: _rows_of(tries, trained, facts), []),
         goodput=spent_now,
@@ -205,22 +206,22 @@ def describe(facts: RunSnapshot, answer: SchedulerSnapshot, *, spent: bool = Tru
         queue=waiting,
         evaluations=len(evaluated),
         last_evaluation=evaluated[-1][1] if evaluated else None,
-        scheduler=answer.problem,
+        scheduler=snapshot.problem,
         problems=facts.problems,
     )
 
 
-def _holds(facts: RunSnapshot, answer: SchedulerSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
-    """Whether a process trains in the run folder, or may."""
+def _holds(facts: RunSnapshot, snapshot: SchedulerSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
+    """True if a process trains in the run folder, or may."""
     if facts.holder is not None and (number := facts.holder.get("job")) is not None:
         last = next((each for each in reversed(facts.launches) if each.job == str(number)), None)
         if last is not None and last.key in facts.lost:
             return False
 
     def job_state(number: str) -> str | None:
-        if answer.states is None:
+        if snapshot.states is None:
             return None
-        state = answer.states.get(number)
+        state = snapshot.states.get(number)
         if state is None:  # it is over, or this scheduler does not tell us of others' jobs
             return None if _is_fresh(facts, beats, launch) else ""
         return state.state if state.runs else ""
@@ -229,11 +230,11 @@ def _holds(facts: RunSnapshot, answer: SchedulerSnapshot, beats: Mapping[int, Be
 
 
 def _is_fresh(facts: RunSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
-    """Whether a rank has given a sign of life just now."""
+    """True if a rank has given a sign of life just now."""
     return any(facts.now - beat.time < 3 * launch.heartbeat_seconds for beat in beats.values() if beat.phase != ENDED)
 
 
-def _step(last: Attempt | None, rows: Rows) -> int | None:
+def _step(last: Attempt | None, rows: MetricRows) -> int | None:
     """Steps that are done."""
     newest = rows.newest
     if last is None:
@@ -243,11 +244,11 @@ def _step(last: Attempt | None, rows: Rows) -> int | None:
     return last.first_step if last.end is None else last.step
 
 
-def _each(rows: Rows, key: str) -> list[float]:
+def _each(rows: MetricRows, key: str) -> list[float]:
     return [value for row in rows.steps if isinstance(value := row.get(key), (int, float))]
 
 
-def _pace(rows: Rows) -> float | None:
+def _pace(rows: MetricRows) -> float | None:
     """Seconds from step to step, with all that comes between."""
     times: list[tuple[int, float]] = [(row["step"], row["time"]) for row in rows.steps if "time" in row]
     if len(times) > 1 and times[0][0] > times[-1][0]:
@@ -278,8 +279,8 @@ def _failed_saves(facts: RunSnapshot, last: Attempt | None) -> str:
     return found.words(facts.now if last.end is None else last.end)
 
 
-def _pulse(facts: RunSnapshot, beat: Beat) -> Pulse:
-    return Pulse(beat.rank, node_of(facts, beat), beat.step, beat.phase, max(0.0, facts.now - beat.time))
+def _rank_beat(facts: RunSnapshot, beat: Beat) -> RankBeat:
+    return RankBeat(beat.rank, node_of(facts, beat), beat.step, beat.phase, max(0.0, facts.now - beat.time))
 
 
 def _goodput(facts: RunSnapshot, tries: Sequence[Attempt]) -> tuple[dict[str, float] | None, bool]:
@@ -293,17 +294,17 @@ def _goodput(facts: RunSnapshot, tries: Sequence[Attempt]) -> tuple[dict[str, fl
     return (found.to_json() if found else None), False
 
 
-def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnapshot) -> list[Try]:
+def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnapshot) -> list[AttemptRow]:
     """Attempts and launches of the training as one table, in order."""
     now = facts.now
-    found: list[Try] = []
+    found: list[AttemptRow] = []
     seen: dict[tuple[str, int, int], int] = {}
     for each in tries:
         launch = _launch_of(each, trained, now)
         if launch is not None:
             seen[launch.key] = len(found)
         found.append(
-            Try(
+            AttemptRow(
                 number=each.number,
                 job=launch.job if launch else each.job,
                 restarts=launch.restarts if launch else each.restarts,
@@ -329,8 +330,8 @@ def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnap
     return sorted(found, key=lambda each: each.begin)
 
 
-def _with_end(row: Try, launch: Launch, end: LaunchEnd) -> Try:
-    """Of a launch that failed it is known what failed first; an attempt may have noted what came of that."""
+def _with_end(row: AttemptRow, launch: Launch, end: LaunchEnd) -> AttemptRow:
+    """A row with the end of its launch: that knows the first failure, an attempt perhaps only what followed from it."""
     row = replace(row, next=end.next)
     if launch.crashed or (row.outcome == "killed" and end.code != EXIT_OK):
         row = replace(row, outcome=row_outcome(launch), reason=_cause(end))
@@ -338,16 +339,16 @@ def _with_end(row: Try, launch: Launch, end: LaunchEnd) -> Try:
 
 
 def _cause(end: LaunchEnd) -> str:
-    """Why a launch ended, without what followed and why."""
+    """Reason for the end of a launch, without what followed."""
     before, found, _ = end.reason.rpartition(f"; {end.next}: ")
     return listed(before if found else end.reason)
 
 
-def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> Try:
+def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> AttemptRow:
     end = launch.end
     over = end.time if end else launch.time if is_lost else now
     open_reason = LOST if is_lost else "no attempt has begun"
-    return Try(
+    return AttemptRow(
         number=None,
         job=launch.job,
         restarts=launch.restarts,
@@ -373,7 +374,7 @@ def _launch_of(attempt: Attempt, trained: Sequence[Launch], now: float) -> Launc
 
 
 def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[QueuedJob], facts: RunSnapshot) -> list[str]:
-    """Where it runs now."""
+    """Nodes on which it runs now."""
     open_launches = [launch for launch in facts.launches if launch.end is None and launch.key not in facts.lost]
     jobs = {job.job: job for job in waiting if job.runs}
     for launch in reversed(open_launches):
@@ -386,10 +387,7 @@ def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[Queued
 
 def _suspects(trained: Sequence[Launch], checkpoint: int) -> dict[str, str]:
     """Nodes that were lost or unhealthy, and those that the last crashes have in common."""
-    found: dict[str, int] = {}
-    for launch in trained:
-        for node in launch.end.failed_nodes if launch.end else ():
-            found[node] = found.get(node, 0) + 1
+    found = Counter(node for launch in trained if launch.end for node in launch.end.failed_nodes)
     words = {node: f"failed in {count} of {len(trained)} launches" for node, count in found.items()}
     for node in suspects(trained, checkpoint):
         words[node] = "; ".join(filter(None, (words.get(node), "the last crashes have it in common")))

@@ -1,4 +1,4 @@
-"""How the status of runs is printed: a block of lines for one, a table for several."""
+"""Output of the status of runs: a block of lines for one, a table for several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.common.console import say
 from pipeline.common.format import counted, duration
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
-from slurm.status.run import RunStatus, Try
+from slurm.status.run import AttemptRow, RunStatus
 from slurm.status.state import UNKNOWN, QueuedJob
 
 _SHOWN = 10
@@ -75,7 +75,7 @@ def _table(found: Sequence[RunStatus]) -> Table:
 
 
 def _below(found: Sequence[RunStatus]) -> Iterator[str]:
-    """What a table has no room for."""
+    """Lines for what a table has no room for."""
     for each in found:
         if each.why and each.state not in ("running", "done"):
             yield f"{_name(each.run)}: {_cut(each.why)}"
@@ -118,9 +118,9 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     if each.why:
         yield "why", each.why
     if each.step is not None:
-        share = f" ({each.step / each.steps:.1%})" if each.steps else ""
+        done = f" ({each.step / each.steps:.1%})" if each.steps else ""
         tokens = f", {counted(each.tokens, 'token')}" if each.tokens is not None else ""
-        yield "step", f"{_steps(each, ' of ')}{share}{tokens}"
+        yield "step", f"{_steps(each, ' of ')}{done}{tokens}"
     elif each.steps is not None:
         yield "step", f"0 of {each.steps:,}"
     if each.loss is not None or each.validation_loss is not None:
@@ -182,7 +182,7 @@ def _job(job: QueuedJob) -> str:
     return text + (f", until {_clock(job.end)}" if job.end is not None else "")
 
 
-def _attempt(row: Try) -> str:
+def _attempt(row: AttemptRow) -> str:
     number = "-" if row.number is None else str(row.number)
     job = "" if row.job is None else f"job {row.job}" + (f" (restart {row.restarts})" if row.restarts else "") + ", "
     text = f"{number:>3}  {_clock(row.begin)}, {job}on {_few(row.nodes)}, steps {row.first_step:,} to {row.step:,} in "

@@ -1,4 +1,4 @@
-"""In which state a run is, from what its files and the scheduler say."""
+"""State of a run, from its files and the scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from slurm import jobs
 from slurm.job.launch_log import Launch, Next, is_all
-from slurm.jobs import Cancelled, Job, Stage, Where
+from slurm.jobs import Backend, Cancelled, Job, Stage
 from slurm.scheduler import Accounted, JobState
 from slurm.status.files import RunSnapshot
 from slurm.submit.job_plan import KEYS
@@ -45,7 +45,7 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_INTERRUPTED: "stopped",
 }
 LOST = "no end was noted, as where its node was lost"
-"""Why a launch is over that has none."""
+"""Reason of a launch that is over and has no end."""
 _SKEW = 60.0
 """Seconds that the clocks of a node and the controller may differ."""
 UNKNOWN = "UNKNOWN"
@@ -65,7 +65,7 @@ _STUCK = {
     "PartitionDown": ("its partition is down", _ASK_FOR_LESS),
     "DependencyNeverSatisfied": ("a job that it waits for has failed", _SUBMIT),
 }
-"""Why a job cannot start and what to do, by how the reason of squeue begins."""
+"""Reasons why a job cannot start and what to do, by the first words of squeue's reason."""
 _AGAIN: tuple[Next, ...] = ("requeue", "scheduler", "relaunch")
 _BUSY: dict[Stage, State] = {
     "train": "running",
@@ -77,14 +77,14 @@ _BUSY: dict[Stage, State] = {
 
 @dataclass(frozen=True)
 class SchedulerSnapshot:
-    """What the scheduler has said of all jobs that it was asked about."""
+    """Answer of the scheduler about all jobs that it was asked for."""
 
     states: Mapping[str, JobState] | None
     """By number; None if it did not answer."""
     accounted: Mapping[str, Accounted] = field(default_factory=dict)
     """Of jobs that it no longer knows."""
     problem: str | None = None
-    """Why it did not answer, or accounting did not."""
+    """Reason why it did not answer, or accounting did not."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class QueuedJob:
 
     stage: Stage
     job: str
-    where: Where
+    where: Backend
     state: str
     """As squeue names it, or UNKNOWN; of an array that of a task that runs, if one does."""
     tasks: dict[str, int]
@@ -115,7 +115,7 @@ class QueuedJob:
 
     @property
     def held(self) -> bool:
-        """Whether it waits until a person releases it."""
+        """True if it waits until a person releases it."""
         return self.waits and (self.state in _HELD or "held" in self.reason.lower())
 
 
@@ -130,13 +130,13 @@ class RunVerdict:
     """In words, "" where the state says all."""
 
 
-def queue(facts: RunSnapshot, answer: SchedulerSnapshot) -> list[QueuedJob]:
+def queue(facts: RunSnapshot, snapshot: SchedulerSnapshot) -> list[QueuedJob]:
     """The jobs of a run that wait or run, in the order in which they were sent."""
-    found = (_queued(facts, job, answer) for job in facts.open_jobs())
+    found = (_queued(facts, job, snapshot) for job in facts.open_jobs())
     return [each for each in found if each is not None]
 
 
-def _queued(facts: RunSnapshot, job: Job, answer: SchedulerSnapshot) -> QueuedJob | None:
+def _queued(facts: RunSnapshot, job: Job, snapshot: SchedulerSnapshot) -> QueuedJob | None:
     states: list[JobState] = []
     unknown = False
     if job.where == "local":
@@ -153,11 +153,11 @@ def _queued(facts: RunSnapshot, job: Job, answer: SchedulerSnapshot) -> QueuedJo
             by = jobs.cancelled(facts.run, job.stage)
             turn = f"cancelled by {by.by}, its turn will be passed over" if by else "its turn has not come"
             states = [state if begun else JobState(job.job, "PENDING", turn)]
-    elif answer.states is None:
+    elif snapshot.states is None:
         unknown = True
     else:
-        states = [answer.states[number] for number in job.numbers if number in answer.states]
-        states = [state for state in states if state.waits or state.runs]
+        states = [snapshot.states[number] for number in job.numbers if number in snapshot.states]
+        states = [state for state in states if state.active]
     if not states and not unknown:
         return None
     # Of an array a task that is at work stands for all.
@@ -184,25 +184,25 @@ def _queued(facts: RunSnapshot, job: Job, answer: SchedulerSnapshot) -> QueuedJo
 
 
 def lost_launches(
-    facts: RunSnapshot, answer: SchedulerSnapshot, waiting: Sequence[QueuedJob], *, fresh: bool
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, waiting: Sequence[QueuedJob], *, fresh: bool
 ) -> set[tuple[str, int, int]]:
     """Launches whose end nobody has noted, and that are over: their job was started again since, or does not run.
 
     Args:
         facts: files of the run.
-        answer: of the scheduler, which may tell nothing of others' jobs.
+        snapshot: of the scheduler, which may tell nothing of others' jobs.
         waiting: jobs of the run that wait or run.
         fresh: whether a rank has given a sign of life just now.
     """
     open_launches = [launch for launch in facts.launches if launch.end is None]
-    found = {launch.key for launch in open_launches if _is_lost(facts, launch, answer, waiting)}
+    found = {launch.key for launch in open_launches if _is_lost(facts, launch, snapshot, waiting)}
     last = facts.launches[-1] if facts.launches else None
-    if fresh and last is not None and last.stage == "train" and answer.states is not None:
-        return found if last.job in answer.states else found - {last.key}
+    if fresh and last is not None and last.stage == "train" and snapshot.states is not None:
+        return found if last.job in snapshot.states else found - {last.key}
     return found
 
 
-def _is_lost(facts: RunSnapshot, launch: Launch, answer: SchedulerSnapshot, waiting: Sequence[QueuedJob]) -> bool:
+def _is_lost(facts: RunSnapshot, launch: Launch, snapshot: SchedulerSnapshot, waiting: Sequence[QueuedJob]) -> bool:
     if any(each.job == launch.job and each.key > launch.key for each in facts.launches):
         return True
     job = next((each for each in facts.sent if launch.job in each.numbers), None)
@@ -210,21 +210,21 @@ def _is_lost(facts: RunSnapshot, launch: Launch, answer: SchedulerSnapshot, wait
         return False
     if job.where == "local":
         return not any(each.runs and _is_of(launch, each) for each in waiting)
-    if answer.states is None:
+    if snapshot.states is None:
         return False
-    state = answer.states.get(launch.job)
+    state = snapshot.states.get(launch.job)
     again = state is not None and state.start is not None and state.start > launch.time + _SKEW
     return state is None or not state.runs or again
 
 
 def _is_of(launch: Launch, job: QueuedJob) -> bool:
-    """Whether it is a launch of a job, or of a task of an array; a run of a sweep has one task as its job."""
+    """True if it is a launch of a job, or of a task of an array; a run of a sweep has one task as its job."""
     return job.job in (launch.job, launch.job.partition("_")[0])
 
 
 def judge(
     facts: RunSnapshot,
-    answer: SchedulerSnapshot,
+    snapshot: SchedulerSnapshot,
     waiting: Sequence[QueuedJob],
     tries: Sequence[Attempt],
     beats: Mapping[int, Beat],
@@ -236,7 +236,7 @@ def judge(
 
     Args:
         facts: its files.
-        answer: of the scheduler.
+        snapshot: of the scheduler.
         waiting: its jobs that wait or run.
         tries: attempts at training.
         beats: heartbeats of the last one.
@@ -257,7 +257,7 @@ def judge(
     in_queue = [job for job in waiting if job.waits and job.stage != "eval"]
     if in_queue:
         return _waits(facts, in_queue)
-    trained = _training_ended(facts, answer, tries, total)
+    trained = _training_ended(facts, snapshot, tries, total)
     evaluation = _at_work(facts, [job for job in waiting if job.stage == "eval"])
     if evaluation is not None:
         after = f"training: {trained.state}" if trained is not None and trained.state != "done" else ""
@@ -267,35 +267,35 @@ def judge(
     if waiting:
         return _waits(facts, waiting)
     for group in (("preprocess", "finish"), ("eval",)):
-        if (ended := _stage_ended(facts, answer, group)) is not None:
+        if (ended := _stage_ended(facts, snapshot, group)) is not None:
             return ended
     return RunVerdict("nothing known", None, "no stage of the run has left a trace")
 
 
 def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> RunVerdict:
-    """Of an attempt that runs, or may."""
-    told = []
+    """Verdict on an attempt that runs, or may."""
+    notes = []
     since = attempt.begin
     if facts.cancelled is not None and facts.cancelled.time >= since:
-        told.append(f"{facts.cancelled.by} has cancelled it at {when(facts.cancelled.time)}")
+        notes.append(f"{facts.cancelled.by} has cancelled it at {when(facts.cancelled.time)}")
     if facts.files.stop.exists():
-        told.append("it is asked to stop (stop file)")
+        notes.append("it is asked to stop (stop file)")
     alive = {rank: beat for rank, beat in beats.items() if beat.phase != ENDED}
-    told += [f"rank {rank} on {beat.host} hangs at {beat.place}" for rank, beat in alive.items() if beat.phase == HUNG]
+    notes += [f"rank {rank} on {beat.host} hangs at {beat.place}" for rank, beat in alive.items() if beat.phase == HUNG]
     if not alive:
         silent = facts.now - since > patience
         text = "no process has given a sign of life yet" if not beats else "its processes have left the training"
-        return RunVerdict("stalled" if silent and not beats else "running", "train", "; ".join([*told, text]))
+        return RunVerdict("stalled" if silent and not beats else "running", "train", "; ".join([*notes, text]))
     oldest = min(alive.values(), key=lambda beat: beat.time)
     least, most = facts.now - max(beat.time for beat in alive.values()), facts.now - oldest.time
     if least > patience:
         words = f"no sign of life for {duration(least)}"
         if len(alive) > 1:
             words += f"; the oldest is of {_who(facts, oldest)}, {duration(most)} ago"
-        return RunVerdict("stalled", "train", "; ".join([*told, words]))
+        return RunVerdict("stalled", "train", "; ".join([*notes, words]))
     if most > patience:
-        told.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
-    return RunVerdict("running", "train", "; ".join(told))
+        notes.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
+    return RunVerdict("running", "train", "; ".join(notes))
 
 
 def _who(facts: RunSnapshot, beat: Beat) -> str:
@@ -303,7 +303,7 @@ def _who(facts: RunSnapshot, beat: Beat) -> str:
 
 
 def node_of(facts: RunSnapshot, beat: Beat) -> str:
-    """Where a rank runs, as the scheduler names it if it started it."""
+    """Node of a rank, as the scheduler names it if it started it."""
     last = facts.launches[-1] if facts.launches else None
     if last is None or last.stage != "train" or last.end is not None or beat.time < last.time:
         return beat.host
@@ -313,14 +313,14 @@ def node_of(facts: RunSnapshot, beat: Beat) -> str:
 def _suspended(job: QueuedJob) -> RunVerdict:
     return RunVerdict(
         "suspended",
-        _stage_name(job.stage),
+        KEYS[job.stage],
         f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job with precedence; it "
         f"resumes when that one has ended, or when an administrator calls `scontrol resume {job.job}`",
     )
 
 
 def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | None:
-    """Of the first job that runs."""
+    """Verdict on the first job that runs."""
     job = next((job for job in among if job.runs), None)
     if job is None:
         return None
@@ -345,11 +345,11 @@ def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | Non
     if job.state == UNKNOWN:
         why += "; by the files alone"
     stage = job.stage if last is None else last.stage
-    return RunVerdict(_BUSY[stage], _stage_name(stage), why)
+    return RunVerdict(_BUSY[stage], KEYS[stage], why)
 
 
 def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
-    """Of what waits next: not what waits for other jobs, if there is anything else."""
+    """Verdict on the job that waits next: not one that waits for other jobs, if there is another."""
     job = next((job for job in waiting if "Dependency" not in job.reason), waiting[0])
     past = [launch for launch in facts.launches if _is_of(launch, job)]
     words = [f"job {job.job}" + (f" ({job.reason})" if job.reason else "")]
@@ -367,11 +367,11 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
     before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
     if before is not None and (before.end is not None or before.key in facts.lost):
         words.append(f"the last end: {listed(before.end.reason) if before.end else LOST}")
-    return RunVerdict(state, _stage_name(job.stage), "; ".join(words))
+    return RunVerdict(state, KEYS[job.stage], "; ".join(words))
 
 
 def _stuck(job: QueuedJob) -> str:
-    """What keeps a job from starting until something is done, and what to do; "" of one that waits for its turn."""
+    """Reason why a job cannot start until something is done, and what to do; "" for one that waits for its turn."""
     why, advice = next((_STUCK[word] for word in _STUCK if job.reason.startswith(word)), ("", ""))
     if not why:
         return ""
@@ -383,39 +383,34 @@ def _stuck(job: QueuedJob) -> str:
     return f"this job cannot start: {why}; {advice.format(key=KEYS[job.stage])}"
 
 
-def _stage_name(stage: Stage) -> str:
-    return "preprocess" if stage == "finish" else stage
-
-
 @dataclass(frozen=True)
-class _End:
+class _StageEnd:
     """An end that something has told of."""
 
     time: float
     code: int | None
     reason: str
     final: bool = True
-    """Whether nothing was to follow."""
+    """Nothing was to follow."""
     next: Next | None = None
 
 
 def _training_ended(
-    facts: RunSnapshot, answer: SchedulerSnapshot, tries: Sequence[Attempt], total: int | None
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, tries: Sequence[Attempt], total: int | None
 ) -> RunVerdict | None:
-    """Of training of which nothing runs or waits; None if there was none."""
+    """Verdict on training of which nothing runs or waits; None if there was none."""
     end = _last_end(facts, "train")
     last = tries[-1] if tries else None
     if last is not None and last.end is not None and (end is None or last.begin > end.time):
         of_job = facts.last_job("train")
         final = last.code == EXIT_OK or of_job is None or last.job != of_job.job
-        end = _End(last.end, last.code, listed(last.reason), final)
+        end = _StageEnd(last.end, last.code, listed(last.reason), final)
     if last is not None and last.code == EXIT_OK and last.end is not None and end is not None:
         # Its job may have been ended before it could note that.
         begun = [launch.time for launch in facts.launches if launch.stage == "train"]
-        end = end if max(begun, default=0) > last.end else _End(max(last.end, end.time), EXIT_OK, "")
-    if (hand := _by_itself(facts, "train", end)) is not None:
-        end = hand
-    lost = _lost(facts, answer, ("train",), end)
+        end = end if max(begun, default=0) > last.end else _StageEnd(max(last.end, end.time), EXIT_OK, "")
+    end = _end_in_ledger(facts, "train", end) or end
+    lost = _lost(facts, snapshot, ("train",), end)
     if end is None and lost is None:
         return None
     step = max((each.step for each in tries), default=0)
@@ -434,15 +429,15 @@ def _training_ended(
 
 
 def _too_late(by: Cancelled | None, end: float) -> str:
-    """Who has cancelled a training that reached its end all the same."""
+    """Note on who cancelled a training that reached its end all the same."""
     if by is None or "train" not in (by.stages or ("train",)):
         return ""
     how = "which did not stop it" if by.time <= end else "after its end"
     return f"{by.by} cancelled it at {when(by.time)}, {how}"
 
 
-def _cancelled(facts: RunSnapshot, by: Cancelled, end: _End | None, tries: Sequence[Attempt]) -> RunVerdict:
-    """Who has cancelled what.
+def _cancelled(facts: RunSnapshot, by: Cancelled, end: _StageEnd | None, tries: Sequence[Attempt]) -> RunVerdict:
+    """Verdict on a cancelled run.
 
     Args:
         facts: files of the run.
@@ -454,23 +449,22 @@ def _cancelled(facts: RunSnapshot, by: Cancelled, end: _End | None, tries: Seque
     stage = by.stages[0] if by.stages else last
     who = f"by {by.by} at {when(by.time)}"
     ended = end is not None and end.time >= by.time
-    told = end.reason if end is not None and ended else ""
+    reason = end.reason if end is not None and ended else ""
     job = facts.last_job(stage)
     if job is not None and not ended and not facts.launches_of(job):
         who += f", before job {job.job} began"
     elif stage == "train" and ended:
         own = [each.reason for each in tries[-1:] if each.end is not None and each.end >= by.time]
-        who += ", after a save" if any("; saved" in text for text in (told, *own)) else ", without saving"
-    return RunVerdict("cancelled", _stage_name(stage), "; ".join(filter(None, (who, told))))
+        who += ", after a save" if any("; saved" in text for text in (reason, *own)) else ", without saving"
+    return RunVerdict("cancelled", KEYS[stage], "; ".join(filter(None, (who, reason))))
 
 
-def _stage_ended(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
-    """Of another stage of which nothing runs or waits; None if there was none."""
+def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
+    """Verdict on another stage of which nothing runs or waits; None if there was none."""
     ends = [end for stage in group if (end := _last_end(facts, stage)) is not None]
     end = max(ends, key=lambda each: each.time, default=None)
-    if (hand := _by_itself(facts, group[0], end)) is not None:
-        end = hand
-    if lost := _lost(facts, answer, group, end):
+    end = _end_in_ledger(facts, group[0], end) or end
+    if lost := _lost(facts, snapshot, group, end):
         return lost
     if end is None:
         return None
@@ -481,8 +475,8 @@ def _stage_ended(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[
     return RunVerdict(_OF_CODE.get(end.code, "failed"), group[0], end.reason)
 
 
-def _last_end(facts: RunSnapshot, stage: Stage) -> _End | None:
-    """Of the last launch of a stage; of the tasks of an array that of one that failed, if one has."""
+def _last_end(facts: RunSnapshot, stage: Stage) -> _StageEnd | None:
+    """End of the last launch of a stage; of an array that of a task that failed, if one has."""
     past = [launch for launch in facts.launches if launch.stage == stage]
     if not past:
         return None
@@ -493,30 +487,34 @@ def _last_end(facts: RunSnapshot, stage: Stage) -> _End | None:
     launch = next((each for each in ended if each.crashed), ended[-1])
     how = launch.end
     assert how is not None
-    return _End(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
+    return _StageEnd(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
 
 
-def _by_itself(facts: RunSnapshot, stage: str, known: _End | None) -> _End | None:
+def _end_in_ledger(facts: RunSnapshot, stage: str, known: _StageEnd | None) -> _StageEnd | None:
     """The end of a stage that the ledger has of its own, if it came after what is known."""
     last = next((each for each in reversed(facts.stages) if each.stage == stage), None)
     if last is None or (known is not None and last.start <= known.time):
         return None
     if last.end is None:
-        return _End(last.start, None, f"process {last.pid} on {last.host} ended without a word, or cannot be seen here")
-    told = facts.exit_state.get("reason") if facts.exit_state.get("code") == last.code else None
-    return _End(last.end, last.code, str(told) if told and stage == "train" else f"it left with exit code {last.code}")
+        text = f"process {last.pid} on {last.host} ended without a word, or cannot be seen here"
+        return _StageEnd(last.start, None, text)
+    reason = facts.exit_state.get("reason") if facts.exit_state.get("code") == last.code else None
+    text = str(reason) if reason and stage == "train" else f"it left with exit code {last.code}"
+    return _StageEnd(last.end, last.code, text)
 
 
-def _lost(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[Stage], end: _End | None) -> RunVerdict | None:
-    """Of the newest job of a stage that has left the queue without a word in the ledger; None if there is none."""
+def _lost(
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage], end: _StageEnd | None
+) -> RunVerdict | None:
+    """Verdict on the newest job of a stage, if it has left the queue without a word in the ledger."""
     job = next((each for each in reversed(facts.sent) if each.stage in group), None)
-    if job is None or job.where == "local" or facts.is_over(job) or answer.states is None:
+    if job is None or job.where == "local" or facts.is_over(job) or snapshot.states is None:
         return _lost_here(facts, job, end)
     if end is not None and end.final and end.time > job.time:
         return None
-    stage = _stage_name(job.stage)
+    stage = KEYS[job.stage]
     for number in job.numbers:
-        state, accounted = answer.states.get(number), answer.accounted.get(number)
+        state, accounted = snapshot.states.get(number), snapshot.accounted.get(number)
         if accounted is not None and not accounted.over:
             accounted = None
         word = accounted.state if accounted else state.state if state else ""
@@ -537,13 +535,11 @@ def _lost(facts: RunSnapshot, answer: SchedulerSnapshot, group: Sequence[Stage],
     return RunVerdict("failed", stage, f"job {job.job} has left the queue, and nothing in the ledger")
 
 
-def _lost_here(facts: RunSnapshot, job: Job | None, end: _End | None) -> RunVerdict | None:
-    """Of a job on this machine, which nobody but the process table knows."""
+def _lost_here(facts: RunSnapshot, job: Job | None, end: _StageEnd | None) -> RunVerdict | None:
+    """Verdict on a lost job of this machine, which nobody but the process table knows."""
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
-    return RunVerdict(
-        "failed", _stage_name(job.stage), f"process {job.job} on {job.host} has left nothing in the ledger"
-    )
+    return RunVerdict("failed", KEYS[job.stage], f"process {job.job} on {job.host} has left nothing in the ledger")
 
 
 def _user(number: str) -> str:
@@ -553,7 +549,7 @@ def _user(number: str) -> str:
 
 
 def row_outcome(launch: Launch, *, is_lost: bool = False) -> str:
-    """How a launch ended that came to no attempt at training, in a word."""
+    """Outcome of a launch without an attempt at training, in a word."""
     if is_lost:
         return "lost"
     return "running" if launch.end is None else _OF_CODE.get(launch.end.code, "failed")

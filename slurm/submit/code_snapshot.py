@@ -65,7 +65,7 @@ def take(run: Path, modules: Sequence[str] = (), into: Path | None = None) -> Pa
 
 
 def place(run: Path, into: Path | None = None) -> tuple[Path, str]:
-    """Where `take` would put the copy now, and the digest of its list."""
+    """The folder into which `take` would copy now, and the digest of its list."""
     contents = _contents()
     return _place(into or RunFiles(run).slurm, contents), integrity.sha256(integrity.listing(contents))
 
@@ -152,7 +152,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _note_environment(run: Path, code: str, modules: Sequence[str]) -> None:
-    """What else decides what jobs do: `environment-HASH.json`, and the changes since the commit beside it."""
+    """Record the environment of jobs: `environment-HASH.json`, and the changes since the commit beside it."""
     revision, changes = _git()
     values: dict[str, Any] = {
         "code": code,
@@ -173,11 +173,10 @@ def _note_environment(run: Path, code: str, modules: Sequence[str]) -> None:
 
 def _distributions() -> dict[str, str]:
     """Versions of all that is installed, by name."""
-    found = {}
+    found: dict[str, str] = {}
     for each in metadata.distributions():
-        name = each.metadata["Name"]
-        if name and name not in found:  # the first one on the path is the one that is imported
-            found[name] = each.version
+        if name := each.metadata["Name"]:
+            found.setdefault(name, each.version)  # the first one on the path is the one that is imported
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

@@ -26,12 +26,12 @@ def checkpoints_room(config: Config, disk: Disk, course: Course | None) -> tuple
     """
     if course is not None and not course.steps_left:
         return None, None
-    where, folder = room_of("run.dir", config.run.dir, disk.free), Checkpoints.of_run(config.run.dir).folder
+    room, folder = room_of("run.dir", config.run.dir, disk.free), Checkpoints.of_run(config.run.dir).folder
     if folder.is_symlink():
-        where = f"{folder} -> {folder.resolve()} has {size(disk.free)} free"
+        room = f"{folder} -> {folder.resolve()} has {size(disk.free)} free"
     todo = "make room, or set run.dir to a folder on another disk"
     if disk.free < disk.each:
-        return f"{where}, and a checkpoint needs {size(disk.each)}; {todo}", None
+        return f"{room}, and a checkpoint needs {size(disk.each)}; {todo}", None
     if disk.free >= _TIGHT * disk.needed:
         return None, None
     rules = config.train.checkpoint
@@ -40,7 +40,7 @@ def checkpoints_room(config: Config, disk: Disk, course: Course | None) -> tuple
         fewer += ", raise train.checkpoint.keep_every"
     less = "less" if disk.free < disk.needed else "not much more"
     return None, (
-        f"{where}, {less} than the {size(disk.needed)} that checkpoints still take (up to {disk.most:,} at a time, "
+        f"{room}, {less} than the {size(disk.needed)} that checkpoints still take (up to {disk.most:,} at a time, "
         f"{disk.there:,} are there): {todo}, or {fewer}"
     )
 

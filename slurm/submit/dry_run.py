@@ -13,7 +13,7 @@ from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.train.planning.jobs import jobs_needed
 from slurm.forecast.course import START_S, Course, Disk, Forecast, forecast, job_seconds
-from slurm.jobs import Where
+from slurm.jobs import Backend
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds
 
@@ -23,7 +23,7 @@ def show(
     config: Config,
     site: SiteConfig,
     planned: Sequence[PlannedJob],
-    where: Where,
+    backend: Backend,
     script_of: Callable[[PlannedJob], str],
     warnings: Iterable[str],
 ) -> None:
@@ -34,18 +34,18 @@ def show(
         config: the run.
         site: where it runs.
         planned: the jobs in the order in which they would be sent.
-        where: on a cluster or on this machine.
+        backend: on a cluster or on this machine.
         script_of: gives the text of a job's script.
         warnings: what `preflight.check` has found.
     """
     say(console, f"run: {config.run.dir}")
-    say(console, f"profile: {config.slurm.profile}" if where == "slurm" else "where: this machine, in the background")
+    say(console, f"profile: {config.slurm.profile}" if backend == "slurm" else "where: this machine, in the background")
     for number, job in enumerate(planned, start=1):
         say(console, "")
-        for line in job_lines(number, job, where):
+        for line in job_lines(number, job, backend):
             say(console, line)
         if job.stage == "train":
-            for line in training_lines(config, job, where, forecast(config, site, job), time.time()):
+            for line in training_lines(config, job, backend, forecast(config, site, job), time.time()):
                 say(console, f"  {line}")
     for job in planned:
         say(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
@@ -55,8 +55,8 @@ def show(
     say(console, "nothing was sent and nothing was written (--dry-run)")
 
 
-def job_lines(number: int, job: PlannedJob, where: Where) -> Iterator[str]:
-    """What a job asks for, and what it waits for."""
+def job_lines(number: int, job: PlannedJob, backend: Backend) -> Iterator[str]:
+    """Lines on a job: its resources, and the jobs that it waits for."""
     kind = {"finish": "end of preprocessing"}.get(job.stage, job.stage)
     step = "" if job.step is None else f" of step {job.step:,}"
     yield f"job {number}: {job.name} ({kind}{step}: pipeline {' '.join(job.command)})"
@@ -66,7 +66,7 @@ def job_lines(number: int, job: PlannedJob, where: Where) -> Iterator[str]:
     else:
         spare = f", and {counted(job.spare_nodes, 'spare node')}" if job.spare_nodes else ""
         yield f"  size: {processes} = {job.processes:,}{spare}"
-    if where == "slurm":
+    if backend == "slurm":
         yield f"  asks for: {', '.join(_resources(job))}"
         again = {
             "requeue": "the same job is queued again",
@@ -81,7 +81,7 @@ def job_lines(number: int, job: PlannedJob, where: Where) -> Iterator[str]:
 
 
 def _resources(job: PlannedJob) -> Iterator[str]:
-    """What a job asks the scheduler for, in words."""
+    """Resources of a job, in words."""
     asked = job.resources
     yield f"partition {asked.partition or '(default)'}"
     yield f"at most {minutes(job.minutes)}"
@@ -99,13 +99,13 @@ def _resources(job: PlannedJob) -> Iterator[str]:
     yield from (f"{key}={value}" for key, value in asked.options.items())
 
 
-def training_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, now: float) -> Iterator[str]:
-    """What a training comes to.
+def training_lines(config: Config, job: PlannedJob, backend: Backend, ahead: Forecast, now: float) -> Iterator[str]:
+    """Lines on a training: length, time, cost, disk.
 
     Args:
         config: the run.
         job: the training.
-        where: it runs.
+        backend: it runs.
         ahead: what it has before it.
         now: in seconds since 1970.
     """
@@ -115,7 +115,7 @@ def training_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecas
     else:
         yield from _course_lines(course)
     if course is None or course.steps_left:
-        yield from _time_lines(config, job, where, ahead, now)
+        yield from _time_lines(config, job, backend, ahead, now)
     if ahead.disk is not None:
         yield _disk_line(ahead.disk, ahead.course)
 
@@ -132,9 +132,9 @@ def _course_lines(course: Course) -> Iterator[str]:
         )
 
 
-def _time_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, now: float) -> Iterator[str]:
+def _time_lines(config: Config, job: PlannedJob, backend: Backend, ahead: Forecast, now: float) -> Iterator[str]:
     limit = 60.0 * job.minutes
-    if where == "slurm":
+    if backend == "slurm":
         full, unit = cost(job, limit)
         yield f"cost of a job that takes all its time: {full:,.1f} {unit}"
     course, step = ahead.course, ahead.step_seconds
@@ -144,7 +144,7 @@ def _time_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, 
     rate = course.tokens_left / ahead.seconds
     yield f"step: {duration(step)}, {rounded(rate)} tokens/s ({ahead.how})"
     starts = 1
-    if where == "slurm":
+    if backend == "slurm":
         stop = signal_seconds(config, job.minutes)
         needed = jobs_needed(ahead.seconds, job_seconds(config, job.minutes))
         if needed is None:
@@ -165,7 +165,7 @@ def _time_lines(config: Config, job: PlannedJob, where: Where, ahead: Forecast, 
 
 
 def cost(job: PlannedJob, seconds: float) -> tuple[float, str]:
-    """What all nodes of a job take in some time, spare ones too, in the unit that sites count in.
+    """Cost of all nodes of a job for some time, spare ones too, in the unit that sites count in.
 
     GPU-hours; without GPUs core-hours, or node-hours where cores are not asked for.
     """

@@ -127,7 +127,8 @@ def refuse_replaceable(folder: Path, todo: str) -> None:
     Raises:
         UserError: it, or a folder above it, belongs to or may be written by somebody else.
     """
-    for each in dict.fromkeys([*_up(folder.absolute()), *_up(folder.resolve())]):
+    absolute, real = folder.absolute(), folder.resolve()
+    for each in dict.fromkeys([absolute, *absolute.parents, real, *real.parents]):
         found = each.stat()
         if found.st_uid not in (0, os.geteuid()):
             raise UserError(f"{folder}: {each} belongs to the user with id {found.st_uid}, who may replace it; {todo}")
@@ -137,12 +138,8 @@ def refuse_replaceable(folder: Path, todo: str) -> None:
             raise UserError(f"{folder}: other users may write to {each}, and so replace what jobs run; {todo}")
 
 
-def _up(folder: Path) -> list[Path]:
-    return [folder, *folder.parents]
-
-
 def is_own_group(number: int) -> bool:
-    """Whether a group is the one that many systems make for each user alone."""
+    """True if a group is the one that many systems make for each user alone."""
     import grp
     import pwd
 

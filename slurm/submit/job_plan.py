@@ -13,42 +13,33 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.parallel.layout import fixed_processes, resolve
-from slurm.jobs import Stage, Where
-from slurm.submit.submission import Chain
+from slurm.jobs import Backend, Stage
+from slurm.submit.submission import Chain, JobShape
 
 StageName = Literal["preprocess", "train", "eval"]
-"""What a user asks for; preprocessing becomes two jobs."""
+"""Stages that a user names; preprocessing becomes two jobs."""
 KEYS: dict[Stage, StageName] = {"preprocess": "preprocess", "finish": "preprocess", "train": "train", "eval": "eval"}
 _DEFAULT_TIME = 60
 """Minutes, where neither the run file nor the profile has a time."""
 
 
 @dataclass(frozen=True)
-class After:
+class Dependency:
     """A job that is waited for."""
 
     job: PlannedJob
     kind: Literal["afterok", "afterany"]
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedJob:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedJob(JobShape):
     """A job, an array of them, or a chain."""
 
-    stage: Stage
     name: str
-    command: tuple[str, ...]
-    """As in `Submission.command`."""
-    resources: ResourcesConfig
-    nodes: int = 1
-    processes_per_node: int = 1
-    spare_nodes: int = 0
     gpus_per_node: int = 0
     tasks: int = 1
-    """Of an array."""
-    chain: Chain = "none"
-    links: int = 1
-    after: tuple[After, ...] = field(default=())
+    """Tasks of an array."""
+    after: tuple[Dependency, ...] = field(default=())
     step: int | None = None
 
     @property
@@ -57,14 +48,9 @@ class PlannedJob:
         assert self.resources.time is not None, "`plan` sets it"
         return self.resources.time
 
-    @property
-    def processes(self) -> int:
-        """On all nodes of one job."""
-        return self.nodes * self.processes_per_node
-
 
 def plan(
-    config: Config, site: SiteConfig, stages: Sequence[StageName], where: Where, *, units: int | None = None
+    config: Config, site: SiteConfig, stages: Sequence[StageName], backend: Backend, *, units: int | None = None
 ) -> list[PlannedJob]:
     """The jobs of some stages in the order in which they are sent.
 
@@ -72,23 +58,20 @@ def plan(
         config: the run.
         site: where it runs.
         stages: which, in their order.
-        where: on a cluster or on this machine.
+        backend: on a cluster or on this machine.
         units: of the preprocessing, where that is known: an array has no more tasks than these.
 
     Raises:
         UserError: nodes and processes do not fit the layout.
     """
     found: list[PlannedJob] = []
-    before: PlannedJob | None = None
     for stage in stages:
-        for job in _of_stage(config, site, stage, where, units, before):
-            found.append(job)
-            before = job
+        found += _of_stage(config, site, stage, backend, units, found[-1] if found else None)
     return found
 
 
 def eval_job(
-    config: Config, site: SiteConfig, step: int | None, after: tuple[After, ...] = (), where: Where = "slurm"
+    config: Config, site: SiteConfig, step: int | None, after: tuple[Dependency, ...] = (), backend: Backend = "slurm"
 ) -> PlannedJob:
     """The evaluation of a checkpoint, of the newest one when it starts if no step is named.
 
@@ -98,12 +81,12 @@ def eval_job(
     command = ("eval",) if step is None else ("eval", "--step", str(step))
     name = job_name(config, "eval") + ("" if step is None else f"-{step}")
     resources = resources_of(config, site, "eval")
-    nodes, here = _eval_processes(config, site, where)
+    nodes, here = _eval_processes(config, site, backend)
     return PlannedJob(
         "eval",
-        name,
         command,
         resources,
+        name=name,
         nodes=nodes,
         processes_per_node=here,
         gpus_per_node=min(here, site.gpus_per_node),
@@ -113,10 +96,10 @@ def eval_job(
     )
 
 
-def _eval_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
+def _eval_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple[int, int]:
     """Nodes of an evaluation, as few as possible, and processes on each."""
     total = config.eval.processes
-    if where == "local":
+    if backend == "local":
         return 1, total
     most = site.gpus_per_node or config.slurm.processes_per_node or 1
     if total <= most:
@@ -131,13 +114,13 @@ def _eval_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int
     return total // most, most
 
 
-def train_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int, int]:
+def train_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple[int, int]:
     """Nodes of the training, and processes on each.
 
     Raises:
         UserError: they do not fit `launch.processes` or the layout.
     """
-    if where == "local":
+    if backend == "local":
         return 1, config.launch.processes or fixed_processes(config.parallel)
     nodes, here = config.slurm.nodes, config.slurm.processes_per_node or site.gpus_per_node or 1
     total = nodes * here
@@ -162,7 +145,7 @@ def train_processes(config: Config, site: SiteConfig, where: Where) -> tuple[int
 
 
 def resources_of(config: Config, site: SiteConfig, stage: Stage) -> ResourcesConfig:
-    """What a job of a stage asks for: run file over the profile's stage over its defaults."""
+    """Resources of a stage's job: run file over the profile's stage over its defaults."""
     key = KEYS[stage]
     merged: dict[str, object] = {"time": _DEFAULT_TIME}
     options: dict[str, str] = {}
@@ -175,55 +158,56 @@ def resources_of(config: Config, site: SiteConfig, stage: Stage) -> ResourcesCon
 
 
 def job_name(config: Config, stage: Stage) -> str:
-    """As the queue shows it: the same for all links of a chain, and for no other run in a folder of this name."""
+    """As the queue shows it: the same for all jobs of a chain, and for no other run in a folder of this name."""
     from pipeline.common.hashing import value_hash
 
     return f"{config.run.dir.name}-{value_hash(str(config.run.dir))[:6]}-{stage}"
 
 
 def _of_stage(
-    config: Config, site: SiteConfig, stage: StageName, where: Where, units: int | None, before: PlannedJob | None
+    config: Config, site: SiteConfig, stage: StageName, backend: Backend, units: int | None, before: PlannedJob | None
 ) -> list[PlannedJob]:
-    after = (After(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
+    after = (Dependency(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
     if stage == "eval":
-        return [eval_job(config, site, None, after, where)]
+        return [eval_job(config, site, None, after, backend)]
     if stage == "preprocess":
         resources = resources_of(config, site, "preprocess")
-        if where == "local":
-            return [PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, after=after)]
+        if backend == "local":
+            return [PlannedJob("finish", ("preprocess",), resources, name=job_name(config, "finish"), after=after)]
         tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))
         chain = _repeats(site)
         array = PlannedJob(
             "preprocess",
-            job_name(config, "preprocess"),
             ("preprocess", "--units"),
             resources,
+            name=job_name(config, "preprocess"),
             tasks=tasks,
             chain=chain,
             after=after,
         )
         # After any end of the array: what its tasks have lost is made here.
-        last = (After(array, "afterany"),)
-        finish = PlannedJob("finish", job_name(config, "finish"), ("preprocess",), resources, chain=chain, after=last)
+        last = (Dependency(array, "afterany"),)
+        name = job_name(config, "finish")
+        finish = PlannedJob("finish", ("preprocess",), resources, name=name, chain=chain, after=last)
         return [array, finish]
     slurm = config.slurm
-    chained = slurm.chain if where == "slurm" else "requeue"
-    if chained == "requeue" and not site.has_requeue and where == "slurm":
+    chained = slurm.chain if backend == "slurm" else "requeue"
+    if chained == "requeue" and not site.has_requeue and backend == "slurm":
         raise UserError(
             f"slurm.chain is requeue, which this site does not allow (has_requeue: false in the profile "
             f"{slurm.profile}); set slurm.chain=singleton, or afterany"
         )
     links = 1 if chained == "requeue" else slurm.links
-    nodes, processes = train_processes(config, site, where)
+    nodes, processes = train_processes(config, site, backend)
     return [
         PlannedJob(
             "train",
-            job_name(config, "train"),
             ("train",),
             resources_of(config, site, "train"),
+            name=job_name(config, "train"),
             nodes=nodes,
             processes_per_node=processes,
-            spare_nodes=slurm.spare_nodes if where == "slurm" else 0,
+            spare_nodes=slurm.spare_nodes if backend == "slurm" else 0,
             gpus_per_node=site.gpus_per_node,
             chain=chained,
             links=links,
@@ -233,7 +217,7 @@ def _of_stage(
 
 
 def _repeats(site: SiteConfig) -> Chain:
-    """How a short stage goes on when its time was too short or its node was lost."""
+    """Chain of a short stage, for a time limit that was too short or a node that was lost."""
     return "requeue" if site.has_requeue else "none"
 
 

@@ -1,4 +1,4 @@
-"""Who may look after a run besides its owner: the group and the permissions of what is written for it."""
+"""Access to a run for others than its owner: group and permissions of its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurm import jobs
 from slurm.submit import integrity
 
 
-def honour(config: Config) -> None:
+def apply_permissions(config: Config) -> None:
     """Let new files of this process have the permissions and group that `slurm:` names.
 
     Raises:
@@ -30,7 +30,7 @@ def honour(config: Config) -> None:
     make_writable(config.run.dir)
     for folder in (config.run.dir, RunFiles(config.run.dir).slurm):
         folder.mkdir(exist_ok=True)
-        _give(folder, group)
+        _give_to_group(folder, group)
 
 
 def private_folder(config: Config, run: Path) -> Path | None:
@@ -49,7 +49,7 @@ def private_folder(config: Config, run: Path) -> Path | None:
 
 
 def _others_will_write(config: Config, run: Path) -> bool:
-    """Whether folders that this process makes in a run may be written by others than its user."""
+    """True if folders that this process makes in a run may be written by others than its user."""
     umask = int(config.slurm.umask, 8) if config.slurm.umask is not None else _umask()
     if umask & 0o022 == 0o022:
         return False
@@ -82,8 +82,8 @@ def make_private(config: Config, run: Path) -> Path | None:
     return folder
 
 
-def _give(folder: Path, group: str) -> None:
-    """To a group, also what will be made in it."""
+def _give_to_group(folder: Path, group: str) -> None:
+    """Give a folder to a group, also what will be made in it."""
     try:
         before, mask = folder.stat(), _umask()
         shutil.chown(folder, group=group)
@@ -100,7 +100,7 @@ def _give(folder: Path, group: str) -> None:
 
 
 def _umask() -> int:
-    """Of this process; it can only be read by setting it."""
+    """The umask of this process; it can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

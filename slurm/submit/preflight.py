@@ -30,7 +30,7 @@ from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.run_plan import plan_run
 from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
-from slurm.jobs import Where
+from slurm.jobs import Backend
 from slurm.submit import sbatch_env
 from slurm.submit.disk_space import checkpoints_room
 from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
@@ -42,9 +42,9 @@ _FEW_FILES = 10_000
 
 
 def check(
-    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], backend: Backend, *, dry_run: bool = False
 ) -> list[str]:
-    """As `look`, for a run that is sent only if nothing is wrong with it.
+    """As `examine`, for a run that is sent only if nothing is wrong with it.
 
     Returns:
         Warnings, a sentence each.
@@ -53,13 +53,13 @@ def check(
         UserError: there are problems; one message lists all of them.
         MachineError: there are problems, all of them of the machine or the scheduler.
     """
-    found = look(config, site, planned, where, dry_run=dry_run)
+    found = examine(config, site, planned, backend, dry_run=dry_run)
     found.raise_problems()
     return found.warnings
 
 
-def look(
-    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, *, dry_run: bool = False
+def examine(
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], backend: Backend, *, dry_run: bool = False
 ) -> PreflightReport:
     """Look for all that would end the jobs of a run at their start, or that is probably not meant.
 
@@ -67,7 +67,7 @@ def look(
         config: the run.
         site: where it runs.
         planned: its jobs.
-        where: on a cluster or on this machine.
+        backend: on a cluster or on this machine.
         dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
     """
     found = PreflightReport()
@@ -78,10 +78,10 @@ def look(
         _check_sources(config, found)
     for job in planned:
         if job.stage == "train":
-            _check_training(config, site, job, makes_data, where, found)
+            _check_training(config, site, job, makes_data, backend, found)
         if job.stage == "eval":
             _check_evaluation(config, job, planned, makes_data, found)
-    if where == "slurm":
+    if backend == "slurm":
         for key, value, todo in _needs_gpus(config, planned):
             found.problem(
                 f"{key}={value} needs GPUs, but jobs ask for none ({gpus_key(config)} is {site.gpus_per_node}); set "
@@ -109,13 +109,13 @@ def _needs_gpus(config: Config, planned: Sequence[PlannedJob]) -> Iterator[tuple
 
 
 def _names_gpus(job: PlannedJob) -> bool:
-    """Whether a job asks for GPUs by options of its own."""
+    """True if a job asks for GPUs by options of its own."""
     options = job.resources.options
     return "gpu" in options.get("gres", "") or any(name.startswith(("gpus-per-", "tres-per-")) for name in options)
 
 
 def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
-    """Whether a folder can be written to, or made. Quotas are not known here."""
+    """Check that a folder can be written to, or made. Quotas are not known here."""
     there = nearest(path)
     todo = f"set {key} to a folder of yours on a disk that all nodes share"
     if not there.is_dir():
@@ -131,7 +131,7 @@ def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
 
 
 def _check_sources(config: Config, found: PreflightReport) -> None:
-    """What preprocessing reads."""
+    """Check the sources that preprocessing reads."""
     with found.collecting():
         for source in find_source_files(config):
             source.reader.check_columns(source.files)
@@ -142,7 +142,7 @@ def _check_sources(config: Config, found: PreflightReport) -> None:
 
 
 def _check_training(
-    config: Config, site: SiteConfig, job: PlannedJob, makes_data: bool, where: Where, found: PreflightReport
+    config: Config, site: SiteConfig, job: PlannedJob, makes_data: bool, backend: Backend, found: PreflightReport
 ) -> None:
     with found.collecting():
         layout = check_layout(config, job.processes)
@@ -152,7 +152,7 @@ def _check_training(
                 f"parallel.tp={layout.tp} is more than the {job.processes_per_node} processes of a node, so that every "
                 f"layer communicates over the network; parallel.tp={job.processes_per_node} or less is faster"
             )
-    if where == "slurm":
+    if backend == "slurm":
         _check_devices(config, site, job, found)
     with found.collecting():
         checkpoint = _resume_point(config, found)
@@ -164,14 +164,14 @@ def _check_training(
             "train.checkpoint.keep_every there are none; set train.checkpoint.keep_every to a number of steps, or "
             "eval.every_checkpoint=false"
         )
-    if config.eval.every_checkpoint and where == "slurm":
+    if config.eval.every_checkpoint and backend == "slurm":
         with found.collecting():
             eval_job(config, site, None)
             check_evaluation_layout(config, config.eval.processes)
     with suppress(OSError):  # of a file system that does not answer, which was told before
         ahead = forecast(config, site, job)
         _check_room(config, ahead, found)
-        if where == "slurm":
+        if backend == "slurm":
             _check_time(config, job, ahead, found)
 
 
@@ -220,7 +220,7 @@ def _resume_point(config: Config, found: PreflightReport) -> Checkpoint | None:
 
 
 def _check_start(config: Config, checkpoint: Checkpoint | None, found: PreflightReport) -> None:
-    """What training does before its first step, short of building the model.
+    """Check what training does before its first step, short of building the model.
 
     Raises:
         UserError: it would refuse the data, or that the run goes on with them from the checkpoint.

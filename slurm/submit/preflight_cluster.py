@@ -1,4 +1,4 @@
-"""What a cluster allows, against what jobs ask for: partitions, time limits, nodes, accounts, arrays, GPUs."""
+"""Checks of jobs against the limits of a cluster: partitions, time limits, nodes, accounts, arrays, GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurm import scheduler
 from slurm.jobs import user
 from slurm.scheduler import Association, Partition
 from slurm.submit import sbatch_env
-from slurm.submit.job_plan import PlannedJob, gpus_key
+from slurm.submit.job_plan import KEYS, PlannedJob, gpus_key
 from slurm.submit.problems import PreflightReport
 
 
@@ -49,11 +49,11 @@ def check_cluster(
                 raise
             found.warn(f"partition, account, limits were not checked: {error}")
             return
-        everything = [_Asked(job, config.slurm.profile, gpus_key(config)) for job in planned]
-        for asked in everything:
-            _check_partitions(asked, partitions, settings, found)
-            _check_array(asked, settings, found)
-            _check_features(asked, partitions, found)
+        everything = [_JobRequest(job, config.slurm.profile, gpus_key(config)) for job in planned]
+        for request in everything:
+            _check_partitions(request, partitions, settings, found)
+            _check_array(request, settings, found)
+            _check_features(request, partitions, found)
         if settings.get("JobRequeue") == "0" and any(job.chain == "requeue" for job in planned):
             found.warn(
                 "jobs are not requeued here unless they ask for it (JobRequeue=0), as these do; if that is refused, "
@@ -62,12 +62,12 @@ def check_cluster(
         accounting = site.has_sacct and shutil.which("sacctmgr") is not None
         if accounting:
             _check_accounts(everything, settings, found)
-        trained = [asked for asked in everything if asked.job.stage == "train" and asked.job.chain == "requeue"]
+        trained = [request for request in everything if request.job.stage == "train" and request.job.chain == "requeue"]
         _check_preemption(trained, partitions, settings, found, accounting=accounting)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _JobRequest:
     """A job, and how messages speak of what it asks for."""
 
     job: PlannedJob
@@ -77,15 +77,15 @@ class _Asked:
 
     @property
     def section(self) -> str:
-        """Where the run file has its resources."""
-        return "slurm.preprocess" if self.job.stage == "finish" else f"slurm.{self.job.stage}"
+        """Section of the run file with its resources."""
+        return f"slurm.{KEYS[self.job.stage]}"
 
     @property
     def nodes(self) -> int:
         """Those of the processes, and spare ones."""
         return self.job.nodes + self.job.spare_nodes
 
-    def where(self, key: str) -> str:
+    def key(self, key: str) -> str:
         """A key, which may be set in either of two files."""
         variable = sbatch_env.variable(key, os.environ)
         more = f", or the variable {variable}" if variable else ""
@@ -93,15 +93,15 @@ class _Asked:
 
 
 def _check_partitions(
-    asked: _Asked, partitions: Mapping[str, Partition], settings: Mapping[str, str], found: PreflightReport
+    request: _JobRequest, partitions: Mapping[str, Partition], settings: Mapping[str, str], found: PreflightReport
 ) -> None:
-    names = asked.job.resources.partition
+    names = request.job.resources.partition
     if names is None:
         here = [partition for partition in partitions.values() if partition.default]
         if not here:
             found.problem(
-                f"{asked.section}.partition is not set, and this cluster has no default partition; set "
-                f"{asked.where('partition')} to one of: {', '.join(partitions)}"
+                f"{request.section}.partition is not set, and this cluster has no default partition; set "
+                f"{request.key('partition')} to one of: {', '.join(partitions)}"
             )
     else:
         here = []
@@ -110,62 +110,62 @@ def _check_partitions(
                 here.append(partitions[name])
             else:
                 found.problem(
-                    f"{asked.section}.partition={names}: there is no partition {name!r} here; set "
-                    f"{asked.where('partition')} to one of: {', '.join(partitions)}"
+                    f"{request.section}.partition={names}: there is no partition {name!r} here; set "
+                    f"{request.key('partition')} to one of: {', '.join(partitions)}"
                 )
     if not here:
         return
-    problems = {partition.name: list(_misfits(asked, partition)) for partition in here}
+    problems = {partition.name: list(_misfits(request, partition)) for partition in here}
     everywhere = settings.get("EnforcePartLimits") == "ALL" or all(problems.values())
     # A quality of service may have the right to pass over the limits of a partition; that is not known from here.
-    tell = found.problem if everywhere and asked.job.resources.qos is None else found.warn
+    report = found.problem if everywhere and request.job.resources.qos is None else found.warn
     for text in (text for texts in problems.values() for text in texts):
-        tell(text)
+        report(text)
     for partition in here:
-        found.warn(*_oddities(asked, partition))
+        found.warn(*_oddities(request, partition))
 
 
-def _misfits(asked: _Asked, partition: Partition) -> Iterator[str]:
-    """Why a partition would not take a job, or never start it."""
-    job, name, section = asked.job, partition.name, asked.section
+def _misfits(request: _JobRequest, partition: Partition) -> Iterator[str]:
+    """Reasons why a partition would refuse a job, or never start it."""
+    job, name, section = request.job, partition.name, request.section
     if partition.state in ("drain", "inact", "inactive"):
         yield f"{section}.partition: {name} takes no jobs now (state {partition.state}); name another one"
     if partition.minutes is not None and job.minutes > partition.minutes:
         yield (
             f"{section}.time is {minutes(job.minutes)}, but partition {name} allows {minutes(partition.minutes)}; set "
-            f"{asked.where('time')} to at most that"
+            f"{request.key('time')} to at most that"
             + (", training goes on in the next job" if job.stage == "train" else ", or name another partition")
         )
     spare = f" + slurm.spare_nodes={job.spare_nodes}" if job.spare_nodes else ""
-    what = f"slurm.nodes={job.nodes}{spare}" if job.stage == "train" else f"{section}: {asked.nodes}"
-    if asked.nodes > partition.nodes:
+    what = f"slurm.nodes={job.nodes}{spare}" if job.stage == "train" else f"{section}: {request.nodes}"
+    if request.nodes > partition.nodes:
         yield (
             f"{what} is more than the {partition.nodes} nodes of partition {name}; ask for fewer, or set "
-            f"{asked.where('partition')} to a larger one"
+            f"{request.key('partition')} to a larger one"
         )
-    elif partition.most_nodes is not None and asked.nodes > partition.most_nodes:
+    elif partition.most_nodes is not None and request.nodes > partition.most_nodes:
         yield (
             f"{what} is more than the {partition.most_nodes} nodes that partition {name} allows a job; ask for fewer, "
-            f"or set {asked.where('partition')} to another one"
+            f"or set {request.key('partition')} to another one"
         )
 
 
-def _oddities(asked: _Asked, partition: Partition) -> Iterator[str]:
-    """Why a job may wait long in a partition."""
+def _oddities(request: _JobRequest, partition: Partition) -> Iterator[str]:
+    """Reasons why a job may wait long in a partition."""
     name = partition.name
     if partition.state == "down":
         yield f"partition {name} is down: jobs wait until it is up again"
-    if partition.usable < asked.nodes <= partition.nodes:
+    if partition.usable < request.nodes <= partition.nodes:
         yield (
             f"partition {name} has {partition.nodes} nodes, but {partition.nodes - partition.usable} are down or "
-            f"drained: {asked.job.name} asks for {asked.nodes}, and waits until there are as many"
+            f"drained: {request.job.name} asks for {request.nodes}, and waits until there are as many"
         )
-    wanted, most = asked.job.gpus_per_node, gpus_of(partition)
+    wanted, most = request.job.gpus_per_node, gpus_of(partition)
     if most < wanted:
         gres = ", ".join(sorted(set(partition.gres)))
         yield (
-            f"{asked.job.name} asks for {counted(wanted, 'GPU')} a node, but those of partition {name} have "
-            f"{most or 'none'} (gres: {gres}); see {asked.gpus}"
+            f"{request.job.name} asks for {counted(wanted, 'GPU')} a node, but those of partition {name} have "
+            f"{most or 'none'} (gres: {gres}); see {request.gpus}"
         )
 
 
@@ -181,12 +181,12 @@ def _gpus(gres: str) -> int:
     return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
 
-def _check_array(asked: _Asked, settings: Mapping[str, str], found: PreflightReport) -> None:
+def _check_array(request: _JobRequest, settings: Mapping[str, str], found: PreflightReport) -> None:
     """The largest index of an array is one less than `MaxArraySize`."""
-    most, tasks = settings.get("MaxArraySize", ""), asked.job.tasks
+    most, tasks = settings.get("MaxArraySize", ""), request.job.tasks
     if tasks > 1 and most.isdecimal() and tasks > int(most):
         allowed = f"this cluster allows arrays of {int(most):,} tasks (MaxArraySize)"
-        if asked.job.stage == "train":  # of a sweep
+        if request.job.stage == "train":  # of a sweep
             found.problem(f"there are {tasks:,} runs to send as an array, but {allowed}; give fewer values at a time")
             return
         found.problem(
@@ -195,19 +195,19 @@ def _check_array(asked: _Asked, settings: Mapping[str, str], found: PreflightRep
         )
 
 
-def _check_features(asked: _Asked, partitions: Mapping[str, Partition], found: PreflightReport) -> None:
+def _check_features(request: _JobRequest, partitions: Mapping[str, Partition], found: PreflightReport) -> None:
     """A feature that no node has is refused."""
-    constraint = asked.job.resources.constraint
+    constraint = request.job.resources.constraint
     there = frozenset[str]().union(*(partition.features for partition in partitions.values()))
     names = re.findall(r"[^\s&|,()\[\]*]+", re.sub(r"\*\d+", "", constraint or ""))
     if missing := [name for name in dict.fromkeys(names) if name not in there]:
         found.problem(
-            f"{asked.section}.constraint={constraint}: no node here has the feature {' or '.join(missing)}; "
-            + (f"set {asked.where('constraint')} to some of: {', '.join(sorted(there))}" if there else "leave it out")
+            f"{request.section}.constraint={constraint}: no node here has the feature {' or '.join(missing)}; "
+            + (f"set {request.key('constraint')} to some of: {', '.join(sorted(there))}" if there else "leave it out")
         )
 
 
-def _check_accounts(jobs: Sequence[_Asked], settings: Mapping[str, str], found: PreflightReport) -> None:
+def _check_accounts(jobs: Sequence[_JobRequest], settings: Mapping[str, str], found: PreflightReport) -> None:
     """Accounts and qualities of service against those of this user."""
     name = user()
     try:
@@ -217,17 +217,17 @@ def _check_accounts(jobs: Sequence[_Asked], settings: Mapping[str, str], found: 
         return
     enforced = settings.get("AccountingStorageEnforce", "").split(",")
     if not mine:
-        if "associations" in enforced or any(asked.job.resources.account for asked in jobs):
+        if "associations" in enforced or any(request.job.resources.account for request in jobs):
             found.warn(f"the accounting knows no account of the user {name}; the scheduler may refuse the jobs")
         return
-    for asked in jobs:
-        for kind, text in _foreign(asked, name, mine):
+    for request in jobs:
+        for kind, text in _foreign(request, name, mine):
             (found.problem if kind in enforced else found.warn)(text)
 
 
-def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[tuple[str, str]]:
-    """What a job asks for and the user does not have, each with the word that makes the scheduler insist on it."""
-    account, qos = asked.job.resources.account, asked.job.resources.qos
+def _foreign(request: _JobRequest, name: str, mine: Sequence[Association]) -> Iterator[tuple[str, str]]:
+    """Requests of a job that the user has no right to, each with the word that makes the scheduler insist on it."""
+    account, qos = request.job.resources.account, request.job.resources.qos
     rows = mine
     if account is not None:
         # Names of accounts are in lower case there.
@@ -236,31 +236,31 @@ def _foreign(asked: _Asked, name: str, mine: Sequence[Association]) -> Iterator[
             have = ", ".join(dict.fromkeys(row.account for row in mine))
             yield (
                 "associations",
-                f"{asked.section}.account={account} is no account of the user {name}; set {asked.where('account')} to "
-                f"one of: {have}",
+                f"{request.section}.account={account} is no account of the user {name}; set {request.key('account')} "
+                f"to one of: {have}",
             )
             account, rows = None, mine
-    names = asked.job.resources.partition
+    names = request.job.resources.partition
     wanted = set(names.split(",")) if names else set()
     if wanted and not any(not row.partition or row.partition in wanted for row in rows):
         have = ", ".join(dict.fromkeys(row.partition for row in rows))
         yield (
             "associations",
-            f"{asked.section}.partition={names}: the user {name} may use only {have} with "
-            f"{f'account {account}' if account else 'these accounts'}; set {asked.where('partition')} to one of them",
+            f"{request.section}.partition={names}: the user {name} may use only {have} with "
+            f"{f'account {account}' if account else 'these accounts'}; set {request.key('partition')} to one of them",
         )
     allowed = dict.fromkeys(each for row in rows for each in row.qos)
     if qos is not None and qos.lower() not in allowed:
         yield (
             "qos",
-            f"{asked.section}.qos={qos} is not open to the user {name}"
+            f"{request.section}.qos={qos} is not open to the user {name}"
             + (f" with account {account}" if account else "")
-            + f"; set {asked.where('qos')} to one of: {', '.join(allowed) or 'none (leave it out)'}",
+            + f"; set {request.key('qos')} to one of: {', '.join(allowed) or 'none (leave it out)'}",
         )
 
 
 def _check_preemption(
-    trained: Sequence[_Asked],
+    trained: Sequence[_JobRequest],
     partitions: Mapping[str, Partition],
     settings: Mapping[str, str],
     found: PreflightReport,
@@ -270,14 +270,14 @@ def _check_preemption(
     """A job that is cancelled as soon as it is preempted cannot go back into the queue; a chain has the next job."""
     kind = settings.get("PreemptType", "").removeprefix("preempt/")
     try:
-        for asked in trained:
+        for request in trained:
             places: Iterator[str] = iter(())
             if kind == "partition_prio":
                 default = next((name for name, partition in partitions.items() if partition.default), "")
-                names = asked.job.resources.partition or default
+                names = request.job.resources.partition or default
                 places = _cancelling_partitions(names.split(","), scheduler.partition_details())
             elif kind == "qos" and accounting:
-                places = _cancelling_qos(asked.job.resources.qos, asked.job.resources.account, settings)
+                places = _cancelling_qos(request.job.resources.qos, request.job.resources.account, settings)
             for place in places:
                 found.warn(
                     f"slurm.chain=requeue: {place}: a preempted job is cancelled and not requeued, and the run would "

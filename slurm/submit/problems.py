@@ -1,4 +1,4 @@
-"""What speaks against sending a run, collected so that the user hears all of it at once."""
+"""Problems that speak against sending a run, collected so that the user sees all of them at once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class PreflightReport:
 
     @property
     def problems(self) -> list[str]:
-        """The same of the problems."""
+        """Each problem once, in the order in which they were found."""
         return list(self._problems)
 
     def problem(self, text: str) -> None:
-        """Something that has to be mended first."""
+        """Add a problem that has to be fixed first."""
         self._problems.setdefault(text, UserError(text))
 
     def warn(self, *texts: str) -> None:
-        """What is allowed and probably not meant."""
+        """Add warnings: what is allowed and probably not meant."""
         self._warnings |= dict.fromkeys(texts)
 
     @contextmanager
@@ -45,7 +45,7 @@ class PreflightReport:
             self._problems.setdefault(text, MachineError(text))
 
     def raise_problems(self) -> None:
-        """Nothing if there are none.
+        """Raise all problems as one error, if there are any.
 
         Raises:
             UserError: there are some; the message lists all.

@@ -40,7 +40,7 @@ _REFUSED = {
     "SBATCH_RESERVATION": "options.reservation",
     "SBATCH_WCKEY": "wckey",
 }
-"""What jobs would get, or would cost, otherwise; and the key for it. None: there is no key."""
+"""Variables that change what jobs get or cost, and the key for it. None: there is no key."""
 _WARNED = {
     "SBATCH_CORE_SPEC": "options.core-spec",
     "SBATCH_CPUS_PER_GPU": "cpus_per_task",
@@ -58,7 +58,7 @@ _WARNED = {
     "SBATCH_THREAD_SPEC": "options.thread-spec",
     "SBATCH_USE_MIN_NODES": "options.use-min-nodes",
 }
-"""How jobs would run otherwise."""
+"""Variables that change how jobs run, and the key for it."""
 _FLAGS = ("SBATCH_EXCLUSIVE", "SBATCH_OVERCOMMIT", "SBATCH_SPREAD_JOB", "SBATCH_USE_MIN_NODES")
 """An empty value sets these, and 0 or `no` does not."""
 _MEMORY = ("mem-per-cpu", "mem-per-gpu")
@@ -105,7 +105,7 @@ def check(
         planned: the jobs.
         found: gets what is wrong.
     """
-    for table, tell in ((_REFUSED, found.problem), (_WARNED, found.warn)):
+    for table, report in ((_REFUSED, found.problem), (_WARNED, found.warn)):
         for name, key in table.items():
             value = environment.get(name)
             if value is None or (value in ("0", "no") if name in _FLAGS else not value):
@@ -115,7 +115,7 @@ def check(
             stages = dict.fromkeys(f"slurm.{KEYS[job.stage]}" for job in planned if not _is_decided(key, job, site))
             if stages:
                 text = f"{name}={value} is set in this shell, but jobs do not get it; "
-                tell(text + _todo(key, list(stages)) + f"unset {name}")
+                report(text + _todo(key, list(stages)) + f"unset {name}")
 
 
 def _todo(key: str | None, stages: Sequence[str]) -> str:
@@ -129,7 +129,7 @@ def _todo(key: str | None, stages: Sequence[str]) -> str:
 
 
 def _is_decided(key: str | None, job: PlannedJob, site: SiteConfig) -> bool:
-    """Whether a job has the option anyway, or has no use for it."""
+    """True if a job has the option anyway, or has no use for it."""
     options = job.resources.options
     if key is None:
         return False

@@ -1,4 +1,4 @@
-"""What may help when the scheduler refuses a job, by its words."""
+"""Hints for jobs that the scheduler refuses, by its words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HINTS = {
 """By words of sbatch, in lower case; the first of these that it says counts."""
 
 
-def hint(said: str) -> str:
+def hint(output: str) -> str:
     """A sentence for what the scheduler said, or ""."""
-    text = said.lower()
+    text = output.lower()
     return next((hint for words, hint in _HINTS.items() if words in text), "")

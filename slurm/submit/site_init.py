@@ -20,7 +20,7 @@ from slurm.scheduler import NodeKind, Partition, SchedulerError
 _DAY = 24 * 60
 _GPUS = re.compile(r"gpu(?::(?P<type>[^:(]+))?:(?P<number>\d+)(?:\(.*\))?")
 _MOST_CPUS = 32
-"""Of a task of preprocessing."""
+"""Most CPUs for a task of preprocessing."""
 _NETWORK = Path("/sys/class/net")
 
 
@@ -75,11 +75,8 @@ def profile() -> str:
         "# A profile of this site, from what its scheduler said. Correct what is marked CHANGE, and set\n"
         "# slurm.profile to the path of this file. All keys: docs/slurm.md\n#\n# Partitions:\n"
     )
-    return head + "".join(f"#   {_visible(_about(each))}\n" for each in partitions.values()) + _joined(lines)
-
-
-def _joined(lines: Sequence[_Line]) -> str:
-    return "\n" + "".join(f"{line}\n" for line in lines)
+    about = [f"#   {_visible(_about(each))}" for each in partitions.values()]
+    return head + "\n".join([*about, "", *map(str, lines), ""])
 
 
 def _about(partition: Partition) -> str:
@@ -127,9 +124,10 @@ def _nodes(kinds: Sequence[NodeKind]) -> list[_Line]:
     (gpus_there,) = counts
     number = sum(count for _, count in gpus_there)
     if number:
-        share = max(1, cpus // number)
+        cpus_per_gpu = max(1, cpus // number)
         lines += [
-            _Line(stage, f"{{cpus_per_task: {share}}}", f"{cpus} CPUs, {number} GPUs") for stage in ("train", "eval")
+            _Line(stage, f"{{cpus_per_task: {cpus_per_gpu}}}", f"{cpus} CPUs, {number} GPUs")
+            for stage in ("train", "eval")
         ]
     lines += [_Line("gpus_per_node", str(number)), _Line("gpus_by", "gres", "or gpus-per-node", on=bool(number))]
     if len(gpus_there) == 1 and gpus_there[0][0]:

@@ -15,7 +15,7 @@ from pipeline.config.document import PLACEHOLDER, Problem, parse
 from pipeline.config.problems import translate
 from pipeline.config.schema import dotted
 from pipeline.config.slurm import SiteConfig, is_profile_file
-from slurm.jobs import Where
+from slurm.jobs import Backend
 from slurm.submit import sbatch_env
 
 _FOLDER = Path(__file__).parents[1] / "profiles"
@@ -26,19 +26,19 @@ def shipped() -> list[str]:
     return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
 
 
-def site_of(config: Config, where: Where = "local", environment: Mapping[str, str] = os.environ) -> SiteConfig:
+def site_of(config: Config, backend: Backend = "local", environment: Mapping[str, str] = os.environ) -> SiteConfig:
     """The site that a run sees: its profile, under what the run file and, for jobs of a scheduler, the shell say of it.
 
     Args:
         config: the run.
-        where: its jobs are to run.
+        backend: its jobs are to run.
         environment: of the shell that submits, which may name account, partition and qos.
 
     Raises:
         UserError: as for `load_site`.
     """
     site = load_site(config.slurm.profile, config.slurm.tried)
-    found = sbatch_env.resources(environment, site, config.slurm) if where == "slurm" else {}
+    found = sbatch_env.resources(environment, site, config.slurm) if backend == "slurm" else {}
     defaults = site.defaults.model_copy(update=found)
     given = config.slurm.gpus_per_node
     gpus = site.gpus_per_node if given is None else given

@@ -1,4 +1,4 @@
-"""How long before the end of a job's time it is told to stop."""
+"""Time between the stop signal and the end of a job's time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 
 _ROWS = 2_000
-"""Of the metrics, the newest, by which the time for a save is judged."""
+"""Newest rows of the metrics from which the time for a save is estimated."""
 _UNMEASURED, _LEAST = 120, 60
 """Seconds where nothing was measured, and at least."""
 

@@ -1,4 +1,4 @@
-"""What a job of a run is: all that its batch process needs to know, in a file of the run folder.
+"""Submission of a job: all that its batch process needs to know, in a file of the run folder.
 
 A job may start days after it was sent, on another machine, and again after each requeue. So its script has the
 path and the digest of this file, which names the resolved run file and the snapshot of the code it was sent with.
@@ -20,39 +20,51 @@ from pipeline.config import Config
 from pipeline.config.load import load_written
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from slurm import jobs
-from slurm.jobs import Stage, Where
+from slurm.jobs import Backend, Stage
 from slurm.submit import integrity
 
 Chain = Literal["requeue", "singleton", "afterany", "none"]
 
 
-@dataclass(frozen=True)
-class Submission:
+@dataclass(frozen=True, eq=False)
+class JobShape:
+    """The command and the resources of a job."""
+
+    stage: Stage
+    command: tuple[str, ...]
+    """Words after `pipeline`, like ("train",) or ("eval", "--step", "100"); the run file follows the first one."""
+    resources: ResourcesConfig
+    """Resources of this stage: run file over profile."""
+    nodes: int = 1
+    processes_per_node: int = 1
+    spare_nodes: int = 0
+    chain: Chain = "none"
+    """Way in which a stopped job resumes; `none`: it does not."""
+    links: int = 1
+    """Jobs of the chain."""
+
+    @property
+    def processes(self) -> int:
+        """Processes of the stage, on all nodes of one job."""
+        return self.nodes * self.processes_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission(JobShape):
     """A job of one stage of a run. Paths are absolute; `run` may not be moved while jobs of it wait."""
 
     run: Path
     """Run folder."""
-    stage: Stage
-    where: Where
-    command: tuple[str, ...]
-    """Words after `pipeline`, like ("train",) or ("eval", "--step", "100"); the run file follows the first one."""
+    where: Backend
     run_file: Path
     """The resolved config that the stage reads, in the run folder."""
     code: Path | None
     """Snapshot of the packages, which the job puts before all others; None: those that are installed."""
     site: SiteConfig
-    resources: ResourcesConfig
-    """Of this stage: run file over profile."""
-    nodes: int = 1
-    processes_per_node: int = 1
-    spare_nodes: int = 0
-    chain: Chain = "none"
-    """How it goes on when it is stopped; `none`: by nobody."""
-    links: int = 1
     max_restarts: int = 0
     doctor: bool = False
     every_checkpoint: bool = False
-    """Whether evaluation jobs are sent for permanent checkpoints while this one trains."""
+    """Evaluation jobs are sent for permanent checkpoints while this one trains."""
     then: tuple[str, ...] = ()
     """Files of submissions that the same job runs after a good end of this one, in this order."""
     others: tuple[str, ...] = ()
@@ -61,13 +73,8 @@ class Submission:
     sha256: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files that are named here, by path, as they were when it was saved."""
 
-    @property
-    def processes(self) -> int:
-        """Of the stage, on all nodes."""
-        return self.nodes * self.processes_per_node
-
     def config(self) -> Config:
-        """What the stage runs with."""
+        """Config of the stage."""
         return load_written(self.run_file)
 
     def save(self, file: Path) -> None:
@@ -95,12 +102,20 @@ class Submission:
 
 
 def record(run: Path, file: Path) -> Path:
-    """Where a file of a submission is in the run folder, whether jobs read it there or not."""
+    """Path of a submission's file in the run folder, whether jobs read it there or not."""
     return RunFiles(run).slurm / jobs.SUBMISSIONS / file.name
 
 
+def find_submission(file: Path) -> Submission | None:
+    """A saved submission; None where it cannot be read."""
+    try:
+        return read_submission(file)
+    except UserError:
+        return None
+
+
 def read_submission(file: Path, digest: str | None = None) -> Submission:
-    """What `save` wrote.
+    """A saved submission.
 
     Args:
         file: of it.
@@ -109,21 +124,17 @@ def read_submission(file: Path, digest: str | None = None) -> Submission:
     Raises:
         UserError: the file is not there, damaged, or another one.
     """
+    data = integrity.read_checked(file, digest)
     try:
-        values: dict[str, Any] = orjson.loads(integrity.read_checked(file, digest))
-        paths = {key: Path(values[key]) for key in ("run", "run_file")}
-        code = Path(values["code"]) if values["code"] else None
-        site, resources = SiteConfig(**values["site"]), ResourcesConfig(**values["resources"])
-        more = {
-            "command": tuple(values["command"]),
-            "then": tuple(values["then"]),
-            "others": tuple(values["others"]),
-            "code": code,
-            "site": site,
-            "resources": resources,
+        values: dict[str, Any] = orjson.loads(data)
+        values |= {key: tuple(values[key]) for key in ("command", "then", "others")}
+        values |= {
+            "run": Path(values["run"]),
+            "run_file": Path(values["run_file"]),
+            "code": Path(values["code"]) if values["code"] else None,
+            "site": SiteConfig(**values["site"]),
+            "resources": ResourcesConfig(**values["resources"]),
         }
-        return Submission(**{**values, **paths, **more})
-    except UserError:
-        raise
+        return Submission(**values)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} does not say what to run ({error}); submit the run again") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import refusal
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
-from slurm.jobs import Job, Where
+from slurm.jobs import Backend, Job
 from slurm.logs.rank_logs import STAMP
 from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
 from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
@@ -37,7 +37,7 @@ _SUBMIT_SECONDS = 600.0
 def submit(
     config: Config,
     stages: Sequence[StageName],
-    where: Where,
+    backend: Backend,
     console: Console,
     *,
     dry_run: bool = False,
@@ -48,7 +48,7 @@ def submit(
     Args:
         config: the run.
         stages: which, in their order.
-        where: to the scheduler, or into the background of this machine.
+        backend: to the scheduler, or into the background of this machine.
         console: for what is told.
         dry_run: show what would be sent, and write nothing.
         step: of the checkpoint, for an evaluation alone.
@@ -61,36 +61,36 @@ def submit(
             run with another config; another process trains.
         MachineError: the scheduler refuses a job or does not answer. Nothing stays in the queue then.
     """
-    site = site_of(config, where)
+    site = site_of(config, backend)
     if step is None:
-        planned = plan(config, site, stages, where, units=_units(config) if "preprocess" in stages else None)
+        planned = plan(config, site, stages, backend, units=_units(config) if "preprocess" in stages else None)
     else:
-        planned = [eval_job(config, site, step, where=where)]
+        planned = [eval_job(config, site, step, backend=backend)]
     for job in planned:
-        submitit_backend.refuse_our_options(job, site)
+        submitit_backend.refuse_derived_options(job, site)
     run = config.run.dir
     submitit_backend.refuse_path(run)
-    if not dry_run and (found := active_jobs.of(run, planned)):
+    if not dry_run and (found := active_jobs.find(run, planned)):
         return active_jobs.attach(config, planned, found, console)
     from slurm.submit import preflight
 
-    found_here = preflight.look(config, site, planned, where, dry_run=dry_run)
+    found_here = preflight.examine(config, site, planned, backend, dry_run=dry_run)
     if dry_run:
-        _show(config, site, planned, where, found_here.warnings, console)
+        _show(config, site, planned, backend, found_here.warnings, console)
     found_here.raise_problems()
     if dry_run:
         return []
-    permissions.honour(config)
+    permissions.apply_permissions(config)
     make_writable(run)
     with one_at_a_time(run):
-        if found := active_jobs.of(run, planned):  # another command was faster
+        if found := active_jobs.find(run, planned):  # another command was faster
             return active_jobs.attach(config, planned, found, console)
         _clear_the_way(run, planned, console)
         code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
-        sent = send_all(run, config, site, planned, where, code)
+        sent = send_all(run, config, site, planned, backend, code)
     for warning in found_here.warnings:
         warn(console, warning)
-    _tell(run, sent, console)
+    _print_sent(run, sent, console)
     return sent
 
 
@@ -98,33 +98,24 @@ def _show(
     config: Config,
     site: SiteConfig,
     planned: Sequence[PlannedJob],
-    where: Where,
+    backend: Backend,
     warnings: Sequence[str],
     console: Console,
 ) -> None:
-    """What would be sent."""
+    """Print what would be sent."""
     from slurm.submit.dry_run import show
 
     private = permissions.private_folder(config, config.run.dir)
     code = code_snapshot.place(config.run.dir, private)
 
     def script_of(job: PlannedJob) -> str:
-        return submitit_backend.script(config.run.dir, job, site, code, config, where)
+        return submitit_backend.script(config.run.dir, job, site, code, config, backend)
 
-    show(console, config, site, planned, where, script_of, warnings)
-
-
-def send_job(run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None) -> Job:
-    """Send one job that waits for no other, like an evaluation, and note it.
-
-    Raises:
-        SchedulerError: it was refused.
-    """
-    return send_all(run, config, site, [planned], where, code)[0]
+    show(console, config, site, planned, backend, script_of, warnings)
 
 
 def send_all(
-    run: Path, config: Config, site: SiteConfig, planned: Sequence[PlannedJob], where: Where, code: Path | None
+    run: Path, config: Config, site: SiteConfig, planned: Sequence[PlannedJob], backend: Backend, code: Path | None
 ) -> list[Job]:
     """Send jobs and note them: all, or none if one is refused.
 
@@ -133,33 +124,35 @@ def send_all(
         config: what the stages run with.
         site: where they run.
         planned: the jobs, each after those that it waits for.
-        where: to the scheduler, or one after the other into the background of this machine.
+        backend: to the scheduler, or one after the other into the background of this machine.
         code: snapshot of the code.
 
     Raises:
         MachineError: one was refused.
     """
-    files = [write_submission(run, config, site, job, where, code) for job in planned]
-    if where == "local":
+    files = [write_submission(run, config, site, job, backend, code) for job in planned]
+    if backend == "local":
         return [_send_local(run, planned, files)]
     numbers: dict[PlannedJob, str] = {}
     with all_or_none() as sent:
         for job, file in zip(planned, files, strict=True):
-            for link in range(1, job.links + 1):
-                waits = _waits(job, link, numbers)
+            for chain_job in range(1, job.links + 1):
+                waits = _waits(job, chain_job, numbers)
                 dependency = ",".join(waits) or None
-                number = submitit_backend.send(run, job, [file], where=where, dependency=dependency, link=link)
+                number = submitit_backend.send(
+                    run, job, [file], backend=backend, dependency=dependency, chain_job=chain_job
+                )
                 sent.numbers.append(number)
                 after = tuple(part.partition(":")[2] for part in waits if ":" in part)
-                sent.noted.append((run, _noted(run, job, file, number, where, link=link, after=after)))
+                sent.noted.append((run, record_sent(run, job, file, number, backend, link=chain_job, after=after)))
                 numbers[job] = number
     return [job for _, job in sent.noted]
 
 
 def write_submission(
-    run: Path, config: Config, site: SiteConfig, planned: PlannedJob, where: Where, code: Path | None
+    run: Path, config: Config, site: SiteConfig, planned: PlannedJob, backend: Backend, code: Path | None
 ) -> Path:
-    """What a job reads when it starts: the resolved run file and the submission, in the run folder."""
+    """Write the files of a job: the resolved run file and the submission, in the run folder."""
     folder = permissions.make_private(config, run) or RunFiles(run).slurm
     with integrity.for_owner_alone():
         run_file = _new_file(folder / jobs.SUBMISSIONS, planned)
@@ -168,7 +161,7 @@ def write_submission(
     submission = Submission(
         run=run,
         stage=planned.stage,
-        where=where,
+        where=backend,
         command=planned.command,
         run_file=run_file,
         code=code,
@@ -181,7 +174,7 @@ def write_submission(
         links=planned.links,
         max_restarts=config.slurm.max_restarts,
         doctor=trains and config.slurm.doctor,
-        every_checkpoint=trains and where == "slurm" and config.eval.every_checkpoint,
+        every_checkpoint=trains and backend == "slurm" and config.eval.every_checkpoint,
     )
     file = run_file.with_suffix(".json")
     submission.save(file)
@@ -189,7 +182,7 @@ def write_submission(
 
 
 def _units(config: Config) -> int | None:
-    """Of the preprocessing; None where its sources cannot be read, which the checks will tell."""
+    """Number of units of the preprocessing; None where its sources cannot be read, which the checks report."""
     settings = config.data.preprocess
     with suppress(UserError):
         return sum(len(cut_units(found, settings.seed, settings.unit_bytes)) for found in find_source_files(config))
@@ -210,12 +203,12 @@ def _new_file(folder: Path, planned: PlannedJob) -> Path:
         number += 1
 
 
-def _waits(job: PlannedJob, link: int, numbers: Mapping[PlannedJob, str]) -> list[str]:
-    """What a link of a chain waits for, in the words of sbatch."""
-    waits = [f"{after.kind}:{numbers[after.job]}" for after in job.after] if link == 1 else []
+def _waits(job: PlannedJob, chain_job: int, numbers: Mapping[PlannedJob, str]) -> list[str]:
+    """Dependencies of a job of a chain, in the words of sbatch."""
+    waits = [f"{after.kind}:{numbers[after.job]}" for after in job.after] if chain_job == 1 else []
     if job.links > 1 and job.chain == "singleton":
         waits.append("singleton")
-    elif link > 1:
+    elif chain_job > 1:
         waits.append(f"afterany:{numbers[job]}")
     return waits
 
@@ -224,48 +217,48 @@ def _send_local(run: Path, planned: Sequence[PlannedJob], files: Sequence[Path])
     """One process that does all of them, one after the other."""
     first = replace(read_submission(files[0]), then=tuple(str(file) for file in files[1:]))
     first.save(files[0])
-    number = submitit_backend.send(run, planned[0], files[:1], where="local")
-    return _noted(run, planned[0], files[0], number, "local")
+    number = submitit_backend.send(run, planned[0], files[:1], backend="local")
+    return record_sent(run, planned[0], files[0], number, "local")
 
 
-def _noted(run: Path, planned: PlannedJob, file: Path, number: str, where: Where, **more: object) -> Job:
-    """A job that was sent just now, written down."""
+def record_sent(run: Path, planned: PlannedJob, file: Path, number: str, backend: Backend, **more: object) -> Job:
+    """Write down a job that was sent just now, and return it."""
     submission = str(record(run, file).relative_to(run))
     values = {"tasks": planned.tasks, "step": planned.step, **more}
-    job = jobs.new_job(planned.stage, number, where, planned.name, submission, **values)
+    job = jobs.new_job(planned.stage, number, backend, planned.name, submission, **values)
     jobs.note(run, job)
     return job
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentJobs:
     """Jobs that belong together, so far."""
 
     numbers: list[str] = field(default_factory=list)
-    """Of those that the scheduler has taken; of an array without the tasks."""
+    """Numbers of those that the scheduler has accepted; of an array without the tasks."""
     noted: list[tuple[Path, Job]] = field(default_factory=list)
     """What was written down of them, with the folder of the run."""
 
 
 @contextmanager
-def all_or_none() -> Iterator[Sent]:
+def all_or_none() -> Iterator[SentJobs]:
     """What was sent inside is taken out of the queue again, if not all of it could be.
 
     Raises:
         MachineError: it was not; the message says what became of the jobs before.
     """
-    sent = Sent()
+    sent = SentJobs()
     try:
         yield sent
     except BaseException as error:
-        told = _take_back(sent)
-        if told and isinstance(error, Exception):
-            raise MachineError(f"{error}\n{told}") from error
+        message = _take_back(sent)
+        if message and isinstance(error, Exception):
+            raise MachineError(f"{error}\n{message}") from error
         raise
 
 
-def _take_back(sent: Sent) -> str:
-    """Returns what to tell of it."""
+def _take_back(sent: SentJobs) -> str:
+    """Cancel what was sent; returns a message about it."""
     numbers = sent.numbers
     if not numbers:
         return ""
@@ -279,13 +272,11 @@ def _take_back(sent: Sent) -> str:
     return f"Nothing of it stays in the queue: what was sent before it ({', '.join(numbers)}) was cancelled again"
 
 
-@contextmanager
-def one_at_a_time(run: Path) -> Iterator[None]:
+def one_at_a_time(run: Path) -> AbstractContextManager[None]:
     """Of two commands at the same moment one sends, and the other one finds what it has sent."""
     folder = RunFiles(run).slurm
     folder.mkdir(exist_ok=True)
-    with exclusive(folder / "submit.lock", _SUBMIT_SECONDS):
-        yield
+    return exclusive(folder / "submit.lock", _SUBMIT_SECONDS)
 
 
 def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -> None:
@@ -296,10 +287,10 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -
     """
     trains = any(job.stage == "train" for job in planned)
     if by := jobs.cancelled(run):
-        if ending := active_jobs.of(run):
+        if ending := active_jobs.find(run):
             raise UserError(
-                f"{by.by} has cancelled the run, and {active_jobs.words(run, ending[0])} has not ended yet; wait for "
-                f"it (`pipeline status {run}`), then submit again"
+                f"{by.by} has cancelled the run, and {active_jobs.describe(run, ending[0])} has not ended yet; wait "
+                f"for it (`pipeline status {run}`), then submit again"
             )
         jobs.forget_cancelled(run)
         say(console, f"the run was cancelled by {by.by}; it may start again now")
@@ -313,12 +304,12 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -
         say(console, f"removed {stop}, which would have stopped the training at once")
 
 
-def _tell(run: Path, sent: Sequence[Job], console: Console) -> None:
-    """What was sent, and what to do next."""
+def _print_sent(run: Path, sent: Sequence[Job], console: Console) -> None:
+    """Print what was sent, and what to do next."""
     for job in sent:
         what = "process" if job.where == "local" else "job" if job.tasks == 1 else f"array of {job.tasks} jobs"
         waits = f", after {' and '.join(job.after)}" if job.after else ""
         link = f" (link {job.link})" if any(each.link > 1 and each.name == job.name for each in sent) else ""
-        say(console, f"{active_jobs.what(run, job)}: {what} {job.job}{link}{waits}")
+        say(console, f"{active_jobs.stage_names(run, job)}: {what} {job.job}{link}{waits}")
     shown = os.path.relpath(run) if run.is_relative_to(Path.cwd()) else str(run)
     say(console, f"next: pipeline status {shown}, pipeline logs {shown} -f, pipeline cancel {shown}")

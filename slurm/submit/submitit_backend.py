@@ -1,4 +1,4 @@
-"""How a job gets to where it runs: submitit writes sbatch's script and calls it, or starts a process on this machine.
+"""Sending of jobs: submitit writes sbatch's script and calls it, or starts a process on this machine.
 
 submitit's part is the script, sbatch, the names of logs, and the process of this machine. It would put a pickle beside
 the script, which whoever may write there could replace; the script names a file of JSON with its digest instead. What
@@ -30,7 +30,7 @@ from pipeline.config import Config
 from pipeline.config.base import single_line
 from pipeline.config.slurm import SiteConfig
 from slurm import jobs, scheduler
-from slurm.jobs import Where
+from slurm.jobs import Backend
 from slurm.submit import code_snapshot, integrity, permissions, sbatch_hints
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds
@@ -56,7 +56,7 @@ _MODULE = [
     'modules" >&2; exit 2; }',
 ]
 """Lines of a script that define `module`."""
-_OURS = {
+_DERIVED_OPTIONS = {
     "account": "account",
     "array": "slurm.array.tasks",
     "chdir": None,
@@ -94,9 +94,9 @@ def send(
     planned: PlannedJob,
     submissions: Sequence[Path],
     *,
-    where: Where,
+    backend: Backend,
     dependency: str | None = None,
-    link: int = 1,
+    chain_job: int = 1,
 ) -> str:
     """Send one job, or one array of them; the caller notes it.
 
@@ -104,9 +104,9 @@ def send(
         run: folder; script and log of the job go there.
         planned: what it asks for.
         submissions: files for `slurm.submit.submission`, one for each task of an array, or one for all of them.
-        where: to the scheduler, or into the background of this machine.
+        backend: to the scheduler, or into the background of this machine.
         dependency: as sbatch wants it, like `afterok:77`.
-        link: of a chain, from 1.
+        chain_job: number within the chain, from 1.
 
     Returns:
         Its number, of an array without the tasks; of a local one its process id.
@@ -121,11 +121,11 @@ def send(
     config = submission.config()
     folder = jobs.jobs_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
-    command = _command(submissions, link)
-    if where == "local":
+    command = _command(submissions, chain_job)
+    if backend == "local":
         with _environment(rank_only=True):
             os.environ.update(_exports(submission.site, submission.code, planned))
-            executor = _InBackground(folder)
+            executor = _BackgroundExecutor(folder)
             executor.update_parameters(timeout_min=_FOREVER, stderr_to_stdout=True)
             return str(executor.send(command).job_id)
     seconds = signal_seconds(config, planned.minutes)
@@ -134,23 +134,23 @@ def send(
         owned = permissions.private_folder(config, run) is not None
         check = integrity.check_lines(submission.code, code_snapshot.digest(submission.code), owned=owned)
     values = _parameters(planned, submission.site, submission.code, check, seconds, dependency)
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        missing = "sbatch" if shutil.which("sbatch") is None else "srun"
-        raise scheduler.SchedulerError(["sbatch"], f"{missing} is not on the path", sbatch_hints.NO_SLURM)
+    for program in ("sbatch", "srun"):
+        if shutil.which(program) is None:
+            raise scheduler.SchedulerError(["sbatch"], f"{program} is not on the path", sbatch_hints.NO_SLURM)
     before = set(folder.iterdir())
     try:
         # submitit prints what sbatch says of an error; it is told once, below.
         with _environment(), redirect_stderr(io.StringIO()):
-            to_slurm = _ToSlurm(folder)
+            to_slurm = _SlurmExecutor(folder)
             to_slurm.update_parameters(**values)
             return str(to_slurm.send(command, planned.tasks).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
-        refused, said = _sweep(folder, before, planned.name), str(error)
-        raise scheduler.SchedulerError(["sbatch", *refused], said, sbatch_hints.hint(said)) from None
+        refused, output = _remove_refused(folder, before, planned.name), str(error)
+        raise scheduler.SchedulerError(["sbatch", *refused], output, sbatch_hints.hint(output)) from None
 
 
 def script(
-    run: Path, planned: PlannedJob, site: SiteConfig, code: tuple[Path, str], config: Config, where: Where
+    run: Path, planned: PlannedJob, site: SiteConfig, code: tuple[Path, str], config: Config, backend: Backend
 ) -> str:
     """The script that sbatch would be given, without the jobs that are waited for; or what a local job comes to.
 
@@ -160,15 +160,15 @@ def script(
         site: where it runs.
         code: snapshot, and the digest of its list.
         config: of the run.
-        where: to the scheduler, or into the background of this machine.
+        backend: to the scheduler, or into the background of this machine.
     """
-    if where == "local":
+    if backend == "local":
         lines = [f"export {name}={shlex.quote(value)}" for name, value in _exports(site, code[0], planned).items()]
         # Its run file is written when it is sent; the name has the time of that.
         run_file = RunFiles(run).slurm / jobs.SUBMISSIONS / f"TIME-{planned.stage}.yaml"
         first, *rest = planned.command
         return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", first, str(run_file), *rest])])
-    paper = _OnPaper(jobs.jobs_folder(run))
+    paper = _ScriptWriter(jobs.jobs_folder(run))
     check = integrity.check_lines(*code, owned=permissions.private_folder(config, run) is not None)
     seconds = signal_seconds(config, planned.minutes)
     paper.update_parameters(**_parameters(planned, site, code[0], check, seconds, None))
@@ -179,13 +179,13 @@ def script(
 _PYTHON = f"{shlex.quote(sys.executable)} -u -m slurm.job.batch_entry"
 
 
-def _command(submissions: Sequence[Path], link: int) -> str:
+def _command(submissions: Sequence[Path], chain_job: int) -> str:
     """Shell that runs a submission, or that of the task of an array, if it is what is sent now."""
     words = [shlex.join([str(file.absolute()), integrity.sha256(file.read_bytes())]) for file in submissions]
     if len(words) == 1:
-        return f"{_PYTHON} {link} {words[0]}"
+        return f"{_PYTHON} {chain_job} {words[0]}"
     cases = [f"{task}) set -- {each} ;;" for task, each in enumerate(words)]
-    return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", f'{_PYTHON} {link} "$@"'])
+    return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", f'{_PYTHON} {chain_job} "$@"'])
 
 
 def refuse_path(run: Path) -> None:
@@ -216,7 +216,7 @@ def refuse_control_characters(values: Iterable[tuple[str, str]]) -> None:
 
 
 def is_alive(run: Path, job: jobs.Job) -> bool:
-    """Whether the process of a local job of this machine runs."""
+    """True if the process of a local job of this machine runs."""
     try:
         words = Path(f"/proc/{job.job}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -226,7 +226,7 @@ def is_alive(run: Path, job: jobs.Job) -> bool:
     return not names.isdisjoint(words)  # else another process has its number by now
 
 
-class _ToSlurm(SlurmExecutor):
+class _SlurmExecutor(SlurmExecutor):
     """Sends a command as it is, without a pickle."""
 
     def send(self, command: str, tasks: int = 1) -> Job[Any]:
@@ -241,7 +241,7 @@ class _ToSlurm(SlurmExecutor):
         return str(super()._make_submission_file_text(command, uid))
 
 
-class _OnPaper(_ToSlurm):
+class _ScriptWriter(_SlurmExecutor):
     """Writes scripts where there is no SLURM, too."""
 
     @classmethod
@@ -255,14 +255,11 @@ class _OnPaper(_ToSlurm):
         return self._make_submission_file_text(command, "")
 
 
-class _InBackground(LocalExecutor):
+class _BackgroundExecutor(LocalExecutor):
     """Starts a process that outlives its shell and terminal, and sees the GPUs that this one sees."""
 
     def send(self, command: str) -> LocalJob[Any]:
         """Start a command as it is, without a pickle."""
-        return self._submit_command(command)
-
-    def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
             "SUBMITIT_EXECUTOR": "local",
@@ -295,9 +292,9 @@ def _parameters(
     seconds: int,
     dependency: str | None,
 ) -> dict[str, Any]:
-    """Of submitit's executor."""
+    """Parameters of submitit's executor."""
     resources = planned.resources
-    refuse_our_options(planned, site)
+    refuse_derived_options(planned, site)
     more: dict[str, Any] = {key: value or True for key, value in resources.options.items()}
     more["requeue" if planned.chain == "requeue" else "no-requeue"] = True
     more["kill-on-invalid-dep"] = "yes"
@@ -332,7 +329,7 @@ def _parameters(
     }
 
 
-def refuse_our_options(planned: PlannedJob, site: SiteConfig) -> None:
+def refuse_derived_options(planned: PlannedJob, site: SiteConfig) -> None:
     """Some options of sbatch are decided by other keys.
 
     Raises:
@@ -343,8 +340,12 @@ def refuse_our_options(planned: PlannedJob, site: SiteConfig) -> None:
             raise UserError(
                 f"options has {ascii(name)[1:-1]}; write the long name without dashes before it, with - inside it"
             )
-        if name in _OURS:
-            todo = f"set {_OURS[name]} instead" if _OURS[name] else "leave it out, jobs need their own"
+        if name in _DERIVED_OPTIONS:
+            todo = (
+                f"set {_DERIVED_OPTIONS[name]} instead"
+                if _DERIVED_OPTIONS[name]
+                else "leave it out, jobs need their own"
+            )
             raise UserError(f"options has {name}, which follows from other keys; {todo}")
         if name == "gres" and planned.gpus_per_node and site.gpus_by == "gres":
             raise UserError(
@@ -410,7 +411,7 @@ def _environment(*, rank_only: bool = False) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _sweep(folder: Path, before: set[Path], name: str) -> list[str]:
+def _remove_refused(folder: Path, before: set[Path], name: str) -> list[str]:
     """Tidy up after a job that was refused; others may be sent at the same time. Returns its script, which is kept."""
     kept = []
     for file in set(folder.iterdir()) - before:

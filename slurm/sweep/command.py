@@ -17,8 +17,8 @@ from rich.table import Table
 from pipeline.common.console import Console, alarm, say, warn
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.common.format import counted, minutes
-from slurm.jobs import Where
-from slurm.sweep.members import Member, Sweep, find_sweep, make_sweep, short_names, told
+from slurm.jobs import Backend
+from slurm.sweep.members import Member, Sweep, find_sweep, make_sweep, problems_message, short_names
 from slurm.sweep.table import is_done, live, note_members, show_table
 
 
@@ -29,7 +29,7 @@ class RunsFailed(UserError):
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRun:
     """A run that could start now."""
 
     member: Member
@@ -63,13 +63,13 @@ def sweep(
         show_table(find_sweep(run, values), console, as_json=as_json)
         return
     found = make_sweep(run, values)
-    where: Where | None = "slurm" if slurm else "local" if local else None
-    checked = _check(found, where)
+    backend: Backend | None = "slurm" if slurm else "local" if local else None
+    checked = _check(found, backend)
     if dry_run:
-        _show(found, checked, where, console)
+        _show(found, checked, backend, console)
         return
-    if where is not None:
-        _send(found, checked, where, console)
+    if backend is not None:
+        _send(found, checked, backend, console)
         return
     _note(found, checked)
     if left := _left(checked, console):
@@ -78,21 +78,21 @@ def sweep(
         show_table(found.folder, console, as_json=False)
 
 
-def _check(found: Sweep, where: Where | None) -> list[Checked]:
-    """What training would refuse is refused for all runs before the first one starts."""
+def _check(found: Sweep, backend: Backend | None) -> list[CheckedRun]:
+    """Refuse all runs before the first one starts, where training would refuse one."""
     checked = []
     problems: dict[str, list[str]] = {}
     for member in found.members:
         try:
-            checked.append(_examined(member, where))
+            checked.append(_check_run(member, backend))
         except UserError as error:
             problems.setdefault(str(error), []).append(member.name)
     if problems:
-        raise UserError(told(problems, len(found.members)))
+        raise UserError(problems_message(problems, len(found.members)))
     return checked
 
 
-def _examined(member: Member, where: Where | None) -> Checked:
+def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
     """Lay a run out and plan it."""
     from pipeline.data.plan.build import make_data_plan
     from pipeline.train.layout_check import planned_spec, world_size
@@ -101,13 +101,13 @@ def _examined(member: Member, where: Where | None) -> Checked:
     from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
 
     config = member.config
-    if where is None:
+    if backend is None:
         processes = world_size(config, os.environ)
     else:
         from slurm.sweep.send import planned_training, refuse_larger_evaluation
 
-        planned = planned_training(config, where)
-        refuse_larger_evaluation(config, planned, where)
+        planned = planned_training(config, backend)
+        refuse_larger_evaluation(config, planned, backend)
         processes = planned.processes
     check_layout(config, processes)
     check_evaluation_layout(config, config.eval.processes)
@@ -117,11 +117,11 @@ def _examined(member: Member, where: Where | None) -> Checked:
         hashed_steps=0,
         check=lambda journal, steps: Schedule(schedule, duration, steps, journal.tokens),
     )
-    return Checked(member, course.steps, num_parameters(planned_spec(config)))
+    return CheckedRun(member, course.steps, num_parameters(planned_spec(config)))
 
 
-def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console: Console) -> None:
-    """What would be done."""
+def _show(found: Sweep, checked: Sequence[CheckedRun], backend: Backend | None, console: Console) -> None:
+    """Print what would be done."""
     table = Table(*short_names(found.keys).values(), box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("parameters", "steps"):
         table.add_column(column, justify="right")
@@ -135,11 +135,11 @@ def _show(found: Sweep, checked: Sequence[Checked], where: Where | None, console
     console.print(table)
     left = [each.member for each in checked if not is_done(each.member.folder, each.steps)]
     left = [member for member in left if not states[member.folder]]
-    if where == "slurm":
+    if backend == "slurm":
         _show_jobs(found.folder, left, console)
     elif left:
         say(console, f"{counted(len(left), 'run')} one after the other, each trained and then evaluated")
-    say(console, f"nothing was {'started' if where is None else 'sent'} and nothing was written (--dry-run)")
+    say(console, f"nothing was {'started' if backend is None else 'sent'} and nothing was written (--dry-run)")
 
 
 def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
@@ -148,7 +148,7 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
     from slurm.sweep.send import groups
 
     wanted = groups(folder, left, "slurm")
-    for warning in dict.fromkeys(warning for group in wanted for warning in group.check("slurm", dry_run=True)):
+    for warning in dict.fromkeys(warning for group in wanted for warning in group.check(dry_run=True)):
         warn(console, warning)
     for group in wanted:
         planned, count = group.planned, len(group.members)
@@ -165,13 +165,13 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
         say(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")
 
 
-def _note(found: Sweep, checked: Sequence[Checked]) -> None:
+def _note(found: Sweep, checked: Sequence[CheckedRun]) -> None:
     """Write down which runs there are, for the table."""
     values = {each.member.name: each.member.values for each in checked}
     note_members(found.folder, values, {each.member.name: each.steps for each in checked})
 
 
-def _left(checked: Sequence[Checked], console: Console) -> list[Checked]:
+def _left(checked: Sequence[CheckedRun], console: Console) -> list[CheckedRun]:
     """The runs that neither are done nor wait or run already."""
     states = live([each.member.folder for each in checked])
     left = []
@@ -185,7 +185,7 @@ def _left(checked: Sequence[Checked], console: Console) -> list[Checked]:
     return left
 
 
-def _in_turn(found: Sweep, left: Sequence[Checked], console: Console) -> None:
+def _in_turn(found: Sweep, left: Sequence[CheckedRun], console: Console) -> None:
     """Train and evaluate one run after the other, in this process. One that fails does not keep the others from it."""
     from pipeline.eval.perplexity import read_report
     from pipeline.train.distributed.rank import is_rank
@@ -214,7 +214,7 @@ def _in_turn(found: Sweep, left: Sequence[Checked], console: Console) -> None:
         raise RunsFailed(f"{len(failed)} of {len(left)} runs failed: {', '.join(failed)}; the others are done")
 
 
-def _send(found: Sweep, checked: Sequence[Checked], where: Where, console: Console) -> None:
+def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console: Console) -> None:
     """Send what neither is done nor was sent before."""
     from pipeline.train.run.folder import make_writable
     from slurm.submit.submit import one_at_a_time
@@ -227,13 +227,13 @@ def _send(found: Sweep, checked: Sequence[Checked], where: Where, console: Conso
             _note(found, checked)
             show_table(found.folder, console, as_json=False)
             return
-        wanted = groups(found.folder, left, where)
-        for warning in dict.fromkeys(warning for group in wanted for warning in group.check(where)):
+        wanted = groups(found.folder, left, backend)
+        for warning in dict.fromkeys(warning for group in wanted for warning in group.check()):
             warn(console, warning)
         _note(found, checked)
-        sent = send(found.folder, wanted, where)
+        sent = send(found.folder, wanted, backend)
     members = [member for group in wanted for member in group.members]
     for member, job in zip(members, sent, strict=True):
-        what = "job" if where == "slurm" else "in its turn, process"
+        what = "job" if backend == "slurm" else "in its turn, process"
         say(console, f"{member.name}: {what} {job.job}")
     say(console, f"next: the same command with --table; pipeline status|logs|cancel {found.folder}/{members[0].name}")

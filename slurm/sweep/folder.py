@@ -15,7 +15,7 @@ SWEEPS = "sweeps"
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """What is noted of each run of a sweep, by the name of its folder; {} if nothing was started.
+    """Notes on each run of a sweep, by the name of its folder; {} if nothing was started.
 
     Raises:
         UserError: the file is damaged.

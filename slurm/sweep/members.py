@@ -20,6 +20,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.document import parse
 from pipeline.config.load import COMMAND_LINE, load, load_run
+from pipeline.config.schema import flat
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from slurm.sweep.folder import SWEEPS
@@ -87,7 +88,8 @@ def make_sweep(run: Path, words: Sequence[str]) -> Sweep:
     axes = parse_axes(words)
     tried = [axis for axis in axes if not axis.fixed]
     short = short_names([axis.key for axis in _named(axes)])
-    combinations = [dict(zip([a.key for a in tried], c, strict=True)) for c in itertools.product(*_values(tried))]
+    keys = [axis.key for axis in tried]
+    combinations = [dict(zip(keys, c, strict=True)) for c in itertools.product(*(axis.values for axis in tried))]
     fixed = [f"{axis.key}={axis.values[0]}" for axis in axes if axis.fixed]
     loaded: dict[str, tuple[dict[str, str], Config]] = {}
     problems: dict[str, list[str]] = {}
@@ -98,7 +100,7 @@ def make_sweep(run: Path, words: Sequence[str]) -> Sweep:
         except UserError as error:
             problems.setdefault(str(error), []).append(name)
     if problems:
-        raise UserError(told(problems, len(combinations)))
+        raise UserError(problems_message(problems, len(combinations)))
     base = next(iter(loaded.values()))[1]
     _refuse_missing_data(run, fixed, base)
     name = sweep_name(axes)
@@ -110,8 +112,8 @@ def make_sweep(run: Path, words: Sequence[str]) -> Sweep:
         for line in _changed_since(member):
             problems.setdefault(line, []).append(member.name)
     if problems:
-        raise UserError(told(problems, len(members)))
-    return Sweep(name, folder, tuple(axis.key for axis in tried), members)
+        raise UserError(problems_message(problems, len(members)))
+    return Sweep(name, folder, tuple(keys), members)
 
 
 def find_sweep(run: Path, words: Sequence[str]) -> Path:
@@ -125,7 +127,7 @@ def find_sweep(run: Path, words: Sequence[str]) -> Path:
     return base.run.dir / SWEEPS / sweep_name(axes)
 
 
-def told(problems: dict[str, list[str]], members: int) -> str:
+def problems_message(problems: dict[str, list[str]], members: int) -> str:
     """One message of all that is wrong: each text once, with the runs that it is about."""
     lines = []
     for text, names in problems.items():
@@ -227,10 +229,6 @@ def _named(axes: Sequence[Axis]) -> list[Axis]:
     return [axis for axis in axes if not (axis.fixed and axis.key.startswith((*_NO_RESULT, *_MINE)))]
 
 
-def _values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
-    return (axis.values for axis in axes)
-
-
 def _parsed(text: str) -> Any:
     try:
         return parse(text, COMMAND_LINE, lines=False).value
@@ -292,21 +290,11 @@ def _changed_since(member: Member) -> Iterator[str]:
     if not RunFiles(member.folder).config.is_file():
         return
     with suppress(UserError):  # of another version, which training tells if it matters
-        before = _leaves(load_run(member.folder).model_dump(mode="json"))
-        now = _leaves(member.config.model_dump(mode="json"))
+        before = flat(load_run(member.folder).model_dump(mode="json"))
+        now = flat(member.config.model_dump(mode="json"))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key) and not key.startswith((*_NO_RESULT, "train.duration")):
                 yield (
                     f"{key} was {before.get(key)!r} when it began and is {now.get(key)!r} now; set it back in the run "
                     f"file and give {key}=... to the sweep, which then has a folder of its own, or remove the run"
                 )
-
-
-def _leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Every value that is no section, by its key."""
-    if not isinstance(value, dict) or not value:
-        return {path: value}
-    leaves: dict[str, Any] = {}
-    for name, below in value.items():
-        leaves |= _leaves(below, f"{path}.{name}" if path else name)
-    return leaves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.common.errors import UserError
@@ -15,62 +15,58 @@ from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.train.run.folder import make_writable
 from slurm import jobs
-from slurm.jobs import Job, Where
+from slurm.jobs import Backend, Job
 from slurm.submit import code_snapshot, job_plan, permissions, preflight, submitit_backend
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.site_profile import site_of
-from slurm.submit.submission import read_submission, record
-from slurm.submit.submit import all_or_none, write_submission
+from slurm.submit.submission import read_submission
+from slurm.submit.submit import all_or_none, record_sent, write_submission
 from slurm.sweep.members import Member
 
 
+@dataclass(frozen=True)
 class Group:
-    """Runs that ask for the same, and so can be tasks of one array.
+    """Runs that ask for the same, and so can be tasks of one array."""
 
-    Args:
-        planned: what they ask for, as one job or array.
-        members: in the order of its tasks.
-        where: to the scheduler, or into the background of this machine.
-    """
-
-    def __init__(self, planned: PlannedJob, members: Sequence[Member], where: Where) -> None:
-        self.planned = planned
-        self._where = where
-        self.members = list(members)
+    planned: PlannedJob
+    """What they ask for, as one job or array."""
+    members: list[Member]
+    """In the order of its tasks."""
+    backend: Backend
 
     @property
     def config(self) -> Config:
-        """Of the first run; what is said of jobs is the same in all."""
+        """Config of the first run; its keys about jobs are the same in all."""
         return self.members[0].config
 
     @property
     def site(self) -> SiteConfig:
-        """Where they run."""
-        return site_of(self.config, self._where)
+        """Site on which they run."""
+        return site_of(self.config, self.backend)
 
-    def check(self, where: Where, *, dry_run: bool = False) -> list[str]:
-        """What `submit` looks for; warnings.
+    def check(self, *, dry_run: bool = False) -> list[str]:
+        """Warnings of the checks that `submit` makes.
 
         Raises:
             UserError: it would be refused.
         """
-        submitit_backend.refuse_our_options(self.planned, self.site)
+        submitit_backend.refuse_derived_options(self.planned, self.site)
         submitit_backend.refuse_path(self.config.run.dir)
-        return preflight.check(self.config, self.site, [self.planned], where, dry_run=dry_run)
+        return preflight.check(self.config, self.site, [self.planned], self.backend, dry_run=dry_run)
 
 
-def planned_training(config: Config, where: Where) -> PlannedJob:
+def planned_training(config: Config, backend: Backend) -> PlannedJob:
     """The training of one run."""
-    (planned,) = job_plan.plan(config, site_of(config, where), ["train"], where)
+    (planned,) = job_plan.plan(config, site_of(config, backend), ["train"], backend)
     # Tasks of an array have one name, so by their names they would wait for each other.
     return replace(planned, chain="afterany") if planned.chain == "singleton" else planned
 
 
-def refuse_larger_evaluation(config: Config, training: PlannedJob, where: Where) -> None:
+def refuse_larger_evaluation(config: Config, training: PlannedJob, backend: Backend) -> None:
     """A `UserError` where the evaluation, which follows in the job of the training, does not fit into it."""
-    evaluation = job_plan.eval_job(config, site_of(config, where), None, where=where)
+    evaluation = job_plan.eval_job(config, site_of(config, backend), None, backend=backend)
     fits = evaluation.nodes <= training.nodes and evaluation.processes_per_node <= training.processes_per_node
-    if where == "slurm" and not fits:
+    if backend == "slurm" and not fits:
         raise UserError(
             f"eval.processes={config.eval.processes} ({evaluation.nodes} x {evaluation.processes_per_node}) do not fit "
             f"into the job of the training, {training.nodes} x {training.processes_per_node} processes, in which runs "
@@ -78,76 +74,81 @@ def refuse_larger_evaluation(config: Config, training: PlannedJob, where: Where)
         )
 
 
-def groups(folder: Path, members: Sequence[Member], where: Where) -> list[Group]:
+def groups(folder: Path, members: Sequence[Member], backend: Backend) -> list[Group]:
     """Runs by what they ask for, in the order of their first ones."""
     found: dict[str, list[tuple[Member, PlannedJob]]] = {}
     for member in members:
-        planned = planned_training(member.config, where)
+        planned = planned_training(member.config, backend)
         asked = [planned.resources.model_dump(), planned.nodes, planned.processes_per_node, planned.spare_nodes]
         asked += [planned.gpus_per_node, planned.chain, planned.links, member.config.slurm.profile]
         found.setdefault(value_hash(asked), []).append((member, planned))
     result = []
     for number, group in enumerate(found.values(), start=1):
         name = f"sweep-{value_hash(str(folder))[:6]}" + (f"-{number}" if len(found) > 1 else "")
-        tasks = len(group) if where == "slurm" else 1
-        result.append(Group(replace(group[0][1], name=name, tasks=tasks), [member for member, _ in group], where))
+        tasks = len(group) if backend == "slurm" else 1
+        result.append(Group(replace(group[0][1], name=name, tasks=tasks), [member for member, _ in group], backend))
     return result
 
 
-def send(folder: Path, wanted: Sequence[Group], where: Where) -> list[Job]:
+def send(folder: Path, wanted: Sequence[Group], backend: Backend) -> list[Job]:
     """Send all groups, or none if one is refused.
 
     Args:
         folder: of the sweep; scripts, logs and the copy of the code are there, for all its runs.
         wanted: the runs.
-        where: to the scheduler, or one after the other into the background of this machine.
+        backend: to the scheduler, or one after the other into the background of this machine.
 
     Returns:
-        The job of each run, for a chain of links the first one.
+        The job of each run, for a chain the first one.
 
     Raises:
         MachineError: a job was refused, or a folder cannot be written to.
     """
     site = wanted[0].site
     code = code_snapshot.take(folder, site.modules, permissions.make_private(wanted[0].config, folder))
-    files = {member.name: _prepare(folder, group, member, where, code) for group in wanted for member in group.members}
-    if where == "local":
+    files = {
+        member.name: _prepare(folder, group, member, backend, code) for group in wanted for member in group.members
+    }
+    if backend == "local":
         return _send_here(folder, wanted, files)
     found: list[Job] = []
     with all_or_none() as sent:
         for group in wanted:
             before: str | None = None
-            for link in range(1, group.planned.links + 1):
+            for chain_job in range(1, group.planned.links + 1):
                 dependency = f"afterany:{before}" if before else None
                 paths = [files[member.name] for member in group.members]
                 before = submitit_backend.send(
-                    folder, group.planned, paths, where=where, dependency=dependency, link=link
+                    folder, group.planned, paths, backend=backend, dependency=dependency, chain_job=chain_job
                 )
                 sent.numbers.append(before)
                 numbers = [before] if len(paths) == 1 else [f"{before}_{task}" for task in range(len(paths))]
                 for member, number in zip(group.members, numbers, strict=True):
-                    job = _note(member, group.planned, files[member.name], number, where, link)
+                    file, planned = files[member.name], group.planned
+                    job = record_sent(member.folder, planned, file, number, backend, tasks=1, link=chain_job)
                     sent.noted.append((member.folder, job))
-                    found += [job] if link == 1 else []
+                    found += [job] if chain_job == 1 else []
     return found
 
 
-def _prepare(folder: Path, group: Group, member: Member, where: Where, code: Path) -> Path:
+def _prepare(folder: Path, group: Group, member: Member, backend: Backend, code: Path) -> Path:
     """Write what a run's job reads: its training, and the evaluation that follows in the same job."""
     run, config, site = member.folder, member.config, group.site
     make_writable(run)
-    permissions.honour(config)
+    permissions.apply_permissions(config)
     jobs.forget_cancelled(run)
     RunFiles(run).stop.unlink(missing_ok=True)
-    _share_jobs_folder(folder, run)
-    evaluation = write_submission(run, config, site, job_plan.eval_job(config, site, None, where=where), where, code)
-    file = write_submission(run, config, site, group.planned, where, code)
+    _symlink_jobs_folder(folder, run)
+    evaluation = write_submission(
+        run, config, site, job_plan.eval_job(config, site, None, backend=backend), backend, code
+    )
+    file = write_submission(run, config, site, group.planned, backend, code)
     replace(read_submission(file), then=(str(evaluation),)).save(file)
     return file
 
 
-def _share_jobs_folder(folder: Path, run: Path) -> None:
-    """Scripts and logs of an array are in one folder, which each of its runs has a link to."""
+def _symlink_jobs_folder(folder: Path, run: Path) -> None:
+    """Scripts and logs of an array are in one folder, to which each of its runs has a symlink."""
     shared, mine = jobs.jobs_folder(folder), jobs.jobs_folder(run)
     shared.mkdir(parents=True, exist_ok=True)
     mine.parent.mkdir(parents=True, exist_ok=True)
@@ -160,12 +161,8 @@ def _send_here(folder: Path, wanted: Sequence[Group], files: dict[str, Path]) ->
     members = [(group, member) for group in wanted for member in group.members]
     first, *others = (files[member.name] for _, member in members)
     replace(read_submission(first), others=tuple(str(file) for file in others)).save(first)
-    number = submitit_backend.send(folder, replace(wanted[0].planned, tasks=1), [first], where="local")
-    return [_note(member, group.planned, files[member.name], number, "local", 1) for group, member in members]
-
-
-def _note(member: Member, planned: PlannedJob, file: Path, number: str, where: Where, link: int) -> Job:
-    submission = str(record(member.folder, file).relative_to(member.folder))
-    job = jobs.new_job("train", number, where, planned.name, submission, link=link)
-    jobs.note(member.folder, job)
-    return job
+    number = submitit_backend.send(folder, replace(wanted[0].planned, tasks=1), [first], backend="local")
+    return [
+        record_sent(member.folder, group.planned, files[member.name], number, "local", tasks=1)
+        for group, member in members
+    ]

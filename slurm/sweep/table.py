@@ -41,7 +41,7 @@ _LOSSES = ("eval_loss", "validation_loss", "train_loss")
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of a sweep has come to."""
+    """The result of a run of a sweep so far."""
 
     name: str
     values: dict[str, str]
@@ -94,13 +94,13 @@ def sorted_by(found: Sequence[Result]) -> str:
 
 
 def is_done(run: Path, steps: int) -> bool:
-    """Whether a run is trained to its end and that step evaluated."""
+    """True if a run is trained to its end and that step is evaluated."""
     end = RunFiles(run).exit_state()
     return end.get("code") == EXIT_OK and (end.get("step") or 0) >= steps <= (_evaluated(run)[0] or -1)
 
 
 def live(runs: Sequence[Path]) -> dict[Path, str | None]:
-    """Of each run its state if it runs or waits, else None."""
+    """State of each run if it runs or waits, else None."""
     found = status(dict.fromkeys(runs), spent=False)
     return {each.run: each.state if each.state in _LIVE else None for each in found}
 

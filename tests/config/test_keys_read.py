@@ -143,7 +143,7 @@ def _on_paper(config: Config) -> None:
     from slurm.submit.submit import write_submission
 
     site = site_of(config)
-    permissions.honour(config)
+    permissions.apply_permissions(config)
     for job in plan(config, site, ["preprocess", "train", "eval"], "slurm"):
         assert (
             "sbatch"

@@ -26,7 +26,7 @@ from slurm.devcluster import DevCluster
 from slurm.job.launch_log import LaunchEnd, begin, end, launches
 from slurm.jobs import Job, Stage
 from slurm.scheduler import SchedulerError
-from slurm.status.live import Found
+from slurm.status.live import LiveJobs
 from tests.waiting import until
 
 WAIT = 90.0
@@ -106,7 +106,7 @@ def test_a_training_that_ends_before_it_is_cancelled(run: Path) -> None:
     cancelling = _Cancelling(run, console, ("train",), now=True)
     storage.put_json(run / "exit.json", {"code": 0, "reason": "done"})
     os.utime(run / "exit.json", (time.time() + 1,) * 2)
-    cancelling._say_finished(Found([], [], False, None))
+    cancelling._say_finished(LiveJobs([], [], False, None))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "is done" in text and "is cancelled" not in text
 

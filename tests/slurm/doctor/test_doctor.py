@@ -20,11 +20,11 @@ from pipeline.common.errors import EXIT_UNHEALTHY, UserError
 from pipeline.common.versions import versions
 from slurm.devcluster import DevCluster
 from slurm.doctor import gpu
-from slurm.doctor.command import doctor_command, verdict
+from slurm.doctor.command import doctor_command
 from slurm.doctor.gpu import devices, driver_views, judge_driver_views, parse_driver_views, products, wrong_elements
-from slurm.doctor.network import NotMet, meet
+from slurm.doctor.network import RendezvousFailed, rendezvous
 from slurm.doctor.node import NodeRank, disks, software, space
-from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
+from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file, verdict
 from tests.tiny import pipeline, write_run
 
 _FILE_LIMIT_KIB = 512
@@ -126,16 +126,16 @@ def test_a_check_that_hangs_is_ended() -> None:
 def test_nodes_that_do_not_come_in_time() -> None:
     first = NodeRank(0, 3, "127.0.0.1", _free_port())
     other = replace(first, rank=1, serves=False)
-    with pytest.raises(NotMet) as nobody:
-        meet(other, gpus=0, seconds=0.2)
+    with pytest.raises(RendezvousFailed) as nobody:
+        rendezvous(other, gpus=0, seconds=0.2)
     assert nobody.value.network.state == "unreached"
-    meeting = meet(first, gpus=0, seconds=0.2)
+    meeting = rendezvous(first, gpus=0, seconds=0.2)
     assert meeting.all_reduce() == Network("ok", nodes=1, missing=(1, 2), backend="gloo")
-    with pytest.raises(NotMet, match="it is slow to start") as slow:
-        meet(other, gpus=0, seconds=0.2)
+    with pytest.raises(RendezvousFailed, match="it is slow to start") as slow:
+        rendezvous(other, gpus=0, seconds=0.2)
     assert slow.value.network.state == "late"
-    with pytest.raises(NotMet, match="in use") as taken:
-        meet(first, gpus=0, seconds=0.2)
+    with pytest.raises(RendezvousFailed, match="in use") as taken:
+        rendezvous(first, gpus=0, seconds=0.2)
     assert taken.value.network.state == "closed"
 
 

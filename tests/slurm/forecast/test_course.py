@@ -31,7 +31,7 @@ PLENTY_OF_TIME = 24 * 60
 
 
 def job(**values: Any) -> PlannedJob:
-    return PlannedJob("train", "run-train", ("train",), ResourcesConfig(time=PLENTY_OF_TIME), **values)
+    return PlannedJob("train", ("train",), ResourcesConfig(time=PLENTY_OF_TIME), name="run-train", **values)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_the_rate_is_the_median_with_saves_and_validation_on_top() -> None:
 def test_the_cost_counts_spare_nodes() -> None:
     assert cost(job(nodes=4, spare_nodes=1, processes_per_node=8, gpus_per_node=8), 7200) == (80, "GPU-hours")
     assert cost(job(nodes=2, processes_per_node=4), 1800) == (1, "node-hours")
-    cores = PlannedJob("train", "t", ("train",), ResourcesConfig(cpus_per_task=6), nodes=2, processes_per_node=4)
+    cores = PlannedJob("train", ("train",), ResourcesConfig(cpus_per_task=6), name="t", nodes=2, processes_per_node=4)
     assert cost(cores, 3600) == (48, "core-hours")
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.common import storage
 from pipeline.common.console import Console
-from slurm.job.batch_main import Ending, Link
-from slurm.job.srun_step import Step, meeting_place
+from slurm.job.batch_main import Ending, JobStart
+from slurm.job.srun_step import SrunStep, rendezvous_env
 
 
 def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -22,13 +22,13 @@ def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     site = SimpleNamespace(gpus_per_node=0, network_interface=None)
     what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False}
     submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site)
-    return Link(submission, 1, Console(file=io.StringIO()))
+    return JobStart(submission, 1, Console(file=io.StringIO()))
 
 
 def test_processes_of_several_nodes_meet_at_the_first_over_the_network_that_is_named() -> None:
     """NCCL's variable and gloo's."""
     site = SimpleNamespace(network_interface="ib0")
-    found = meeting_place(cast(Any, SimpleNamespace(site=site)), ["n1", "n2"])
+    found = rendezvous_env(cast(Any, SimpleNamespace(site=site)), ["n1", "n2"])
     assert found.pop("MASTER_PORT").isdecimal()
     assert found == {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
 
@@ -73,9 +73,9 @@ def test_nodes_whose_check_was_interrupted_are_not_unhealthy(
     """The lines are those of srun 22.05; no process has left a report."""
     link = made(tmp_path, monkeypatch)
     link._allocation = SimpleNamespace(nodes=["n1", "n2"], down=list, unhealthy={})
-    monkeypatch.setattr(Step, "run", lambda step, *_: step.said.write_text(f"srun: error: {srun}\n"))
-    said = link._examine(tmp_path)
-    assert (set(link._allocation.unhealthy), link._told) == (unhealthy, told)
+    monkeypatch.setattr(SrunStep, "run", lambda step, *_: step.srun_output.write_text(f"srun: error: {srun}\n"))
+    said = link._check_nodes(tmp_path)
+    assert (set(link._allocation.unhealthy), link._signals) == (unhealthy, told)
     assert len(said) == (0 if told else len(unhealthy) or 1), "a node that is lost is named"
 
 
@@ -83,8 +83,8 @@ def test_a_process_that_a_signal_ended_which_was_handed_on_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = made(tmp_path, monkeypatch)
-    step: Any = SimpleNamespace(nodes=(), logs=tmp_path, said=tmp_path / "srun.log")
+    step: Any = SimpleNamespace(nodes=(), logs=tmp_path, srun_output=tmp_path / "srun.log")
     launch: Any = SimpleNamespace(nodes=(), processes_per_node=1)
     assert link._judge(step, -signal.SIGUSR2, launch, None).code == 1
-    link._told.add(signal.SIGUSR2)
+    link._signals.add(signal.SIGUSR2)
     assert link._judge(step, -signal.SIGUSR2, launch, None).code == 75

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurm.job.launch_log import Launch, LaunchEnd
-from slurm.job.restart_policy import Situation, choose, crashes_in_a_row, decide, suspects
+from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
 
 WELL = Situation(
     stage="train",
@@ -92,7 +92,7 @@ def test_nodes_that_crashes_have_in_common_are_suspected() -> None:
 
 
 def test_nodes_are_chosen_in_order_and_suspects_last() -> None:
-    assert choose(["a", "b", "c", "d"], 2, [], []) == ["a", "b"]
-    assert choose(["a", "b", "c", "d"], 2, ["a"], ["b"]) == ["c", "d"]
-    assert choose(["a", "b", "c"], 2, ["c"], ["a"]) == ["a", "b"], "better a suspect than none"
-    assert choose(["a", "b"], 2, ["b"], []) == ["a"]
+    assert choose_nodes(["a", "b", "c", "d"], 2, [], []) == ["a", "b"]
+    assert choose_nodes(["a", "b", "c", "d"], 2, ["a"], ["b"]) == ["c", "d"]
+    assert choose_nodes(["a", "b", "c"], 2, ["c"], ["a"]) == ["a", "b"], "better a suspect than none"
+    assert choose_nodes(["a", "b"], 2, ["b"], []) == ["a"]

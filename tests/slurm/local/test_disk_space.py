@@ -13,6 +13,7 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.preprocess import disk_space
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.train.model.config import decoder_spec
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from slurm.forecast import course
 from slurm.local import stages
@@ -46,7 +47,7 @@ def test_training_without_room_for_a_checkpoint_is_refused(config: Config, free)
 
 
 def test_room_for_some_checkpoints_is_a_warning_and_for_all_none(config: Config, free) -> None:  # type: ignore[no-untyped-def]
-    spec = course.decoder_spec(config.model, 300, config.max_positions)
+    spec = decoder_spec(config.model, 300, config.max_positions)
     free(checkpoint_bytes(config, spec))
     (line,) = check_room(config)
     assert "lower train.checkpoint.keep" in line

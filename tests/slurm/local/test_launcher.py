@@ -19,7 +19,7 @@ from pipeline.config.load import load
 from pipeline.train.distributed.rank import record_error
 from pipeline.train.run.heartbeat import read_beats
 from slurm.local import launcher
-from slurm.local.launcher import _judge, _quiet, _Ranks, check_devices
+from slurm.local.launcher import _quiet, _raise_failure, _Ranks, check_devices
 from tests.tiny import write_run
 from tests.waiting import until
 
@@ -384,7 +384,7 @@ def judged(
             patch.setenv("RANK", str(rank))
             record_error(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"))
     try:
-        _judge(ranks, tmp_path)
+        _raise_failure(ranks, tmp_path)
     except BaseException as error:
         return error
     return None
@@ -411,5 +411,5 @@ def test_ranks_that_refuse_different_pieces_are_told_once(tmp_path: Path, monkey
     ranks = _Ranks(2, tmp_path)
     ranks.codes, ranks.times = {0: 2, 1: 2}, {0: 2.0, 1: 1.0}
     with pytest.raises(RankFailed, match="document 0 is damaged") as failed:
-        _judge(ranks, tmp_path)
+        _raise_failure(ranks, tmp_path)
     assert failed.value.shown and failed.value.exit_code == 2

@@ -18,7 +18,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.job.batch_main import run_link
+from slurm.job.batch_main import run_submission
 from slurm.submit import code_snapshot, integrity, permissions
 from slurm.submit.job_plan import plan
 from slurm.submit.site_profile import load_site
@@ -156,7 +156,7 @@ def test_a_submission_that_was_changed_is_not_run(tmp_path: Path, which: str) ->
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == EXIT_REFUSED and f"{changed} is not what it was" in done.stderr
     with pytest.raises(UserError, match="is not what it was"):
-        run_link(str(file), 1, digest)
+        run_submission(str(file), 1, digest)
     assert not (config.run.dir / "logs").exists()
 
 
@@ -180,7 +180,7 @@ def test_with_a_group_jobs_execute_what_lies_where_only_the_owner_may_write(tmp_
             )
         )
         run = config.run.dir
-        permissions.honour(config)
+        permissions.apply_permissions(config)
         private = permissions.make_private(config, run)
         code = code_snapshot.take(run, (), private)
         site = load_site("generic")
@@ -241,7 +241,7 @@ def test_a_colleague_of_the_group_goes_on_with_code_of_their_own() -> None:
 
         def submit(private: Path) -> Path:
             config = load(file, [f"slurm.private_dir={private}"])
-            permissions.honour(config)
+            permissions.apply_permissions(config)
             code = code_snapshot.take(config.run.dir, (), permissions.make_private(config, config.run.dir))
             site = load_site("generic")
             planned = plan(config, site, ["train"], "slurm")[0]

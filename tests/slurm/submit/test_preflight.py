@@ -17,7 +17,7 @@ from pipeline.config.slurm import SiteConfig
 from slurm import scheduler
 from slurm.devcluster import DevCluster
 from slurm.forecast.course import Disk, Forecast
-from slurm.jobs import Where, user
+from slurm.jobs import Backend, user
 from slurm.local import stages as local
 from slurm.scheduler import Partition
 from slurm.submit.job_plan import StageName, plan
@@ -30,15 +30,15 @@ from tests import tiny
 def found(
     config: Config,
     *stages: StageName,
-    where: Where = "local",
+    backend: Backend = "local",
     site: SiteConfig | None = None,
     **changes: Any,
 ) -> tuple[list[str], str]:
     """Warnings, and the message of the problems ("" without any); `changes` are made to each job of the plan."""
     site = site or SiteConfig()
-    jobs = [replace(job, **changes) for job in plan(config, site, stages or ["train"], where)]
+    jobs = [replace(job, **changes) for job in plan(config, site, stages or ["train"], backend)]
     try:
-        return check(config, site, jobs, where), ""
+        return check(config, site, jobs, backend), ""
     except UserError as error:
         return [], str(error)
 
@@ -186,7 +186,7 @@ def test_gpus_of_a_node(gres: str, gpus: int) -> None:
 
 def test_without_slurm_it_says_where_to_go(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    _, message = found(load(run), where="slurm")
+    _, message = found(load(run), backend="slurm")
     assert "sbatch is not on the path" in message and "--local" in message
 
 
@@ -204,10 +204,10 @@ def test_processes_and_time_of_a_job(run: Path, monkeypatch: pytest.MonkeyPatch)
     overrides = ["slurm.processes_per_node=4", "slurm.nodes=2", "slurm.train.time=30", "train.batch_size=8"]
     site = SiteConfig(gpus_per_node=2)
     config = load(run, [*overrides, "launch.stop_before_end_seconds=900"])
-    _, message = found(config, where="slurm", site=site)
+    _, message = found(config, backend="slurm", site=site)
     assert "a node has 2 GPUs" in message and "slurm.processes_per_node=2 and slurm.nodes=4" in message
     assert "slurm.train.time is 30 min" in message and "at least 31 min" in message
-    _, message = found(load(run, ["launch.device=cuda"]), where="slurm")
+    _, message = found(load(run, ["launch.device=cuda"]), backend="slurm")
     assert "launch.device=cuda needs GPUs, but jobs ask for none (gpus_per_node of the profile generic is 0)" in message
 
 
@@ -251,7 +251,7 @@ def test_jobs_that_are_cancelled_when_they_are_preempted(
     monkeypatch.setattr(
         scheduler, "ask", lambda words, *_: next(answers[key] for key in answers if " ".join(words).startswith(key))
     )
-    warnings, message = found(load(run, keys.split()), where="slurm")
+    warnings, message = found(load(run, keys.split()), backend="slurm")
     assert not message
     assert [line.partition(": ")[2].startswith(warned) and "slurm.chain=afterany" in line for line in warnings] == (
         [True] if warned else []
@@ -263,10 +263,10 @@ slurm = pytest.mark.slurm
 
 @slurm
 def test_a_run_that_the_cluster_takes(cluster: DevCluster, run: Path) -> None:
-    assert found(load(run, ["slurm.train.time=1d", "slurm.train.partition=train,grace"]), where="slurm") == ([], "")
-    assert found(load(run, ["slurm.train.account=DEV", "slurm.train.qos=normal"]), where="slurm") == ([], "")
+    assert found(load(run, ["slurm.train.time=1d", "slurm.train.partition=train,grace"]), backend="slurm") == ([], "")
+    assert found(load(run, ["slurm.train.account=DEV", "slurm.train.qos=normal"]), backend="slurm") == ([], "")
     everything: tuple[StageName, ...] = ("preprocess", "train", "eval")
-    assert found(load(run), *everything, where="slurm", tasks=101) == ([], "")
+    assert found(load(run), *everything, backend="slurm", tasks=101) == ([], "")
 
 
 @slurm
@@ -287,22 +287,22 @@ def test_what_the_cluster_would_refuse(cluster: DevCluster, run: Path) -> None:
     for overrides, parts in cases.items():
         words = overrides.split(" slurm.")
         config = load(run, [words[0], *(f"slurm.{word}" for word in words[1:]), "train.batch_size=60"])
-        _, message = found(config, where="slurm")
+        _, message = found(config, backend="slurm")
         for part in parts:
             assert part in message, message
-    _, message = found(load(run), "preprocess", where="slurm", tasks=102)
+    _, message = found(load(run), "preprocess", backend="slurm", tasks=102)
     assert "slurm.array.tasks=102, but this cluster allows arrays of 101 tasks" in message
 
 
 @slurm
 def test_what_the_cluster_may_refuse(cluster: DevCluster, run: Path) -> None:
-    warnings, message = found(load(run), where="slurm", site=SiteConfig(gpus_per_node=1))
+    warnings, message = found(load(run), backend="slurm", site=SiteConfig(gpus_per_node=1))
     assert not message and any("have none (gres: (null))" in line for line in warnings)
     # A quality of service may pass over the limits of a partition.
     config = load(run, ["slurm.train={partition: short, time: 1h, qos: normal}"])
-    warnings, message = found(config, where="slurm")
+    warnings, message = found(config, backend="slurm")
     assert not message and any("allows 5 min" in line for line in warnings)
-    (warning,), message = found(load(run, ["slurm.train.partition=cancel"]), where="slurm")
+    (warning,), message = found(load(run, ["slurm.train.partition=cancel"]), backend="slurm")
     assert not message and "partition cancel has PreemptMode=CANCEL without GraceTime" in warning
     assert scheduler.qualities()["normal"].mode == "cluster"
 

@@ -21,7 +21,7 @@ from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.doctor import command as doctor
-from slurm.job.srun_step import Step
+from slurm.job.srun_step import SrunStep
 from slurm.submit import preflight, sbatch_env, submitit_backend
 from slurm.submit.dry_run import job_lines
 from slurm.submit.job_plan import PlannedJob, StageName, plan
@@ -36,15 +36,24 @@ from tests.slurm.submit.test_submit import CODE, config_of, options, script_of
 def test_no_memory_in_gb_is_all_memory_of_a_node(tmp_path: Path) -> None:
     for given, asked in ((0, "--mem=0"), (0.0001, "--mem=1M"), (2, "--mem=2G")):
         assert asked in options(script_of(config_of(tmp_path, {"slurm.train": {"mem_gb": given}})))
-    job = PlannedJob("train", "name", ("train",), ResourcesConfig(time=5, mem_gb=0))
+    job = PlannedJob("train", ("train",), ResourcesConfig(time=5, mem_gb=0), name="name")
     assert "all memory of each node" in "\n".join(job_lines(1, job, "slurm"))
 
 
-def step(folder: Path, *, stage: Any = "train", nodes: tuple[str, ...] = ("n1",), **site: Any) -> Step:
+def step(folder: Path, *, stage: Any = "train", nodes: tuple[str, ...] = ("n1",), **site: Any) -> SrunStep:
     """A step of two processes that write what they have of the environment."""
-    submission = Submission(folder, stage, "slurm", ("train",), folder, None, SiteConfig(**site), ResourcesConfig())
+    submission = Submission(
+        stage,
+        ("train",),
+        ResourcesConfig(),
+        run=folder,
+        where="slurm",
+        run_file=folder,
+        code=None,
+        site=SiteConfig(**site),
+    )
     words = ("-c", "import os; print(os.environ.get('MASTER_ADDR'), os.environ['SLURM_PROCID'])")
-    return Step(submission, words, nodes, 2, folder, {"MASTER_ADDR": "here"})
+    return SrunStep(submission, words, nodes, 2, folder, {"MASTER_ADDR": "here"})
 
 
 @pytest.mark.slurm

@@ -144,18 +144,21 @@ def test_names_of_options_are_words(tmp_path: Path, name: str) -> None:
     (job,) = job_plan.plan(config, site, ["train"], "slurm")
     resources = job.resources.model_copy(update={"options": {name: "1"}})
     with pytest.raises(UserError, match="write the long name"):
-        submitit_backend.refuse_our_options(replace(job, resources=resources), site)
+        submitit_backend.refuse_derived_options(replace(job, resources=resources), site)
 
 
 @pytest.mark.parametrize("odd", ["%j", "100%", "a\\b"])
-@pytest.mark.parametrize("where", ["slurm", "local"])
-def test_a_folder_whose_name_slurm_would_replace_is_refused(tmp_path: Path, odd: str, where: jobs.Where) -> None:
+@pytest.mark.parametrize("backend", ["slurm", "local"])
+def test_a_folder_whose_name_slurm_would_replace_is_refused(tmp_path: Path, odd: str, backend: jobs.Backend) -> None:
     config = config_of(tmp_path, {"run.dir": str(tmp_path / odd)})
     with pytest.raises(UserError, match=r"run.dir = .*SLURM replaces.*set run.dir to another one"):
-        submit(config, ["train"], where, Console(), dry_run=True)
+        submit(config, ["train"], backend, Console(), dry_run=True)
     with pytest.raises(UserError, match=r"run.dir = .*SLURM replaces"):
         submitit_backend.send(
-            config.run.dir, job_plan.plan(config, load_site("generic"), ["train"], where)[0], [tmp_path], where=where
+            config.run.dir,
+            job_plan.plan(config, load_site("generic"), ["train"], backend)[0],
+            [tmp_path],
+            backend=backend,
         )
     assert not config.run.dir.exists()
 
@@ -227,17 +230,17 @@ def test_the_group_and_its_permissions(tmp_path: Path) -> None:
         group = str(os.getgid())
         config = config_of(tmp_path, {"slurm.umask": "0002", "slurm.group": group})
         with pytest.raises(UserError, match=f"slurm.group = {group}: there is no such Unix group"):
-            permissions.honour(config)
+            permissions.apply_permissions(config)
         import grp
 
-        permissions.honour(
+        permissions.apply_permissions(
             config_of(tmp_path, {"slurm.umask": "0007", "slurm.group": grp.getgrgid(os.getgid()).gr_name})
         )
         (config.run.dir / "new").mkdir()
         assert (config.run.dir.stat().st_mode & 0o7777) == 0o2775
         assert ((config.run.dir / "new").stat().st_mode & 0o7777) == 0o2770
         os.umask(0o077)
-        permissions.honour(config_of(tmp_path))
+        permissions.apply_permissions(config_of(tmp_path))
         assert os.umask(0o022) == 0o077
     finally:
         os.umask(before)

@@ -260,7 +260,7 @@ def test_a_run_that_is_done_is_left_alone_by_what_asks_for_its_end(
         cancel(done, Console(), now=False, chain=False, wait=5)
         assert "nothing of" in capfd.readouterr().out
         assert not (done / "stop").exists() and jobs.cancelled(done) is None
-        assert not active_jobs.of(done) and active_jobs.of(next_one)
+        assert not active_jobs.find(done) and active_jobs.find(next_one)
     finally:
         cancel(next_one, Console(), now=True, chain=False, wait=60)
 

@@ -47,11 +47,6 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, whose memory it shares; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor; or of a weight that is sent in fp8 a plain one that shares its memory, without a gradient.
 
