@@ -201,7 +201,7 @@ RUN = {
     "run": {"dir": "x"},
     "data": {"sources": [{"name": "s", "type": "text", "paths": ["a"]}]},
     "tokenizer": {"train": {"vocab_size": 300}},
-    "model": {**CONFIG.model_dump(exclude_unset=True), "vocab_size": 97},
+    "model": CONFIG.model_dump(exclude_unset=True),
 }
 TRAIN = {
     "duration": "10 steps",
@@ -264,7 +264,7 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
 def test_plan() -> None:
     destroy()  # a training of this process may have come before
     found = plan(config_of(tp=2, pp=2), DEVICES["h100"], 4)
-    assert found.parameters_padded == num_parameters(decoder_spec(CONFIG, 97, 64))
+    assert found.parameters_padded == num_parameters(decoder_spec(CONFIG, 300, 64))
     assert found.peak_bytes > 0 and found.step_seconds > 0
 
 
