@@ -47,26 +47,26 @@ class CheckpointModel:
     checkpoint: Checkpoint
 
 
-def init_rank(config: Config, ranks: Processes, tell: Callable[[str], None] = lambda line: None) -> torch.device:
+def init_rank(config: Config, ranks: Processes, log: Callable[[str], None] = lambda line: None) -> torch.device:
     """Threads, device and process group of this rank; returns the device.
 
     Args:
         config: resolved config.
         ranks: the place of this process.
-        tell: gets what was chosen for the machine, a line.
+        log: gets what was chosen for the machine, a line.
     """
     device = choose_device(config.launch.device, ranks)
     if config.launch.bind == "auto" and (bound := bind(ranks, device, os.environ)):
-        tell(bound)
+        log(bound)
     if far := far_from_gpu(ranks, device):
-        alarm("warning:", far)  # every rank, of which `tell` hears the first one alone
+        alarm("warning:", far)  # every rank, of which `log` hears the first one alone
     # Ranks need not have got equal parts.
     cores = min(cores_of(ranks, os.environ), len(os.sched_getaffinity(0)))
     torch.set_num_threads(config.launch.threads or cores)
     if device.type == "cpu":
         memory = "freed memory kept" if keep_freed_memory() else "no way to keep freed memory"
         products = choose_products()
-        tell(f"{torch.get_num_threads()} threads, {memory}, {products}")
+        log(f"{torch.get_num_threads()} threads, {memory}, {products}")
     else:
         # Not what an earlier run in this process chose for the CPU: here that means TF32.
         torch.set_float32_matmul_precision("highest")

@@ -14,7 +14,7 @@ from pipeline.train import trainer
 from pipeline.train.host.gc_schedule import EVERY_STEPS, GcSchedule
 from pipeline.train.step import Stepper
 from tests.train.runs import train
-from tests.train.test_step import batches, stepper, train_config
+from tests.train.test_step import batches, step_config, stepper
 
 
 class Cycle:
@@ -74,7 +74,7 @@ def test_a_run_collects_at_its_steps(root: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_steps_leave_no_tensors_to_collect() -> None:
     """Without automatic collection they would fill the device up to the next one."""
-    _, _, ours = stepper(train_config())
+    _, _, ours = stepper(step_config())
     ours.step(batches(2), 40, 1e-2)
     gc.collect()
     gc.disable()
