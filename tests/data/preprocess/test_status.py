@@ -19,7 +19,7 @@ from rich.console import Console
 from pipeline.common import process_identity, storage
 from pipeline.config import Config
 from pipeline.data.datasets.files import receipt_path
-from pipeline.data.preprocess.status import duration, print_status, read_state
+from pipeline.data.preprocess.status import print_status, read_state
 from pipeline.data.work.leases import LeaseWatch, lease_path, take
 
 SIZE = 1000
@@ -446,14 +446,6 @@ def test_reading_stays_light():
         "import sys, pipeline.data.preprocess.status; print([m for m in ('torch', 'datasets') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-3, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (7500, "2 h 05 min"), (370800, "4 d 7 h")],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_a_running_command_is_seen(tmp_path):
