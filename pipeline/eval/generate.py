@@ -71,7 +71,7 @@ def encode_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
     """Ids of a prompt; an empty one begins a document.
 
     Raises:
-        UserError: It is no UTF-8 text.
+        UserError: It is not UTF-8 text.
     """
     try:
         prompt.encode()
@@ -235,7 +235,7 @@ class GenerationBatch:
         return logits_RSV.float()
 
     def _read(self) -> list[tuple[int, GeneratedText]]:
-        """One forward pass over prompts: several short ones, or a part of a long one."""
+        """One forward pass of prompts: several short ones, or a part of a long one."""
         if self._reading is None:
             rows = self._next_to_read()
             states = self._model.new_states(len(rows), max(len(row.prompt) for row in rows))
@@ -399,7 +399,7 @@ def generate(
         max_length: Positions of a text: prompt and new tokens. By default as many as are needed.
 
     Raises:
-        UserError: A prompt is no UTF-8 text or leaves no position for a new token; logits are not finite.
+        UserError: A prompt is not UTF-8 text or leaves no position for a new token; logits are not finite.
     """
     ended = dict(as_they_end(model, tokenizer, prompts, sampling, slots=slots, max_length=max_length))
     return [ended[index] for index in range(len(prompts))]

@@ -157,7 +157,7 @@ def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
 def _evaluate(
     engine: GenerationEngine, harness: HarnessConfig, console: Console, beat: Callable[[], None]
 ) -> dict[str, Any]:
-    """What the harness says. Every rank calls this."""
+    """The results of the harness. Every rank calls this."""
     broadcast_from_rank0(_require)
     from lm_eval import simple_evaluate
 

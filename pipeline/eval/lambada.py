@@ -2,7 +2,7 @@
 
 A passage is right if each token of the last word is the most probable one: that is Megatron-LM's `--strict-lambada`
 (its other mode looks at the last token alone), and lm-evaluation-harness's `lambada_openai`. The two cut the passage in
-the same place, before the last space; Megatron encodes both parts by themselves, the harness the whole passage, of
+the same place, before the last space; Megatron encodes each part separately, the harness the whole passage, of
 which what follows the tokens of the first part is the word. This is the same wherever a tokenizer begins a new token
 with the space before a word, and otherwise it is the harness's way here.
 """

@@ -116,7 +116,7 @@ def score(
     batch_size: int,
     advance: Callable[[int], None] = lambda requests: None,
 ) -> list[Scored]:
-    """How probable the predicted tokens of each request are. Every rank calls this, with the same requests.
+    """Scores of the predicted tokens of each request. Every rank calls this, with the same requests.
 
     Args:
         engine: the model.
@@ -172,7 +172,7 @@ def continue_greedily(
     """The most probable continuation of each prompt, token by token. Every rank calls this, with the same prompts.
 
     A continuation ends before the end of the document, after `most` tokens, or when `ended` says so. There is no cache:
-    each token takes a forward pass over the text so far, which any layout can do. A batch takes up the next prompt as
+    each token takes a forward pass of the text so far, which any layout can do. A batch takes up the next prompt as
     soon as one of its own has ended.
 
     Args:

@@ -165,7 +165,7 @@ def wikitext_requests(tokenizer: Tokenizer, task: TaskConfig, pages: Sequence[st
 def wikitext_figures(
     task: TaskConfig, pages: Sequence[str], requests: Sequence[Request], scored: Sequence[Scored]
 ) -> dict[str, float]:
-    """What people compare, from the scored requests of the pages of a file."""
+    """Figures that people compare, from the scored requests of the pages of a file."""
     words, size = words_and_bytes(pages, documents=task.documents)
     nats = sum(each.nats for each in scored)
     return {

@@ -56,7 +56,7 @@ def world_size(config: Config, environment: Mapping[str, str]) -> int:
     """Processes of the run: `launch.processes`, or those of the launcher, or as many as the layout names.
 
     Raises:
-        UserError: `WORLD_SIZE` is no number.
+        UserError: `WORLD_SIZE` is not a number.
     """
     if config.launch.processes is not None:
         return config.launch.processes

@@ -36,7 +36,7 @@ from pipeline.train.setup import check_tokenizer
 def open_run_everywhere(
     config: Config, ranks: Processes, stack: ExitStack, watchdog: Watchdog, console: Console
 ) -> tuple[RunFolder, Checkpoint | None, RunPlan]:
-    """Lock the run folder, find the checkpoint to go on from, and plan: rank 0 alone, then the others as it says."""
+    """Lock the run folder, find the checkpoint to resume from, and plan: rank 0 alone, then the others as it says."""
     checkpoints = Checkpoints.of_run(config.run.dir)
     mine: list[RunFolder] = []
 

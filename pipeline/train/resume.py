@@ -109,7 +109,7 @@ def changes(state: Mapping[str, Any], config: Config, now: Fingerprints, layout:
     `resume.allow` names it.
 
     Args:
-        state: of the checkpoint that the run goes on from.
+        state: of the checkpoint that the run resumes from.
         config: resolved config of now.
         now: what else a resume depends on.
         layout: of this start, if it is known.

@@ -60,7 +60,7 @@ def plan_run(
 
     Args:
         config: resolved config.
-        checkpoint: the one to go on from.
+        checkpoint: the one to resume from.
         check: look whether the files of the datasets are as they were written; one process does it for all.
         saved: the plan that the checkpoint's run has had; by default what the checkpoint and the run folder have.
 

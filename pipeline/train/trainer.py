@@ -333,7 +333,7 @@ class Trainer:
         return step_advice(done + 1, self._loader.micro_batch_size(done))
 
     def rewind(self, rewind: Rewind) -> None:
-        """Go back to a checkpoint, and pass over the steps around a fault when the run comes to them again."""
+        """Go back to a checkpoint, and skip the steps around a fault when the run comes to them again."""
         self._issued, self._agreed = None, StopRequest(False, False)
         self._saver.finish()
         self._profile.finish()

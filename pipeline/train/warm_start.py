@@ -47,7 +47,7 @@ class WeightsOrigin:
         return self.value
 
     def load(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """Take over what `state` gave."""
         self.value = state
 
 

@@ -217,7 +217,7 @@ class TokenSource(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the token ids."""
+        """Type of the token ids."""
         ...
 
     @property

@@ -164,9 +164,9 @@ def _foreign_id(part: IndexedPart, start: int, ids: npt.NDArray[Any], tokenizer:
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> npt.NDArray[np.int64] | None:
-    """Bytes of text that each id stands for, special tokens none; None if that is no property of an id.
+    """Bytes of text that each id stands for, special tokens none; None if an id has no fixed number.
 
-    It is one for byte-level tokenizers: each character of an entry of the vocabulary is a byte.
+    It has one with byte-level tokenizers: each character of an entry of the vocabulary is a byte.
     """
     sizes = byte_level_sizes(tokenizer)
     if sizes is not None:

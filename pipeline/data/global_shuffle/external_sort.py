@@ -83,7 +83,7 @@ class Run:
 
 
 class Shuffle:
-    """The second pass over one split of a source.
+    """The second pass of one split of a source.
 
     Args:
         folder: of the source.

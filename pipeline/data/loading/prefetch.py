@@ -30,7 +30,7 @@ def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -
         read: Makes a step.
         first: First step.
         last: The one behind the last step.
-        depth: Steps that are read ahead at most, or so many times what is read in `TOGETHER_S` if that is more.
+        depth: Steps that are read ahead at most, or `depth` times the steps read in `TOGETHER_S` if that is more.
     """
     ready: queue.SimpleQueue[list[Step | BaseException]] = queue.SimpleQueue()
     room = threading.Semaphore(depth)

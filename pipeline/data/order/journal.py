@@ -63,7 +63,7 @@ class Journal(Record):
         """The inverse of `to_json`.
 
         Raises:
-            UserError: `value` is no journal that this version of the code understands.
+            UserError: `value` is not a journal that this version of the code understands.
         """
         try:
             return cls.model_validate(value)
@@ -223,7 +223,7 @@ class Journal(Record):
         return self._with_skips((*self.skips, Skip(steps=steps, first_step=step, fault=True)))
 
     def with_faults(self, other: Journal, step: int) -> Journal:
-        """This plan of a run that has made `step` steps, with what another one passes over because of faults.
+        """This plan of a run that has made `step` steps, with what another one skips because of faults.
 
         Args:
             other: One of the same run, which may have been written after this one.
@@ -248,7 +248,7 @@ class Journal(Record):
         """This plan, made now, as the continuation of a run that has made `step` steps.
 
         Skips of the run file hold from when they held before, or, if they are new, from `step` on; those that left the
-        run file have held until `step`. What is passed over because of a fault stays so.
+        run file have held until `step`. What is skipped because of a fault stays so.
 
         Args:
             saved: The journal that the run has had so far.

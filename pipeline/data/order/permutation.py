@@ -5,7 +5,7 @@ and memory for any n up to 2**62. All arithmetic is on unsigned 64-bit integers,
 machine.
 
 Sources: M. Luby and C. Rackoff, "How to construct pseudorandom permutations" (1988) for the network; J. Black and
-P. Rogaway, "Ciphers with arbitrary finite domains" (2002) for halves that are no power of two and for cycle walking;
+P. Rogaway, "Ciphers with arbitrary finite domains" (2002) for halves that are not powers of two and for cycle walking;
 the round function is the finalizer of SplitMix64 (G. Steele, D. Lea and C. Flood, 2014). This shuffles data; it is not
 meant to keep secrets.
 

@@ -19,8 +19,8 @@ from pipeline.data.order.segments import Interval, Segment, Sized, Skip, SourceS
 def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal | None = None) -> Journal:
     """The journal of a run that starts now. What follows an end of the order (`Sampler.end`) is left out.
 
-    A run that was forked from another one has the segments of that one up to there, and each source goes on from where
-    it stands then, as it does from one phase to the next. Phases that are over by then do not count.
+    A run that was forked from another one has the segments of that one up to there, and each source continues at its
+    position then, as it does from one phase to the next. Phases that are over by then do not count.
 
     Args:
         config: The run file.

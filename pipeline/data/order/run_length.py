@@ -329,7 +329,7 @@ def _all_skipped(journal: Journal, last_step: int) -> Iterator[str]:
 
 
 def skip_text(skip: Skip) -> str:
-    """A skip for people, steps counted from 1: `steps 5 to 9 are passed over (from step 1 on)`."""
+    """A skip for people, steps counted from 1: `samples 5 to 9 are not trained on (from step 1 on)`."""
     if skip.steps is not None:
         fault = f", because of the fault at step {skip.steps[1]:,}" if skip.fault else ""
         what = f"{_several('step', *skip.steps, 1)} passed over{fault}"

@@ -1,6 +1,6 @@
 """Instances, the samples at the positions of an epoch. Here: windows of equal length over a source's circular text.
 
-An epoch is a pass over a source, which a change of the sequence length or the slice may cut short; the journal and
+An epoch is a pass through a source, which a change of the sequence length or the slice may cut short; the journal and
 messages call it a lap. A source is the circular concatenation of its documents, T tokens, each document closed by the
 end-of-document token.
 With sequence length L, epoch e has n = T // L windows; window p is the L + 1 tokens from (phase(e) + p * L) mod T, of

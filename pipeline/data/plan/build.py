@@ -181,7 +181,7 @@ def make_data_plan(
     Args:
         config: The run file.
         ranks: Data-parallel ranks.
-        hashed_steps: Steps whose order is hashed, if the run has so many.
+        hashed_steps: Steps whose order is hashed, at most those of the run.
         preview: Windows to show.
         assume: `SOURCE=TOKENS` for sources that have no dataset yet.
         check: What else training would refuse, from the journal and the steps of the run.

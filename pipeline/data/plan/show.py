@@ -46,7 +46,7 @@ def print_data_plan(
         config: The run file.
         console: Where to.
         ranks: Data-parallel ranks.
-        hashed_steps: Steps whose order is hashed, if the run has so many.
+        hashed_steps: Steps whose order is hashed, at most those of the run.
         preview: Windows to show.
         assume: `SOURCE=TOKENS` for sources that have no dataset yet.
         as_json: One JSON object instead of tables.

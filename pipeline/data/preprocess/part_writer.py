@@ -33,7 +33,7 @@ _BLOCK_BYTES = 2**22
 class PartWriter:
     """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where metadata is kept, `.meta`.
 
-    As a context manager it removes what is not committed. Memory: 28 bytes a document, and 130 while it is committed.
+    As a context manager it removes what is not committed. Memory: 28 bytes per document, and 130 while it is committed.
 
     Args:
         prefix: of the part.

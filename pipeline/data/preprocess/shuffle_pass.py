@@ -24,7 +24,7 @@ from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 
 class ShufflePass:
-    """The second pass over the sources of a run; without `shuffle: global` all of it does nothing."""
+    """The second pass of the sources of a run; without `shuffle: global` all of it does nothing."""
 
     def __init__(self, config: Config, console: Console, dtype: np.dtype[Any]) -> None:
         self._config = config

@@ -110,7 +110,7 @@ class SourceProgress:
         engines: receipts by the engine that made them.
         damaged: what could not be read of its files.
         unreadable: damaged receipts; what they stand for is made again.
-        rate: bytes a second, None if it is not known.
+        rate: bytes per second, None if it is not known.
         workers: who has a lease.
         failures: of units that are not done.
         problem: what is wrong with the plan.

@@ -1,4 +1,4 @@
-"""Finding documents of a dataset by what their `.prov` records say: one pass over them, in a few threads."""
+"""Finding documents of a dataset by what their `.prov` records say: they are read once, in a few threads."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Gap:
-    """Tokens of a document that are no targets in an epoch.
+    """Tokens of a document that are not targets in an epoch.
 
     Attributes:
         due: first and last step, from 1, at which they would come in a longer run; None if the run's end is not why.
@@ -103,11 +103,11 @@ class Without:
 
 @dataclass
 class Times:
-    """When a document is seen.
+    """Steps at which a document is seen.
 
     Attributes:
         seen: with weight.
-        masked: without, or passed over.
+        masked: without, or skipped.
         unseen: what the epochs that the run reaches leave out.
         without: the steps that have none of these epochs.
     """
@@ -158,7 +158,7 @@ class Times:
 
 @dataclass(frozen=True)
 class When:
-    """When documents are seen.
+    """Steps at which documents are seen.
 
     Attributes:
         never: why a record is in no document that is trained on; empty if it is.

@@ -368,7 +368,7 @@ def read_journal(run: Path) -> Journal:
 def saved_journal(run: Path, of_checkpoint: Any, step: int) -> Journal:
     """The plan that a run has had so far, as a checkpoint of `step` steps has it.
 
-    What was decided to be passed over after the checkpoint was written is in `journal.json` alone. Without a readable
+    Skips that were decided after the checkpoint was written are in `journal.json` alone. Without a readable
     one, the checkpoint's is all that is known.
 
     Raises:

@@ -181,10 +181,7 @@ def _messages(data: mmap.mmap) -> Iterator[_Message]:
 
 
 def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int, int]:
-    """Of a FlatBuffers table `Message`: what its header is, how many rows that has, and the length of the body.
-
-    The last one is that of what is compressed in the body, when it is decompressed.
-    """
+    """Kind of a FlatBuffers table `Message`, its rows, and the lengths of its body as it is and decompressed."""
 
     def number(format: str, at: int) -> int:
         if not start <= at < end:
@@ -192,7 +189,7 @@ def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int, int]:
         return int(struct.unpack_from(format, data, at)[0])
 
     def field(table: int, index: int) -> int:
-        """Where a field of a table lies; 0 if it has its default."""
+        """Place of a field of a table; 0 if it has its default."""
         fields = table - number("<i", table)
         offset = number("<H", fields + 4 + 2 * index) if 4 + 2 * index < number("<H", fields) else 0
         return table + offset if offset else 0

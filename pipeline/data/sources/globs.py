@@ -96,7 +96,7 @@ def find_files(
 
 
 def _matches(folder: str, parts: list[str], above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """The files below `folder` that the parts of a glob match, and whatever else is no folder.
+    """The files below `folder` that the parts of a glob match, and whatever else is not a folder.
 
     Like `glob.iglob`: links are followed and hidden names need a dot in the glob. But a link to a folder that it lies
     in is skipped, which would give every document dozens of times, and a folder that cannot be read is an error.

@@ -218,7 +218,7 @@ def _expanded(column: pa.Array) -> int:
 
 
 def values(column: pa.Array) -> list[Any]:
-    """The values of a column of ids or metadata; what Python cannot hold, or is no UTF-8, as near as it gets."""
+    """The values of a column of ids or metadata; what Python cannot hold, or is not UTF-8, as near as it gets."""
     if pa.types.is_dictionary(column.type):
         return _of_dictionary(values, column)
     if _holds_text(column.type):

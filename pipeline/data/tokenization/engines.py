@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Encode a batch.
 
         Raises:
-            EngineDiffers: it failed, or gave what are no ids of this vocabulary.
+            EngineDiffers: it failed, or gave something else than ids of this vocabulary.
         """
         ...
 

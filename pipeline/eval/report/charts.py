@@ -69,7 +69,7 @@ def _tokens_at(facts: RunFacts, step: int) -> float:
 
 
 def _begun(runs: Sequence[RunFacts], facts: RunFacts) -> list[float]:
-    """When attempts began that are shown."""
+    """Times at which the attempts that are shown began."""
     return [each.begin for each in facts.tries[1:]] if len(runs) == 1 else []
 
 

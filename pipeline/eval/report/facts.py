@@ -185,7 +185,7 @@ _MISSING = object()
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Values by dotted key. Entries of lists that have names go by these, so that another order is no difference."""
+    """Values by dotted key. Entries of lists that have names go by these, so that another order makes no difference."""
     found: dict[str, Any] = {}
     if isinstance(value, Mapping) and value:
         for key, below in value.items():

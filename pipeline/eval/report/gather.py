@@ -92,7 +92,7 @@ class RunFacts:
 
     @property
     def start(self) -> float | None:
-        """When its first attempt began, in seconds since 1970."""
+        """Start of its first attempt, in seconds since 1970."""
         if self.tries:
             return self.tries[0].begin
         return next((time for time in self.columns.time if math.isfinite(time)), None)
@@ -117,7 +117,7 @@ def gather(run: Path) -> RunFacts:
     files, problems = RunFiles(folder), list[str]()
 
     def read(what: str, function: Callable[[], T], otherwise: T) -> T:
-        """Something that may be missing or damaged, which is no reason to say nothing of the rest."""
+        """Something that may be missing or damaged; that becomes a problem, and the rest is still read."""
         try:
             return function()
         except FileNotFoundError as error:
@@ -280,7 +280,7 @@ def _contradictions(columns: Columns, tries: Sequence[Attempt], exit_state: dict
 def _metrics(
     folder: Path, tries: list[Attempt], read: Callable[..., Any], problems: list[str]
 ) -> tuple[Columns, Goodput | None]:
-    """Columns and goodput, in one pass over what may be a file of gigabytes."""
+    """Columns and goodput, in one pass through what may be a file of gigabytes."""
     path = RunFiles(folder).metrics
     unread = _Unread()
 

@@ -42,7 +42,7 @@ class Columns:
     """Steps that count, in order: of those that were lost with an attempt and made again, the later ones.
 
     Args:
-        tries: the attempts at the run, which tell what each went on from.
+        tries: the attempts at the run, which tell the step at which each resumed.
     """
 
     def __init__(self, tries: Sequence[Attempt] = ()) -> None:

@@ -62,7 +62,7 @@ def moment(value: float | None) -> str:
 def clean(text: str) -> str:
     """Text of others as it may be shown.
 
-    Without what is no character to show (controls, halves of pairs, turns of direction), and `masked`.
+    Without what is not a character to show (controls, halves of pairs, turns of direction), and `masked`.
     """
     return masked("".join("\ufffd" if _unseen(letter) else letter for letter in text))
 

@@ -29,7 +29,7 @@ Temperature = Annotated[float, Field(ge=0, le=1000)]
 
 
 class Body(BaseModel):
-    """A request. Unknown fields are refused, and types are exact: `true` is no number."""
+    """A request. Unknown fields are refused, and types are exact: `true` is not a number."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True

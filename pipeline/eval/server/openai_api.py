@@ -141,7 +141,7 @@ class _Offsets:
 
 
 class _Choice:
-    """One text of an answer, as it comes."""
+    """One text of an answer, part by part as it is generated."""
 
     def __init__(self, index: int, body: Completion, begin: _Begin, tokenizer: Tokenizer) -> None:
         self._index, self._begin = index, begin

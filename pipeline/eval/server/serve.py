@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handlers of signals as uvicorn's, but without raising them again: a requested end is no failure."""
+        """Handlers of signals as uvicorn's, but without raising them again: a requested end is not a failure."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -238,7 +238,7 @@ def verify(
     """Read checkpoints, compare every hash and look into the list of tensors; returns what is wrong by step.
 
     Hashes beside the files find damage, and say nothing of who wrote them. One that a run which trains removes
-    meanwhile is no damage.
+    meanwhile is not damage.
 
     Args:
         checkpoints: of a run.

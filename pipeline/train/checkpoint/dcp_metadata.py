@@ -148,8 +148,8 @@ def read_metadata(checkpoint: Checkpoint) -> Metadata:
     """The list of a checkpoint's tensors and their places, checked.
 
     Raises:
-        UserError: it is damaged or forged: it names something that is no part of such a list, or describes tensors that
-            cannot be in the files of the checkpoint.
+        UserError: it is damaged or forged: it names something that is not part of such a list, or describes tensors
+            that cannot be in the files of the checkpoint.
     """
     path = checkpoint.path / METADATA
     files = checkpoint.files()

@@ -80,7 +80,7 @@ def average(
         console: as for `export`.
 
     Raises:
-        UserError: as for `export`; or they are of different models or tokenizers, or there are not so many.
+        UserError: as for `export`; or they are of different models or tokenizers, or `last` is more than there are.
         MachineError: as for `export`.
     """
     free_folder(to)

@@ -50,7 +50,7 @@ _LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "/sys/class/net/lo"
 
 
 class _Joined:
-    """What `init_process_group` made. torch has one process group in a process, and so it is one here."""
+    """State that `init_process_group` made. torch has one process group in a process, and so it is one here."""
 
     store: Any = None
     peers: Peers | None = None
@@ -307,7 +307,7 @@ def _world() -> int:
 
 
 def joined() -> bool:
-    """Whether this process is one of several that are connected; it then ends through `leave`."""
+    """True if this process is one of several that are connected; it then ends through `leave`."""
     return _world() > 1
 
 

@@ -105,7 +105,7 @@ def _use_torchao(part: Decoder, names: set[str], config: Fp8Config, *, gather: b
 def refresh_scales(part: nn.Module) -> None:
     """Find the scales with which weights are sent in fp8, of all matrices of a part with one sum over its processes.
 
-    Comes before passes over weights that may have changed; every process calls it. Without it each matrix would have a
+    Comes before passes with weights that may have changed; every process calls it. Without it each matrix would have a
     sum of its own each time it is gathered. Nothing happens where no weight is sent in fp8.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp

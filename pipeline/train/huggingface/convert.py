@@ -125,7 +125,7 @@ def from_hf(
         What was written, in words.
 
     Raises:
-        UserError: it is no model, or none that is computed here, or `to` is there already.
+        UserError: it is not a model, or not one that is computed here, or `to` is there already.
         MachineError: `to` cannot be written.
     """
     free_folder(to)

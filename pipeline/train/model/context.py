@@ -52,8 +52,8 @@ class Context:
         bounds_BS: For every position the first one that it may attend to: where its document begins. None: the
             sequence is one document.
         starts: With bounds, what `Batch.starts` is, on the host. None: taken from the bounds, for which the host waits.
-        positions_BS: Position of every token, for the position embedding. None: they restart at every bound, or go on
-            from what the states hold.
+        positions_BS: Position of every token, for the position embedding. None: they restart at every bound, or
+            follow what the states hold.
         states: What the mixers keep of the rows so far, for generation. Not together with bounds.
         counts: With states: how many tokens of each row count; the rest is padding on the right. None: all.
         last_only: With states: only the last token of each row that counts gets logits, [B, 1, V].

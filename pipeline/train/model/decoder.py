@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 
         Args:
             rows: Texts; may be 0, as others can join.
-            max_length: Memory is taken as it is needed, for so many positions of a row at most.
+            max_length: Positions of a row at most; memory is taken as it is needed.
         """
         mixers = [cast(Mixer, cast(Block, block).mixer) for block in self.layers.values()]
         return States(rows, [mixer.new_state(max_length) for mixer in mixers])

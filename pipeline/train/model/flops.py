@@ -39,7 +39,7 @@ def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> floa
 
 
 def extra_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
-    """Those of them that are no products with weights, as scores of attention and their sum over values."""
+    """Those of them that are not products with weights, as scores of attention and their sum over values."""
     return sum(part.extra_flops(sequence_length, causal=causal) for part in layer.parts.values())
 
 

@@ -65,7 +65,7 @@ class Matrix:
 
     @property
     def elements(self) -> int:
-        """Of the whole matrix."""
+        """Elements of the whole matrix."""
         return self.rows * self.columns
 
     def shared(self, tp: int) -> bool:

@@ -47,7 +47,7 @@ class SpikeGuard:
         self._kind = kind
 
     def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> SpikeVerdict:
-        """The verdict on this step; if it is no spike, and finite, it is added to the window.
+        """The verdict on this step; if it is not a spike, and finite, it is added to the window.
 
         Args:
             loss: fp64 scalar, nats a target.

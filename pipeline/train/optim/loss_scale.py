@@ -34,6 +34,6 @@ class LossScale:
         return {"scale": self.scale.item(), "good_steps": self._good.item()}
 
     def load(self, state: dict[str, float]) -> None:
-        """What `state` gave."""
+        """Take over what `state` gave."""
         self.scale = torch.full_like(self.scale, state["scale"])
         self._good = torch.full_like(self._good, int(state["good_steps"]))

@@ -21,7 +21,7 @@ class Schedule:
         config: `train.schedule`.
         duration: `train.duration`.
         steps: Steps of the run, which may end before its duration.
-        tokens: Target tokens of the first so many steps, like `Journal.tokens`.
+        tokens: Target tokens of the first N steps, like `Journal.tokens`.
 
     Raises:
         UserError: The run is shorter than warm-up and decay.

@@ -75,7 +75,7 @@ class ParallelModel:
             yield from part.named_parameters()
 
     def prepare_passes(self) -> None:
-        """Comes before passes over weights that may have changed; every process calls this."""
+        """Comes before passes with weights that may have changed; every process calls this."""
         if self.fp8_weights:
             for part in self.parts.values():
                 refresh_scales(part)

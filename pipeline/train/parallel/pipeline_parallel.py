@@ -56,7 +56,7 @@ class PipelineRunner:
             reduction: When gradients are added up over shards; `after` with a zero-bubble schedule.
             device: Of this process.
             dtype: Of the residual stream between stages.
-            sequence_shards: Of the residual stream a stage gets and gives one of so many parts along the sequence.
+            sequence_shards: Parts of the residual stream along the sequence; a stage gets and gives one of them.
         """
         count = mesh.size() * len(stages)
         assert len(stages) == pipeline.stages_per_rank == len(parts)

@@ -47,7 +47,7 @@ class StepShape:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.batch_size * self.sequence_length
 
     def __str__(self) -> str:

@@ -113,7 +113,7 @@ def _measure_stages(
 def _runs(every: int, ahead: int) -> tuple[int, int]:
     """Two numbers of layers that are run in place of many, the second one a period larger.
 
-    They have a first layer and a last one, and where FSDP gathers layers ahead of the one at work so many between.
+    They have a first layer and a last one, and `ahead` between: the layers that FSDP gathers ahead of the one at work.
     """
     few = 2 + ahead
     return few, few + every

@@ -46,10 +46,10 @@ class Requests:
         to_the_end: the process has nothing else to do and ends after this. From then on signals are ignored: who asks
             twice must not kill ranks that wait for the last one to close its files.
         started: when the attempt began, by `time.monotonic`; by default now.
-        max_minutes: so long after that a stop is asked for.
-        before_end: so many seconds before the end of the job's allocation a stop is asked for, where SLURM says when
-            that is; None: as long as steps and saves turn out to take, see `note_durations`.
-        save_minutes: so long after the last save another one is asked for.
+        max_minutes: minutes after that at which a stop is asked for.
+        before_end: seconds before the end of the job's allocation at which a stop is asked for, where SLURM says
+            when that is; None: as long as steps and saves turn out to take, see `note_durations`.
+        save_minutes: minutes after the last save at which another one is asked for.
     """
 
     def __init__(

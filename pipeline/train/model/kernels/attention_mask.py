@@ -59,7 +59,7 @@ class Documents:
 
     @cached_property
     def by_row(self) -> list[list[int]]:
-        """Of each row, ascending, the positions at which documents begin; the first is 0."""
+        """Positions at which documents begin, by row, ascending; the first is 0."""
         rows, length = self.bounds_BS.shape
         starts = self._starts
         if starts is None:
@@ -103,7 +103,7 @@ class AttentionMask:
 
     @property
     def queries(self) -> int:
-        """Of a sample."""
+        """Queries of a sample."""
         return self.end - self.start
 
     @property

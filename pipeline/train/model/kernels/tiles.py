@@ -147,7 +147,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 def _each(
     q_BCHE: Tensor, k_BTKE: Tensor, lowest_BC: Tensor, tiles_N6: Tensor
 ) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
-    """Of each tile its rows, queries and keys, and what is added to its scores, [B or 1, 1, C, T]; None: causality."""
+    """Rows, queries and keys of each tile, and what is added to its scores, [B or 1, 1, C, T]; None: causality."""
     past = k_BTKE.shape[1] - q_BCHE.shape[1]
     for first, last, begin, end, key, plain in tiles_N6.tolist():
         if first == last:

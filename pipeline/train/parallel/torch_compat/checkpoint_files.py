@@ -173,7 +173,7 @@ class CheckpointReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan names; a `UserError` if that is no tensor, which torch would unpickle."""
+        """Read what a plan names; a `UserError` if that is not a tensor, which torch would unpickle."""
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 raise UserError(

@@ -274,7 +274,7 @@ def vary_length(x: torch.Tensor) -> None:
 def strided_shard(placement: Placement) -> tuple[int, int] | None:
     """(dimension, pieces that were cut along it before) of FSDP's cut of what tensor parallelism cut already, or None.
 
-    In 2.11 and 2.13 such a placement is of a class of its own, which is no subclass of Shard.
+    In 2.11 and 2.13 such a placement is of a class of its own, which is not a subclass of Shard.
     """
     if not isinstance(placement, _StridedShard):
         return None
