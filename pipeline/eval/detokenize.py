@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-_INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
+_INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a character, or not yet
 _CHARACTER = 4
 """Bytes of a character at most, and so tokens."""
 _CONTEXT = 16

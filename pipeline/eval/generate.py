@@ -97,7 +97,7 @@ class _Row:
     count: int = 0
     """New tokens."""
     seen_V: Tensor | None = None
-    """Which tokens the text has; only with a repetition penalty."""
+    """Tokens that the text has; only with a repetition penalty."""
     prompt_tokens: list[Token] = field(default_factory=list)
 
 

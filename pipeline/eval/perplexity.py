@@ -31,7 +31,7 @@ class Score:
     """Loss on some held-out text, in its usual dresses."""
 
     documents: int
-    """Of which tokens are scored."""
+    """Documents of which tokens are scored."""
     targets: int
     """Tokens scored; the end-of-document token that closes each document is one of them."""
     text_bytes: int | None
@@ -52,7 +52,7 @@ class EvalReport:
 
     step: int
     made_with: dict[str, Any]
-    """What the figures depend on: checkpoint, which of its weights, held-out data, windows, precision."""
+    """All that the figures depend on: checkpoint, which of its weights, held-out data, windows, precision."""
     sources: dict[str, Score]
     blended: Score
     """All sources together, weighted by their tokens."""

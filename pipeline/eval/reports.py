@@ -34,16 +34,16 @@ class Evaluation:
     weights: str
     split: str
     scores: Scores
-    """Of all sources together."""
+    """Scores of all sources together."""
     sources: dict[str, Scores]
     time: float
-    """When it was written, in seconds since 1970."""
+    """Time at which it was written, in seconds since 1970."""
     checkpoint: str
     """Fingerprint."""
     measure: str
     """Hash of what the losses of two reports have to have in common to be compared."""
     replaced: bool
-    """Whether the checkpoint of this step is another one by now: the run went back and came here again."""
+    """True if the checkpoint of this step is another one by now: the run went back and came here again."""
 
 
 def report_path(config: Config, step: int) -> Path:

@@ -44,7 +44,7 @@ class Sampling:
     seed: int = 0
     """The draws depend on it, the prompt and the probabilities alone."""
     logprobs: int | None = None
-    """Log-probabilities of the token that was taken and of the so many most probable ones: natural logarithm, of the
+    """Log-probabilities of the token that was taken and of the N most probable ones: natural logarithm, of the
     model itself, before all of the above. None: none."""
     prompt_logprobs: bool = False
     """Those of the prompt's tokens too; needs `logprobs`."""

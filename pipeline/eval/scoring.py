@@ -42,7 +42,7 @@ class Request:
     """Tokens, of which the last ones are predicted."""
 
     tokens: Sequence[int]
-    """2 <= length <= max_length + 1: the last one is no input."""
+    """2 <= length <= max_length + 1: the last one is not an input."""
     scored: int
     """Number of tokens at the end that are predicted, each from all before it; 1 <= scored < length."""
 

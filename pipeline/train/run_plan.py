@@ -38,11 +38,11 @@ class RunPlan:
     length: RunLength
     """Steps of the whole run, and what ends it."""
     fingerprints: Fingerprints
-    """What else a resume depends on."""
+    """Fingerprints of what else a resume depends on."""
     warnings: list[str]
-    """What the user should know before the first step."""
+    """Things that the user should know before the first step."""
     exhaustions: dict[int, list[str]]
-    """Where sources drop out of the blend, in words, by step, counted from 0."""
+    """Sources that drop out of the blend, in words, by step, counted from 0."""
 
     def segment(self, step: int) -> Segment:
         """Segment of the journal that a step, counted from 0, is in."""

@@ -42,7 +42,7 @@ from pipeline.train.run_plan import RunPlan
 _PAUSE = 0.5
 """Seconds before a save that failed is tried again."""
 _GROWTH = 3.0
-"""Each further pause is so many times as long."""
+"""Factor of each further pause."""
 _LONGEST_PAUSE = 60.0
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _PATIENCE = 5.0
@@ -70,7 +70,7 @@ class _Job:
     attempt: int
     tensors: dcp_storage.State
     state: dict[str, Any]
-    """Of rank 0, which alone writes it."""
+    """State of rank 0, which alone writes it."""
     last: bool
     overdue: str
     prune: bool

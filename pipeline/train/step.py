@@ -76,7 +76,7 @@ class StepResult:
     work: Tensor
     """[ranks] fp64, seconds that each rank had worked in the step before."""
     observed: Observed | None
-    """What was seen by layer, if this step was observed."""
+    """Observations by layer, if this step was observed."""
     loss_scale: Tensor | None
     """fp32 scalar: the factor on the loss, with fp16."""
 

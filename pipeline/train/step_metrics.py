@@ -28,9 +28,9 @@ class Issued:
 
     data: StepData
     segment: Segment
-    """Of the journal."""
+    """Segment of the journal."""
     begin: float
-    """When its data were asked for, by `time.monotonic`."""
+    """Time at which its data were asked for, by `time.monotonic`."""
     waited: float
     """Seconds until they were there."""
     lr: float = 0.0

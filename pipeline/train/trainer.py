@@ -100,9 +100,9 @@ class Trainer:
         self._issued: Issued | None = None
         """The last step, as long as its numbers have not been read."""
         self._agreed = StopRequest(False, False)
-        """What any rank is asked for, as of the last step whose numbers have been read."""
+        """Requests to any rank, as of the last step whose numbers have been read."""
         self._shapes: set[tuple[int, int]] = set()
-        """Of micro-batches, samples and length, that have been trained on in this process."""
+        """Shapes of micro-batches, samples and length, that have been trained on in this process."""
 
     def run(self) -> None:
         """The training loop, from the steps that are done to the end of the run.

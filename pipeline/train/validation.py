@@ -22,7 +22,7 @@ from pipeline.train.parallel.setup import Setup
 from pipeline.train.step import make_context
 
 _MULTIPLE = 64
-"""Batches that are shorter than a window may be have a length of so many tokens, or twice as many, and so on."""
+"""Tokens; batches that are shorter than a window may be have a length that is this times a power of two."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, dtype code, sequences S, document bounds D = documents + 1: 34 bytes."""
 VERSION = 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-"""dtype code -> NumPy dtype. 6 and 7 exist in the format but are no token ids."""
+"""dtype code -> NumPy dtype. 6 and 7 exist in the format but are not token ids."""
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 PROVENANCE = np.dtype([("unit", "<u4"), ("flags", "<u4"), ("row", "<u8"), ("id_hash", "<u8")])
 """One record of a `.prov` file: where a document came from. 24 bytes."""

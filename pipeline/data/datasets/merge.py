@@ -48,7 +48,7 @@ class MergeReport:
     sequences: int
     tokens: int
     bytes: int
-    """Of both files."""
+    """Size of both files."""
     seconds: float
 
     def __str__(self) -> str:

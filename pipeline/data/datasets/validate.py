@@ -130,7 +130,7 @@ def _problems(dataset: Dataset) -> Iterator[str]:
     tokens, documents = parts["tokens"].astype(np.int64), parts["documents"].astype(np.int64)
     none = np.zeros(len(parts), np.int64)
     prefixes = part_prefixes(dataset.folder, parts)
-    # A file has so many bytes, and in an .idx 12 for each sequence, of which there can be so many.
+    # (suffix, fixed bytes of the file, least and most sequences); an .idx has 12 bytes more for each sequence.
     for suffix, fixed, least, most in (
         (".bin", tokens * dataset.dtype.itemsize, none, none),
         (".idx", HEADER.size + 8 * (documents + 1), documents, tokens),

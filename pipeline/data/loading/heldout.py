@@ -38,7 +38,7 @@ class HeldOut:
         self._end_of_document = dataset.manifest.tokenizer.end_of_document
         texts = np.zeros(min(1, dataset.tokens), np.int64)
         if documents:
-            # An empty document begins where the next one does, and is no text.
+            # An empty document begins where the next one does, and has no text.
             texts = np.unique(dataset.document_starts(0, dataset.tokens))
         # [texts + 1] each: the target with which a text begins, and its first window.
         self._texts = np.append(texts, dataset.tokens)

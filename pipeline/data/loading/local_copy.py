@@ -96,7 +96,7 @@ class _File(NamedTuple):
     target: str
     hash: int
     repair: str
-    """What to do if the source is not as it should be."""
+    """Advice for a source that is not as it should be."""
 
 
 class _Copy:

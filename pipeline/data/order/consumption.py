@@ -41,7 +41,7 @@ class SliceAccount:
     unique: int
     """Tokens that were drawn at least once."""
     exact: bool
-    """Whether `unique` is exact. With several partial epochs and no complete one it is the expected value."""
+    """True if `unique` is exact. With several partial epochs and no complete one it is the expected value."""
     unseen: int
     """Tokens not drawn in epochs that ended early, because the sequence length or the slice changed."""
     remaining: int | None
@@ -100,7 +100,7 @@ class SliceStretch:
     """Epochs of one slice with one sequence length, one after the other, the last of them perhaps partial."""
 
     state: SourceState
-    """Of the source where the stretch begins."""
+    """State of the source where the stretch begins."""
     length: int
     """Sequence length."""
     windows: int = 0

@@ -33,7 +33,7 @@ class Journal(Record):
     segments: list[Segment] = Field(min_length=1)
     """In the order of the run, without gaps."""
     skips: tuple[Skip, ...] = ()
-    """What is not trained on. It moves no sample."""
+    """Steps, samples and documents that are not trained on. A skip moves no sample."""
     fork_step: int = Field(default=0, ge=0)
     """Steps taken over from the run that this one was forked from: the run file plans those after them."""
 

@@ -50,7 +50,7 @@ class RankSamples:
         self.rows = [
             range(first, first + len(one)) for first, one in zip(firsts_in_samples, self.micro_batches, strict=False)
         ]
-        """Where these stand in `samples`."""
+        """Places of these in `samples`."""
         self.samples = np.array([sample for samples in self.micro_batches for sample in samples], np.int64)
         """All of them, ascending."""
 

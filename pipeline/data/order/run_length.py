@@ -32,7 +32,7 @@ class RunLength:
     steps: int
     """Steps in all."""
     reason: str
-    """What ends it there."""
+    """Reason why the run ends there."""
 
 
 def run_length(config: Config, sampler: Sampler) -> RunLength:

@@ -54,7 +54,7 @@ class SourceState(Record):
     cap: int | None = Field(default=None, ge=0)
     """Samples that it can give in this segment; None for no limit."""
     stops: bool = False
-    """Whether the run ends when more than `cap` samples would be needed; else the other sources take its place."""
+    """True if the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
     def exhausted(self, samples: int) -> bool:
         """True if it has dropped out of the blend after that many samples of the segment."""
@@ -114,9 +114,9 @@ class Skip(Record):
     end_step: int | None = None
     """Holds up to this step, not included; None for ever."""
     fault: bool = False
-    """Whether the run decided it, going back from a fault in its last step: the run file need not name it."""
+    """True if the run decided it, going back from a fault in its last step: the run file need not name it."""
     given: bool = Field(default=False, exclude=True)
-    """Whether the run file says `from_step`; not written down, since it matters only where a run goes on."""
+    """True if the run file says `from_step`; not written down, since it matters only where a run resumes."""
 
     @property
     def what(self) -> Hashable:
@@ -146,4 +146,4 @@ class DecidedSteps(NamedTuple):
     seed: int
     stretches: list[Stretch]
     skips: dict[What, list[Interval]]
-    """Which steps, which samples, and which documents in which steps."""
+    """Skipped steps, samples, and documents with the steps in which they are."""

@@ -95,9 +95,9 @@ class SliceRow:
     exhausted_step: int | None
     """Step, from 1, with its last window, if it reaches max_epochs."""
     so_far: SliceAccount | None
-    """What the run has drawn from it until now."""
+    """Consumption of the run until now."""
     end: SliceAccount
-    """What the whole run draws from it."""
+    """Consumption of the whole run."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class SegmentRow:
     sequence_length: int
     micro_batch_size: int
     micro_batches: int
-    """Of a step on one rank."""
+    """Micro-batches of a step on one rank."""
     padding: int
     """Masked samples that fill up a step."""
 
@@ -145,7 +145,7 @@ class DataPlan:
     ends: str
     """Why it ends there."""
     steps_so_far: int | None
-    """Of the newest checkpoint; None if the run has not begun."""
+    """Steps of the newest checkpoint; None if the run has not begun."""
     sources: list[SliceRow]
     segments: list[SegmentRow]
     skips: list[str]

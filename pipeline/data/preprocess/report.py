@@ -40,7 +40,7 @@ class SourceReport:
     damaged: list[DamagedFile] = field(default_factory=list)
     """Parts of its files that cannot be read."""
     bytes: int = 0
-    """Of its files on disk."""
+    """Size of its files on disk."""
     written: list[Path] = field(default_factory=list)
     """Datasets and files that this run finished or repaired."""
 

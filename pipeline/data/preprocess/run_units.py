@@ -37,7 +37,7 @@ from pipeline.data.work.worker_pool import Advanced, Done, Lost, Silent, Workers
 FAILURES_FILE = "failures.jsonl"
 """In a source's folder: one line for every time that a unit failed."""
 _GIVEN_UP_AT_MOST = 10
-"""After so many units that were given up, the fault is not theirs."""
+"""Units given up after which the command stops: the fault is not theirs."""
 _LOOK_AGAIN_S = 1.0
 _SAY_AGAIN_S = 60.0
 _SHOWN = 5

@@ -141,7 +141,7 @@ class _Found:
     receipts: Receipts
     job: SourceJob
     is_shuffled: bool
-    """Whether a global shuffle has taken all documents out of the parts of the units."""
+    """True if a global shuffle has taken all documents out of the parts of the units."""
 
 
 class _Stage:

@@ -50,17 +50,17 @@ class SourceJob:
     unit_bytes: int
     max_document_bytes: int
     splits_long: bool
-    """Whether longer documents are split, and not rejected."""
+    """True if longer documents are split, and not rejected."""
     config_hash: str
     below: str
     """Sub-folder of each split's folder that parts are written to."""
     has_parts: bool
-    """Whether the parts have to be there; not when a global shuffle has taken all documents out of them."""
+    """True if the parts have to be there; not when a global shuffle has taken all documents out of them."""
     fail_on_error: bool
     drops_damaged: bool
-    """Whether nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
+    """True if nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
     start_over: str
-    """How to begin again with repaired files, for messages."""
+    """Advice on starting over with repaired files, for messages."""
 
     def reason_against(self, document: Document, raw: bytes) -> str | None:
         """Reason to reject a sound record; None for a document."""

@@ -314,7 +314,7 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
     saved = read_journal(folder)
     _check_datasets(saved, datasets, path)
     replaced = [*_replaced(folder, datasets)]
-    # Training goes on from the newest checkpoint, which may be behind.
+    # Training resumes from the newest checkpoint, which may be behind.
     kept = max(checkpoint_steps(folder), default=0)
     journal = plan_journal(config, datasets, saved)
     try:

@@ -44,7 +44,7 @@ class Origin(NamedTuple):
     file: str | None
     """Path; None if it is not known."""
     kind: Kind
-    """What `number` counts."""
+    """Kind of things that `number` counts."""
     number: int | None = None
     """None for a text, and where it is not known."""
     note: str = ""
@@ -72,11 +72,11 @@ class _Stretch(NamedTuple):
     length: int
     """Lines, or rows, of the file."""
     direct: bool
-    """Whether each line or row of the file is a record, and so the numbers of both differ by a constant."""
+    """True if each line or row of the file is a record, and so the numbers of both differ by a constant."""
     damaged: bool
-    """Whether something in the chunk could not be read."""
+    """True if something in the chunk could not be read."""
     start: Position
-    """Where reading it begins."""
+    """Position at which reading it begins."""
 
 
 class Origins:
@@ -289,7 +289,7 @@ class Origins:
                 if self._kind == "row" and (offset >= 0 or start == 0):
                     place = max(offset, 0)
                 result[stretch] = place
-                # Rows of a damaged table are no records.
+                # Rows of a damaged table are not records.
                 lost = self._kind == "row" and stretch.damaged
                 place = None if place is None or lost else place + stretch.length
             if not self._has_all_receipts(unit):

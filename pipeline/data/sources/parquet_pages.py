@@ -31,11 +31,11 @@ class Page:
     compressed: int
     uncompressed: int
     values: int
-    """0 in a dictionary: they are no rows."""
+    """0 in a dictionary: its values are not rows."""
     repeats: bool
-    """Whether a value of it may come out many times, wholly or as the beginning of others."""
+    """True if a value of it may come out many times, wholly or as the beginning of others."""
     by_difference: bool
-    """Whether the lengths of all of its values are decoded at once."""
+    """True if the lengths of all of its values are decoded at once."""
 
 
 def pages(file: BinaryIO, chunk: Any) -> Iterator[Page]:

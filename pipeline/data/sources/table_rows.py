@@ -241,7 +241,7 @@ def _check_offsets(batch: pa.RecordBatch) -> None:
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            # Strings are looked at value by value, and that they are no UTF-8 is the last thing to be found. In nested
+            # Strings are looked at value by value, and that they are not UTF-8 is the last thing to be found. In nested
             # columns it hides what else is wrong.
             simple = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
             if "UTF8" not in str(error) or not any(check(column.type) for check in simple):

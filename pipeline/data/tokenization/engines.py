@@ -137,7 +137,7 @@ class _Foreign:
                 arrays.append(self._encode(text))
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             shown = _shown(texts[len(arrays)])
             raise EngineDiffers(self.name, f"failed on {shown}: {type(error).__name__}: {error}") from None
         if not arrays:
@@ -178,7 +178,7 @@ def open_engine(tokenizer: Tokenizer, which: EngineName) -> Engine:
         return _Foreign(name, tokenizer, lambda: _fastokens(definition), None)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of a Rust library is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         what = "be imported" if isinstance(error, ImportError) else "load this tokenizer"
         raise UserError(f"{KEY}{name} cannot {what}: {printable(str(error))[:300]}{ADVICE}") from None
 

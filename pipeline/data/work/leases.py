@@ -37,7 +37,7 @@ PATIENCE_S = 120.0
 _POLL_S = 0.5
 _ATTEMPTS = 20
 _MAX_BYTES = 4096
-"""A longer file is no lease."""
+"""A longer file is not a lease."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
 _BEGAN = time.time()
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]

@@ -17,7 +17,7 @@ from pipeline.data.sources.records import Damage
 from pipeline.data.work.receipts import Receipt, ReceiptSplit
 
 _MAX_RECEIPT = 2**26
-"""A longer file is no receipt."""
+"""A longer file is not a receipt."""
 _READERS = 8
 """Folders that are read at once: a network file system takes its time for each file."""
 _RECEIPT = re.compile(r"(\d{8,})(?:-(\d{5,}))?\.json")

@@ -49,9 +49,9 @@ class Consumption:
     drawn: int | None
     """As the metrics have it; None before the first step."""
     by_now: Account | None
-    """What the plan says of the steps done."""
+    """Consumption until now, by the plan."""
     in_all: Account | None
-    """What it says of the whole run."""
+    """Consumption of the whole run, by the plan."""
 
 
 @dataclass
@@ -68,19 +68,19 @@ class RunFacts:
     values: dict[str, Any]
     """The resolved config as plain values, which may be of another version of this program."""
     steps: int | None
-    """Of the whole run."""
+    """Steps of the whole run."""
     tokens: int | None
-    """Of the whole run."""
+    """Tokens of the whole run."""
     length_reason: str
     consumption: list[Consumption]
     evaluations: list[Evaluation]
     made_with: dict[tuple[int, str], dict[str, Any]]
-    """How each evaluation was made, by step and weights."""
+    """Settings of each evaluation, by step and weights."""
     scores: list[ReportedScore]
     checkpoint: dict[str, Any]
     """The state that the newest checkpoint has written down."""
     problems: list[str] = field(default_factory=list)
-    """What is missing or could not be read."""
+    """Files that are missing or could not be read."""
 
     @property
     def step(self) -> int:

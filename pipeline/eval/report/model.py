@@ -40,7 +40,7 @@ class Table:
     words: int = 0
     """So many columns on the left are words; the others are numbers."""
     last_words: bool = False
-    """Whether the last column is words, too."""
+    """True if the last column is words, too."""
 
     def is_words(self, column: int) -> bool:
         """True if a column has words."""
@@ -55,7 +55,7 @@ class Line:
     curve: Curve
     look: Look
     points: bool = False
-    """Whether each value is marked, as of what is measured now and then."""
+    """True if each value is marked, as of something that is measured now and then."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LineChart:
     table: Table
     marks: tuple[Marks, ...] = ()
     rules: tuple[tuple[float, str], ...] = ()
-    """Where attempts began, and the number of each."""
+    """Positions at which attempts began, and the number of each."""
     logarithmic: bool = False
     from_zero: bool = False
     note: str = ""

@@ -114,7 +114,7 @@ def _tile(fact: Fact) -> str:
 def _figure(chart: Chart, key: str, over: str = "always") -> str:
     try:
         drawn = svg(chart, key)
-    except Exception:  # figures of others may be what no axis is made for: that is no reason to show no other chart
+    except Exception:  # figures of others may be what no axis is made for: the other charts are shown all the same
         drawn = f"<p class='note'>{UNDRAWN} Its figures are below.</p>"
     note = f"<p class='note'>{_escaped(chart.note)}</p>" if chart.note else ""
     if isinstance(chart, LineChart) and chart.rules:

@@ -50,7 +50,7 @@ class Columns:
         self._attempt = 0
         self.step, self.tokens, self.attempt = array("q"), array("d"), array("q")
         self.time = array("d")
-        """When the step ended, in seconds since 1970."""
+        """Time at which the step ended, in seconds since 1970."""
         self.numbers = {name: array("d") for name in NUMBERS}
         self.loss_by_source: dict[str, array[float]] = {}
         self.spikes, self.skipped, self.passed_over = array("q"), array("q"), array("q")

@@ -57,7 +57,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """What is served, and whether it works."""
+        """The model that is served, and whether it works."""
         found = _health(serving)
         return JSONResponse(found, status_code=503 if found["status"] == "dead" else 200)
 

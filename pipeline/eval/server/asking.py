@@ -32,7 +32,7 @@ class Serving:
     log: Callable[[str], None]
     watch: CheckpointWatcher | None = None
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Of requests whose prompts become tokens, which takes memory and processors."""
+    """Limit on requests whose prompts become tokens, which takes memory and processors."""
 
     @property
     def served(self) -> Served:

@@ -93,13 +93,13 @@ class Completion(Body):
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Log probabilities of the tokens, and of so many of the most probable ones."""
+    """Log probabilities of the tokens, and of the N most probable ones."""
     echo: bool | None = False
     """Begin with the prompt."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the first of these."""
     seed: Seed | None = None
-    """Of the draws; choice i has seed + i. By default a new one."""
+    """Seed of the draws; choice i has seed + i. By default a new one."""
     user: str | None = Field(default=None, max_length=1000)
     """Who asks; not looked at."""
     presence_penalty: float | None = None

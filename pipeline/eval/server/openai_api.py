@@ -109,10 +109,10 @@ class _Begin:
     """The beginning of a choice, before its continuation."""
 
     text: str
-    """Of the answer; empty without `echo`."""
+    """Beginning of the answer; empty without `echo`."""
     ids: Sequence[int]
     offsets: Sequence[int]
-    """Of these tokens in `text`; only where they are shown."""
+    """Offsets of these tokens in `text`; only where they are shown."""
 
 
 def _echoed(
@@ -122,7 +122,7 @@ def _echoed(
     for prompt, tokens in zip(prompts, ids, strict=True):
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         counter = _Offsets(tokenizer, [])
-        # The end of document that begins an empty prompt is no part of the text.
+        # The end of document that begins an empty prompt is not part of the text.
         begins.append(_Begin(text, tokens, [min(counter.next(id_), len(text)) for id_ in tokens] if offsets else []))
     return begins
 

@@ -82,7 +82,7 @@ def opened(config: Config, step: int | None, key: str | None, console: Console) 
         raise UserError("--step and --watch (serve.watch) exclude each other: one keeps a step, the other the newest")
 
     def log(line: str) -> None:
-        with suppress(OSError):  # a log that nobody reads any more is no reason to end
+        with suppress(OSError):  # a log that nobody reads any more does not end the server
             say(console, line)
 
     listening = _bind(settings.host, settings.port, has_key=key is not None)

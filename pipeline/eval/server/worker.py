@@ -37,7 +37,7 @@ class Served:
     tokens: int
     """Trained on so far."""
     fingerprint: str
-    """Of the checkpoint."""
+    """Fingerprint of the checkpoint."""
     loaded_at: float
     """Seconds since 1970."""
 
@@ -60,7 +60,7 @@ class Event:
     """Progress of one text of a request since its last event."""
 
     index: int
-    """Which of the request's texts."""
+    """Number of the text in the request."""
     served: Served
     piece: GeneratedText
     prompt: tuple[Token, ...]

@@ -32,16 +32,16 @@ class Row:
     state: str
     """"ok" (by its sizes; `verify` reads everything), "damaged", "abandoned" or "temporary"."""
     latest: bool = False
-    """Whether a run resumes from it."""
+    """True if a run resumes from it."""
     time: float | None = None
-    """When it was committed, in seconds since 1970."""
+    """Time at which it was committed, in seconds since 1970."""
     bytes: int | None = None
     parent: int | None = None
     """Step of the checkpoint that it descends from."""
     attempt: int | None = None
     layout: str | None = None
     permanent: bool = False
-    """Whether `train.checkpoint.keep_every` keeps it permanently."""
+    """True if `train.checkpoint.keep_every` keeps it permanently."""
     problems: tuple[str, ...] = ()
 
 

@@ -29,9 +29,9 @@ class WeightSource(Protocol):
     """Tensors that were verified, read some at a time, and what they are."""
 
     name: str
-    """Where they are."""
+    """Place of the tensors."""
     model: ModelConfig
-    """What they compute."""
+    """Model that they belong to."""
     positions: int
     """The longest context of their training, in tokens."""
     tokenizer: Tokenizer

@@ -64,7 +64,7 @@ class _Connection:
     """One to another rank."""
 
     name: str
-    """What that rank calls itself; "" as long as it has not said so."""
+    """Name that the rank gives itself; "" as long as it has not given it."""
     text: bytes = b""
     """The line that has not come to its end."""
 

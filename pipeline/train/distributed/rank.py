@@ -122,7 +122,7 @@ class ErrorRecord:
     consequence: bool
     """Another process failed first, and this one found out by it."""
     was_shown: bool
-    """Whether the rank has shown the message itself, on the terminal."""
+    """True if the rank has shown the message itself, on the terminal."""
 
 
 def record_error(error: BaseException, trace: str | None = None) -> None:

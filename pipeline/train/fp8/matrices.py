@@ -18,11 +18,11 @@ class RankMatrix:
     """A weight of a layer's matrix products as one process has it, after the cut by tp and before that by dp_shard."""
 
     name: str
-    """Of the module within the layer, like `mlp.w1`."""
+    """Name of the module within the layer, like `mlp.w1`."""
     rows: int
     columns: int
     elements: int
-    """Of the whole matrix."""
+    """Elements of the whole matrix."""
     eligible: bool
     """It may be in fp8. Of heads that several processes of tp share, each has the whole weight and uses some rows."""
 

@@ -244,7 +244,7 @@ def _bias(source: _Source, model_type: str) -> str:
 
 
 def _window(source: _Source, model_type: str, layers: int) -> int | None:
-    # Null is no window, a missing key the default of transformers.
+    # Null means no window, a missing key the default of transformers.
     window = source.get_absent("sliding_window", None if model_type == "llama" else _WINDOW)
     kinds = source.get("layer_types")
     if model_type == "mistral":

@@ -48,11 +48,11 @@ class Names:
     layer: str
     """Before all names of a layer."""
     before: tuple[TensorRule, ...]
-    """Of what is ahead of the layers."""
+    """Tensors ahead of the layers."""
     norms: Mapping[str, str]
-    """Of a layer: theirs, and the part that ours is before."""
+    """Norms of a layer: their names, and the part that ours is before."""
     behind: tuple[TensorRule, ...]
-    """Of norm and head."""
+    """Tensors of norm and head."""
     norm_bias: bool = False
     transposed: bool = False
     """Matrices of layers."""
@@ -125,7 +125,7 @@ class Family:
     prefix: str = ""
     """Files of the model without its head lack it in their names."""
     what: str = ""
-    """What it is by the keys of `model:`."""
+    """Description of it by the keys of `model:`."""
 
 
 FAMILIES = {

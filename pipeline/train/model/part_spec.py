@@ -46,7 +46,7 @@ class Matrix:
     """A weight that the input of an `nn.Linear` is multiplied with, once in a forward pass."""
 
     name: str
-    """Of the module within the part, like `wq`."""
+    """Name of the module within the part, like `wq`."""
     rows: int
     """Outputs."""
     columns: int
@@ -97,7 +97,7 @@ class Vector:
     name: str
     shape: tuple[int, ...]
     mean: float = 0.0
-    """Of the initial values, which are normal; equal ones with `std` 0."""
+    """Mean of the initial values, which are normal; equal ones with `std` 0."""
     std: float = 0.0
 
 
@@ -106,7 +106,7 @@ class HeadNorm:
     """A norm of each head. All ranks of tp have its parameters, and use them for the heads [B, S, H, E] they have."""
 
     name: str
-    """Of the module within the part."""
+    """Name of the module within the part."""
     spec: NormSpec
     head_dim: int
 
@@ -118,7 +118,7 @@ class Division:
     key: str
     """In the `model:` section, for messages."""
     size: int
-    """How many there are."""
+    """Number of things."""
     shared_by: int | None = None
     """With fewer things than ranks, ranks share them: then the number of those that share them without tp."""
 
@@ -132,10 +132,10 @@ class CpTransfer:
     """Collectives of a mixer over cp in a forward pass. Their gradients take the same ones, reversed."""
 
     what: str
-    """What is sent, in words."""
+    """Name of what is sent, in words."""
     calls: int
     numbers: int
-    """Of all calls, for each token of a rank."""
+    """Numbers sent in all calls, for each token of a rank."""
 
 
 @dataclass(frozen=True)

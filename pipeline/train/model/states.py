@@ -26,7 +26,7 @@ class Places:
     past: int | None
     """Positions that each row has so far, where all have equally many; otherwise `positions_BS` says it."""
     positions_BS: Tensor
-    """Of the new tokens; [1, S] where all rows have the same."""
+    """Positions of the new tokens; [1, S] where all rows have the same."""
     keys: int
     """Positions of the longest row, with the new ones."""
 

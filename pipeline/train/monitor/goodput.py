@@ -21,7 +21,7 @@ _MEASURED = ("step_seconds", "save_blocked", "validation_seconds")
 MOST_STEPS = 10**12
 """A step beyond is none of a run, but damage."""
 MOST = 1e100
-"""What is larger is no figure: sums and squares of such would leave the range of floats."""
+"""Larger values are not figures: sums and squares of such would leave the range of floats."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Goodput:
     productive: float
     """In steps that count: those that were lost and made again count once. Waiting for data is not in it."""
     lost: float
-    """In steps that were not in the checkpoint that a later attempt went on from."""
+    """In steps that were not in the checkpoint that a later attempt resumed from."""
     waiting: float
     """For data."""
     saving: float
-    """What steps waited for: a copy to the memory of the host, or the whole of a save that was waited for."""
+    """Time that steps waited for saves: for a copy to the memory of the host, or for a whole save."""
     validating: float
     starting: float
     """From the start of an attempt until its first step: processes, packages, data, model, checkpoint."""
@@ -123,7 +123,7 @@ class _Use:
         self._known = {number for number, _ in self._begun}
         self._attempt = 0
         self.productive = array("d")
-        """Of each step that still counts, in order."""
+        """Productive time of each step that still counts, in order."""
         self._steps = array("q")
         """The number of each of them."""
         self.lost = self.waiting = self.saving = self.validating = 0.0

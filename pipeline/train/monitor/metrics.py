@@ -72,7 +72,7 @@ class TensorBoard:
         """Those that may not be in the file yet, which are written again where a write fails."""
         self._flushed = time.monotonic()
         self._purge: int | None = first_step + 1
-        """What was logged before of steps from this one on is not shown."""
+        """Step from which on nothing that was logged earlier is shown."""
         self._writer: Any = None
         self._open()
 
@@ -173,7 +173,7 @@ class Wandb:
     def write(self, row: dict[str, Any]) -> None:
         try:
             self._run.log({**flat(row), "step": row["step"]})
-        except Exception as error:  # whatever it is, a service of others is no reason to end a run
+        except Exception as error:  # whatever it is, a service of others does not end a run
             raise OSError(f"W&B: {error}") from error
 
     def close(self) -> None:

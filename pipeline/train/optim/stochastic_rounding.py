@@ -52,7 +52,7 @@ class Rounding:
         self._seeds = _mix(torch.cat(seeds) & _WORD)
         counts = torch.tensor([sum(map(len, ranges[name])) for name in ranges], device=device)
         self._whose = torch.arange(len(ranges), device=device).repeat_interleave(counts, output_size=sum(self._sizes))
-        """Of each seed, the place of its parameter."""
+        """Place of the parameter of each seed."""
         self._words: dict[str, tuple[Tensor, Tensor]] = {}
 
     def draw(self, steps: Tensor) -> None:

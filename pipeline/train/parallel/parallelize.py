@@ -50,13 +50,13 @@ class ParallelModel:
     parts: dict[int, Decoder]
     """By stage, those of this process."""
     vocab_shard: VocabShard | None
-    """Which columns of the logits this process has; None: all."""
+    """Columns of the logits that this process has; None: all."""
     cut: SequenceCut | None
-    """How this process's share of every sequence is cut; None: it has all of it."""
+    """Cut of every sequence that gives this process its share; None: it has all of it."""
     sequence_multiple: int
-    """What the length of every sequence is a multiple of."""
+    """Divisor of the length of every sequence."""
     fp8_weights: bool = False
-    """Whether weights are sent in fp8."""
+    """True if weights are sent in fp8."""
 
     @property
     def whole(self) -> Decoder:

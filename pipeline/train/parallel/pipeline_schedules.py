@@ -27,18 +27,18 @@ class ScheduleFacts:
     default_stages: int
     """Stages on a rank unless the run file says otherwise."""
     allows_stages: Callable[[int], bool]
-    """Whether a rank may have so many stages."""
+    """True for a number of stages that a rank may have."""
     demand: str
     """Micro-batches that it needs, in words; p: ranks of the pipeline, m: micro-batches."""
     allows: Callable[[int, int], bool]
-    """(m, p) -> whether it can run so many micro-batches."""
+    """(m, p) -> true if it can run m micro-batches."""
     bubble: str
     """Share of the time that ranks wait, with equal stages, m a multiple of p, and gradients of inputs and of weights
     that each take as long as the forward pass; v: stages on a rank."""
     kept: str
     """Micro-batches whose activations the fullest rank keeps, each counting as one for all its layers together."""
     what: str
-    """What it does, for the documentation."""
+    """Description of it, for the documentation."""
 
 
 def _whole_rounds(m: int, p: int) -> bool:

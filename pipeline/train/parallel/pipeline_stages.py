@@ -13,7 +13,7 @@ from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import head_flops, layer_flops
 
 EMBEDDING_WEIGHT = 0.1
-"""What the embedding counts for, relative to the head. A look-up is no matrix product, but its gradient and its update
+"""Weight of the embedding relative to the head. A look-up is not a matrix product, but its gradient and its update
 touch as many numbers as the head's. A choice, not a measurement."""
 
 
@@ -26,7 +26,7 @@ class Stage:
     rank: int
     """Coordinate on the pp axis of the processes that have it."""
     part: ModelPart
-    """What it has of the model."""
+    """Part of the model that it has."""
 
 
 def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_length: int) -> list[Stage]:

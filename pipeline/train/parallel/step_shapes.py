@@ -16,11 +16,11 @@ class StepShape:
     """Shape of a step on each data-parallel rank."""
 
     batch_key: str
-    """Where the run file has its batch size."""
+    """Key of the batch size in the run file."""
     micro_key: str
-    """Where the run file has, or would have, its micro-batch."""
+    """Key of the micro-batch in the run file, also where it is not there."""
     length_key: str
-    """Where the run file has its sequence length."""
+    """Key of the sequence length in the run file."""
     batch_size: int
     """Windows, over all ranks."""
     sequence_length: int

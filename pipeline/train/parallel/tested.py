@@ -33,7 +33,7 @@ class LayoutKind:
     schedule: ScheduleName | None
     """None without pp."""
     reshard: bool | None
-    """Whether whole weights are given back after forward; None where they are not sharded, without dp_shard and cp."""
+    """True if whole weights are given back after forward; None where they are not sharded, without dp_shard and cp."""
     cp_method: CpMethod | None
     """None without cp."""
 

@@ -52,7 +52,7 @@ class Shape:
     """The batch of a process in a step."""
 
     samples: int
-    """Of a micro-batch."""
+    """Samples of a micro-batch."""
     length: int
     """Positions of a sample, of which the process has a share with cp."""
     micro_batches: int

@@ -19,7 +19,7 @@ class Device:
     memory: str
     """As it is sold."""
     memory_bytes: int
-    """Of it, what the driver reports (`nvidia-smi`, memory.total)."""
+    """Memory that the driver reports (`nvidia-smi`, memory.total)."""
     flops: Mapping[str, float]
     """Dense peak of matrix products, FLOP/s, by number format: bf16, fp16, fp32 and, where there is one, fp8."""
     memory_bandwidth: float
@@ -29,9 +29,9 @@ class Device:
     network_bandwidth: float
     """Bytes a second one way, of a device to other nodes: its share of the node's adapters."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     products_share: float = 0.6
-    """Of the peak, what large matrix products are taken to reach where nothing was measured. An assumption: devices
+    """Share of the peak that large matrix products are taken to reach if nothing was measured. An assumption: devices
     whose clocks fall under load reach less of it."""
     node_devices: int = 8
     """Devices in a node."""

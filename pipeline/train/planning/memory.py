@@ -40,7 +40,7 @@ class RankMemory:
     working: int
     """Temporary tensors of the layer or head at work, logits included, and the batches of the step."""
     when: str
-    """Where in the step the peak lies."""
+    """Time of the peak within the step."""
 
     @property
     def total(self) -> int:

@@ -42,13 +42,13 @@ class PhasePlan:
     flops_per_token_causal: float
     """The same with attention counted half."""
     recompute_flops_per_token: float
-    """What backward computes again, which no model FLOPs count; attention counted half."""
+    """FLOPs that backward computes again, which no model FLOPs count; attention counted half."""
     bubble: float
     """Share of the pipeline's time in which ranks wait, 0 to 1; 0 without a pipeline."""
     traffic: Mapping[Axis, int]
     """Bytes that a rank sends in a step, by axis; of the pp rank that sends the most."""
     seconds: StepSeconds
-    """Of a step, by part."""
+    """Time of a step, by part."""
     mfu: float
     """Model FLOPs of a step over what the devices could have done at their peak, attention counted whole."""
     mfu_causal: float
@@ -65,7 +65,7 @@ class ResourcePlan:
     compute: str
     """Number format of matrix products."""
     parameters: int
-    """Of the model, without the padding of its vocabulary."""
+    """Parameters of the model, without the padding of its vocabulary."""
     parameters_padded: int
     """With it."""
     memory: list[RankMemory]
@@ -78,11 +78,11 @@ class ResourcePlan:
     phases: list[PhasePlan]
     """In their order; one of each shape of step."""
     job_seconds: float | None
-    """What a job on a cluster has for steps; None where that is not known."""
+    """Time that a job on a cluster has for steps; None where that is not known."""
     assumptions: list[str]
-    """What the times rest on, in words, and where it was measured."""
+    """Assumptions of the times, in words, and where they were measured."""
     warnings: list[str]
-    """What `pipeline train --check` warns of."""
+    """Warnings of `pipeline train --check`."""
 
     @property
     def fits(self) -> bool:

@@ -11,7 +11,7 @@ FILE = Path(__file__).with_name("measured.json")
 """Measured shares by name of the device. `python benchmarks/gpu_evidence.py --calibrate` writes it; nobody edits it."""
 UPDATE_BYTES = {"fp32": 40, "bf16": 112}
 """Bytes that a step moves per parameter, by `train.optimizer.states`: gradient for norm and clipping; weight, gradient
-and moments for the update, which with moments in bf16 is no single kernel."""
+and moments for the update, which with moments in bf16 is not a single kernel."""
 _ONE_SCALE = ("current", "delayed")
 """Recipes of fp8 whose products are those of `tensorwise`: one scale per matrix."""
 
@@ -21,15 +21,15 @@ class Shares:
     """Shares of the stated peaks that plans divide by. The defaults are assumptions."""
 
     products: float
-    """Of the peak of a number format, what large matrix products reach; measured in bf16."""
+    """Share of the peak of a number format that large matrix products reach; measured in bf16."""
     fp8: Mapping[str, float] = field(default_factory=dict)
     """The same of fp8's own peak, by recipe; recipes that are missing reach `products`."""
     attention: float = 0.6
-    """Of what matrix products reach, what the forward pass of causal attention does."""
+    """Share of the speed of matrix products that the forward pass of causal attention reaches."""
     attention_backward: float = 2.5
     """Time relative to forward: a flash kernel computes the scores again (Dao 2023), five products for two."""
     memory: float = 0.8
-    """Of the memory's bandwidth, what passes over memory reach."""
+    """Share of the memory's bandwidth that reading and writing reach."""
     update: float = 0.8
     """The same of norm, clipping and fused AdamW with moments in fp32."""
 
@@ -47,7 +47,7 @@ class MeasuredShares:
     date: str
     """UTC, ISO 8601."""
     commit: str | None
-    """Of the source that measured; `+` behind it: with changes."""
+    """Commit of the source that measured; `+` behind it: with changes."""
     torch: str
     """Its version."""
     shares: Shares

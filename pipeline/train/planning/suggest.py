@@ -92,15 +92,15 @@ class _Candidate:
     config: Config
     layout: Layout
     shape: StepShape
-    """Of the steps that have the most tokens."""
+    """Shape of the steps that have the most tokens."""
     same: tuple[Any, ...]
-    """What two candidates have in common if `keeps` decides which of them needs more memory."""
+    """Values that two candidates have in common if `keeps` decides which of them needs more memory."""
     keeps: tuple[int, int]
-    """How much it keeps for backward: windows of a micro-batch, and what of a layer."""
+    """Amounts that it keeps for backward: windows of a micro-batch, and what of a layer."""
     layer: tuple[Any, ...]
-    """What decides how much a layer keeps of a token."""
+    """Values that decide how much a layer keeps of a token."""
     work: tuple[Any, ...]
-    """What decides the time of a micro-batch."""
+    """Values that decide the time of a micro-batch."""
 
     def needs_no_less_than(self, other: _Candidate) -> bool:
         """True if it has the same layout, and keeps as much or more."""

@@ -91,7 +91,7 @@ class StepSeconds:
     attention: float
     """Scores and their sum over values."""
     recompute: float
-    """What backward computes again."""
+    """All that backward computes again."""
     elementwise: float
     """Everything that reads and writes more than it computes: norms, activations, the loss."""
     communication: Mapping[Axis, float]
@@ -116,7 +116,7 @@ class StepTime:
     bubble: float
     """Share of the pipeline's time in which ranks wait, 0 to 1."""
     traffic: list[list[Transfer]]
-    """What is sent, by pp rank."""
+    """Transfers, by pp rank."""
 
 
 def step_time(
@@ -208,7 +208,7 @@ class _Work:
     elementwise: float
     waiting: dict[Axis, float]
     forward: float
-    """Of all these, those of the forward pass."""
+    """Seconds of all these in the forward pass."""
 
     @property
     def total(self) -> float:

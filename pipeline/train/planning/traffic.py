@@ -49,7 +49,7 @@ class Transfer:
     phase: Phase
     calls: int
     bytes: int
-    """Of all calls: what a gather gives, what a reduction or an exchange is given, what is sent."""
+    """Bytes of all calls: what a gather gives, what a reduction or an exchange is given, what is sent."""
     ranks: int
     """That take part."""
 

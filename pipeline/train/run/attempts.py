@@ -43,11 +43,11 @@ class Attempt:
 
     number: int
     begin: float
-    """When its stage was started, in seconds since 1970."""
+    """Time at which its stage was started, in seconds since 1970."""
     end: float | None
-    """When it ended, or gave its last sign of life; None if it still runs."""
+    """Time at which it ended, or gave its last sign of life; None if it still runs."""
     first_step: int
-    """Steps of the checkpoint that it went on from."""
+    """Steps of the checkpoint that it resumed from."""
     step: int
     """Steps trained when it ended, as far as is known."""
     code: int | None
@@ -57,9 +57,9 @@ class Attempt:
     host: str
     pid: int
     job: str | None
-    """Of the scheduler."""
+    """Job id of the scheduler."""
     restarts: int
-    """How often the scheduler had started that job before."""
+    """Number of times that the scheduler had started that job before."""
     layout: dict[str, int]
     """Processes by axis of parallelism."""
     config: str

@@ -32,15 +32,15 @@ class Saves:
     limit_minutes: float
     """`train.checkpoint.max_unsaved_minutes`."""
     since: float
-    """When the newest checkpoint was committed, or the attempt began to train, in seconds since 1970."""
+    """Time at which the newest checkpoint was committed, or the attempt began to train, in seconds since 1970."""
     step: int
-    """Of the checkpoint that the run would resume from; 0 for none."""
+    """Step of the checkpoint that the run would resume from; 0 for none."""
     failed: int = 0
     """Saves that have failed since then."""
     failed_step: int | None = None
     """The last of them."""
     failed_at: float | None = None
-    """When, in seconds since 1970."""
+    """Time of that failure, in seconds since 1970."""
     reason: str = ""
     """Why."""
 

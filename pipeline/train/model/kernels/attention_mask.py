@@ -84,7 +84,7 @@ class AttentionMask:
     end: int
     """Position behind the last query, and so the number of keys."""
     window: int | None
-    """None also where it is no shorter than the keys are many."""
+    """Positions that a query attends to at most; None also if there are no more keys than that."""
     device: torch.device
     documents: Documents | None = None
 

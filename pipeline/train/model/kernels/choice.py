@@ -41,11 +41,11 @@ class DeviceCaps:
     device: str
     """cpu or cuda."""
     capability: tuple[int, int] = (0, 0)
-    """Of a GPU, its compute capability."""
+    """Compute capability of a GPU."""
     flash: frozenset[int] = frozenset()
     """Versions of flash-attn that are installed."""
     te: bool = False
-    """Whether Transformer Engine is."""
+    """True if Transformer Engine is installed."""
     unfit: Mapping[int, str] = field(default_factory=dict)
     """By version of flash-attn that was tried, why it cannot be taken."""
 
@@ -92,7 +92,7 @@ class KernelChoice:
     backend: Backend
     reason: str
     version: int | None = None
-    """Of flash-attn."""
+    """Version of flash-attn."""
 
     def build(self, deterministic: bool) -> Kernel:
         """The kernel itself.

@@ -112,7 +112,7 @@ class Flash(PackedKernel):
         self._attend = flash_function(version)
         self._deterministic = deterministic
         self._open = None if version == 4 else -1
-        """What says that there is no window."""
+        """Value that says that there is no window."""
 
     def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Packing, scale: float) -> Tensor:
         """See `Kernel`."""

@@ -28,4 +28,4 @@ class Rule:
     check: Check
     """Config and layout -> a message for each violation, with the values and the nearest allowed setting."""
     of_training: bool = False
-    """Whether only training demands it: not an evaluation, which has no backward pass."""
+    """True if only training demands it: not an evaluation, which has no backward pass."""

@@ -32,7 +32,7 @@ PythonUnpickler: Any = pickle._Unpickler
 _CHUNK = 4 << 20
 """Bytes that are written and hashed at once: the hash then finds them in the processor's cache."""
 _AHEAD = 32 << 20
-"""After so many bytes the kernel is told to begin with writing them to the disk, rather than at the end."""
+"""Bytes after which the kernel is told to begin with writing them to the disk, rather than at the end."""
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and wait for nothing
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
