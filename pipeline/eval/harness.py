@@ -36,13 +36,13 @@ PREFETCHED = "prefetched"
 _BOOTSTRAP = 1000
 """Resamples for the standard error of what has no formula for it: known to some percent."""
 _KEPT = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
-"""Of what the harness returns: what says how good the model is, and not what machine it ran on."""
+"""Keys of the harness's results that say how good the model is, and not what machine it ran on."""
 _BEAT = 20.0
 """Seconds between two signs of life of a process that the others wait for, or that waits for them."""
 _SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234}
-"""Of the harness, before it loads tasks: some shuffle their documents."""
+"""Seeds of the harness, set before it loads tasks: some shuffle their documents."""
 _STATE = ("lm_eval", "files")
-"""Of what results are made with: what changes by itself. Results that differ in these alone replace one another."""
+"""Keys of `made_with` that may change on their own. Results that differ in these alone replace one another."""
 
 
 def run_harness(

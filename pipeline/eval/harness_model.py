@@ -17,9 +17,9 @@ from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
 
 _NEW_TOKENS = 256
-"""Where a task does not say how many; the harness's own default."""
+"""New tokens where a task does not say how many; the harness's own default."""
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call the number of new tokens, the harness's own name first."""
+"""Names that tasks give the number of new tokens, the harness's own name first."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]

@@ -17,9 +17,9 @@ from pipeline.train.checkpoint.committed import UNREADABLE, Checkpoint
 from pipeline.train.checkpoint.manager import Checkpoints
 
 _MEASURE = ("data", "split", "sequence_length", "compute")
-"""Of what a report was made with: losses are comparable where these are the same, and what `WINDOWS` has."""
+"""Keys of `made_with`: losses are comparable where these are the same, and what `WINDOWS` has."""
 WINDOWS: Mapping[str, Any] = {"samples": None, "stride": None, "documents": False}
-"""Which windows it was made of; reports from before there was a choice have these."""
+"""Keys that name the windows; reports from before there was a choice have these."""
 Scores = dict[str, float | None]
 """`loss`, `perplexity` and `bits_per_byte`; None where the figure is not finite."""
 

@@ -24,7 +24,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 
 Row = tuple[str, str, float | None, float | None, str]
-"""Of a table: task, figure, value, its standard error, and what else there is to say."""
+"""Row of a table: task, figure, value, its standard error, and what else there is to say."""
 _SHOWN = {
     "wikitext": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     "lambada": ("accuracy", "perplexity"),

@@ -108,7 +108,7 @@ _BEFORE_THE_FIRST_STEP = (
     *(RunFiles.journal, RunFiles.attempt, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs, RunFiles.tensorboard),
     *(RunFiles.stop, RunFiles.save),
 )
-"""What `pipeline preprocess`, a fork that was killed and a start that was refused leave in a run folder."""
+"""Files that `pipeline preprocess`, a fork that was killed and a start that was refused leave in a run folder."""
 _OF_THE_USER = (".yaml", ".yml", ".sh", ".md", ".txt", ".log", ".out", ".err")
 """Run files, and what lies beside them."""
 

@@ -24,7 +24,7 @@ MEANING: dict[Winner, str] = {
     "checkpoint": "a difference is refused, unless resume.allow names it",
     "place": "where things lie or are made: may change freely; what counts is what is found there",
 }
-"""What becomes of a key that differs from the checkpoint's."""
+"""Effects of a key that differs from the checkpoint's."""
 
 WINNERS: dict[str, tuple[Winner, str]] = {
     "run.dir": ("place", "the folder may be moved"),
@@ -75,7 +75,7 @@ _SHOWN_CHARACTERS = 100
 _COMPARED_BY_FINGERPRINT = ("model", "train.objective")
 """A difference is refused or warned of already."""
 _OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume", "slurm")
-"""Where and how a start is made: says nothing about the run."""
+"""Keys that say where and how a start is made, and nothing about the run."""
 _ABSENT = object()
 
 

@@ -22,7 +22,7 @@ from pipeline.train.parallel.setup import Setup
 from pipeline.train.step import make_context
 
 _MULTIPLE = 64
-"""Tokens; batches that are shorter than a window may be have a length that is this times a power of two."""
+"""Tokens of which the length of a batch is a multiple, if it is shorter than a window may be."""
 
 
 @dataclass(frozen=True)

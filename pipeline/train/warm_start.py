@@ -33,7 +33,7 @@ from pipeline.train.model.init import local_range
 from pipeline.train.parallel.parallelize import ParallelModel
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of tensors by parameter name."""
+"""Shapes of tensors by parameter name."""
 
 
 @dataclass

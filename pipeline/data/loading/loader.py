@@ -33,7 +33,7 @@ from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.windows import Instances, bounds_of, windows_of
 
 _MAX_POSITIONS = 2**31 - 1
-"""Of a micro-batch: `Batch.starts` is int32."""
+"""Positions of a micro-batch at most: `Batch.starts` is int32."""
 
 
 class Loader:

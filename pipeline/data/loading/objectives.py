@@ -199,7 +199,7 @@ OBJECTIVES: dict[str, Callable[[Config, TokenizerInfo], Objective]] = {
     "causal": _causal,
     "fim": _fill_in_the_middle,
 }
-"""How to make each `train.objective.type`. `ObjectiveConfig.type` lists the same names: the config is read without the
+"""Constructors by `train.objective.type`. `ObjectiveConfig.type` lists the same names: the config is read without the
 data pipeline."""
 
 

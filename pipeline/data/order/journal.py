@@ -299,7 +299,7 @@ def _union(intervals: list[Interval]) -> list[Interval]:
 
 
 _PLACE = {"offset", "lap", "cursor", "cap", "stops"}
-"""What the steps before decide, and the limit that is left."""
+"""Fields that the steps before decide, and the limit that is left."""
 
 
 def _goes_on(stretch: Stretch, segment: Segment) -> bool:

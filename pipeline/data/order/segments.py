@@ -12,7 +12,7 @@ from pipeline.data.order.blend import UNIT, Order
 Interval = tuple[int, int]
 """[first, end)"""
 What = str | tuple[str | None, tuple[Interval, ...]]
-"""What is skipped: "steps", "samples", or documents of a source."""
+"""Things that are skipped: "steps", "samples", or documents of a source."""
 
 
 class Sized(Protocol):

@@ -49,7 +49,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 
 HASHED_STEPS = 1000
 DOCUMENT_TOKENS = 1000
-"""Of a document of a source that is assumed."""
+"""Tokens of a document of a source that is assumed."""
 SHOWN_CHARACTERS = 300
 _PATIENCE_S = 1.0
 _NAMED = 5

@@ -12,7 +12,7 @@ from pipeline.data.preprocess.source_plan import SourceFiles
 from pipeline.data.preprocess.status import read_state
 
 _TOKENS_PER_BYTE = 0.25
-"""Of text; a guess for English."""
+"""Tokens per byte of text; a guess for English."""
 
 
 def free_space(path: Path) -> tuple[int, int | None]:

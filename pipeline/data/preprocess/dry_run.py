@@ -42,12 +42,12 @@ SAMPLE_BYTES = 2**20
 """Bytes on disk, or of text, of each source that are read and encoded."""
 SAMPLE_S = 2.0
 _ENCODED_BYTES = 4 * SAMPLE_BYTES
-"""Of a document that is longer, the rest is taken to be like its beginning."""
+"""Bytes that are encoded at most; of a document that is longer, the rest is taken to be like its beginning."""
 _FILES_SHOWN = 3
 _DETAIL_SHOWN = 80
 """Characters."""
 _TOKENS_A_BYTE = 0.25
-"""Of text, where there is no tokenizer yet: English with a vocabulary of some ten thousand entries."""
+"""Tokens per byte of text, where there is no tokenizer yet: English with a vocabulary of some ten thousand entries."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ ORIGIN_FILE = "origin.json"
 SAMPLE_BYTES = 2**18
 """Text that a piece of a file gives to the sample each time that it is drawn."""
 _CANDIDATE_BYTES = 2**34
-"""Of a larger corpus, only a keyed fraction of the pieces is looked at, so that the list of them stays small."""
+"""Bytes of a corpus; of a larger one, a keyed fraction of the pieces is looked at, so that their list stays small."""
 _Candidate = tuple[int, Piece]
 """Number of a source, and a piece of one of its files."""
 

@@ -15,7 +15,7 @@ UNIT_BYTES = 2**23
 """Smallest unit whose words are looked at; of a smaller one that takes longer than they save: 0.3 s."""
 _SAMPLE_CHARACTERS = 2**19
 _HEAD_CHARACTERS = 2**12
-"""Of each document: many beginnings have more of what is frequent everywhere than a few whole documents."""
+"""Characters of each document: many beginnings have more of what is frequent everywhere than a few whole documents."""
 _READ_BYTES = 2**24
 """At most so much is read for the sample."""
 

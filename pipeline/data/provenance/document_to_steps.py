@@ -33,7 +33,7 @@ _ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9
 _EXHAUSTED = "the source has given all that its max_epochs allows"
 _BEYOND = "beyond what max_epochs of the source allows"
 _LINES = 50
-"""Of a document that are shown."""
+"""Lines of a document that are shown."""
 
 
 @dataclass(frozen=True)

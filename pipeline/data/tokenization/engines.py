@@ -35,7 +35,7 @@ CACHE_BYTES = 2**27
 CHECK_MIN = 64
 """At least this many documents of a unit are compared."""
 CHECK_SHORT_BYTES = 2**14
-"""What a small unit lacks to that number is filled up with shorter ones first, or the comparison would cost more than
+"""Bytes; shorter documents fill up what a small unit lacks to that number, or the comparison would cost more than
 all the rest."""
 CHECK_TEXT_BYTES = 2**16
 """Only shorter texts are compared, which bounds memory and time."""

@@ -65,7 +65,7 @@ _TICKS = 5
 _NARROW, _WIDE = 4.0, 200.0
 """Ratios of the ends of a logarithmic axis, up to which it has equal ticks, and three in a decade."""
 _MARKS_FROM, _MARKS_APART = 0.035, 0.06
-"""Of the height of a chart."""
+"""Shares of the height of a chart."""
 
 
 def svg(chart: Chart, key: str) -> str:

@@ -15,7 +15,7 @@ from pipeline.eval.reports import WINDOWS, Evaluation
 
 _MOST_BARS = 12
 _NOT_HOW = ("checkpoint", "weights", "split")
-"""What was evaluated; the rest is how."""
+"""Keys that say what was evaluated; the rest say how."""
 _SPENT: tuple[tuple[str, str, str], ...] = (
     ("productive", "steps that count", "s2"),
     ("lost", "steps lost", "s1"),

@@ -10,7 +10,7 @@ from pipeline.common.format import duration
 from pipeline.common.redaction import masked
 
 NONE = "–"
-"""Where there is no figure."""
+"""Sign for a figure that is missing."""
 _TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that turn the direction of what comes after them."""
 

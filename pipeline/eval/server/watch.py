@@ -21,7 +21,7 @@ POLL_SECONDS = 2.0
 _AGAIN_SECONDS = 60.0
 """After so long one that could not be loaded is tried again: a network file system may have been the reason."""
 _GENEROUS = 16
-"""How much shorter a normalizer may make a text; an estimate."""
+"""Factor by which a normalizer may shorten a text; an estimate."""
 
 
 def load_served(config: Config, step: int | None) -> Served:

@@ -20,7 +20,7 @@ from pipeline.common.run_files import CHECKPOINT_STATE
 
 COMMIT = "COMMIT"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading the state or the list of files of a damaged checkpoint may raise."""
+"""Errors that reading the state or the list of files of a damaged checkpoint may raise."""
 
 
 @contextmanager

@@ -56,7 +56,7 @@ _CLASSES = frozenset(
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
     }
 )
-"""What torch 2.11 to 2.15 names in a list of tensors, besides the types of their elements."""
+"""Classes that torch 2.11 to 2.15 names in a list of tensors, besides the types of their elements."""
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
@@ -65,7 +65,7 @@ _OPCODES = (
     *(pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
     *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
 )
-"""Of these a list of tensors consists."""
+"""Operations of which a list of tensors consists."""
 _MOST_DIMENSIONS = 64
 _LARGEST = 2**30
 """Bytes of a list: some millions of pieces."""

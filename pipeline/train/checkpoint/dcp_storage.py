@@ -37,14 +37,14 @@ from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointRead
 from pipeline.train.parallel.torch_compat.core import plain
 
 Section = Literal["model", "ema"]
-"""Where weights are: those that were trained, or their moving average."""
+"""Section of the weights: those that were trained, or their moving average."""
 State = dict[str, dict[str, Any]]
 """Section ("model", "optimizer", "ema") -> name -> tensor or number."""
 
 # One key a parameter and state ("state.layers.0.mixer.wq.weight.exp_avg"), whatever groups and ranks there are.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE = "state."
-"""What the keys of moments begin with; those of hyper-parameters begin with something else."""
+"""Prefix of the keys of moments; those of hyper-parameters begin with something else."""
 
 
 def tensors(model: ParallelModel, optimizers: Optimizers | None, ema: Ema | None = None) -> State:

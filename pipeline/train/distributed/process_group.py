@@ -42,10 +42,10 @@ __all__ = [
 T = TypeVar("T")
 
 _LEAVING = timedelta(seconds=60)
-"""How long those who leave wait for one another: for a rank that still closes its files or trackers."""
+"""Time for which those who leave wait for one another: for a rank that still closes its files or trackers."""
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""How long torch lets a collective wait. A hang is found by the watchdog, and one of what runs beside training where
-the loop waits for it. torch counts time in which a run is suspended, too, which may be long and is none."""
+"""Time for which torch lets a collective wait. A hang is found by the watchdog, and one of what runs beside training
+where the loop waits for it. torch counts time in which a run is suspended, too, which may be long and is none."""
 _LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "/sys/class/net/lo"
 
 

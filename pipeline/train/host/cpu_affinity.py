@@ -19,7 +19,7 @@ _THREAD_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFI
 """With any of these, OpenMP has chosen cores for its threads from those that the process began with."""
 
 _mask_before_bind: list[frozenset[int]] = []
-"""What this process could use before `bind`, if that has bound it."""
+"""CPUs that this process could use before `bind`, if that has bound it."""
 
 
 def available() -> frozenset[int]:

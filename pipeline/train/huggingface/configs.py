@@ -304,7 +304,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""What decides the frequencies of a scaling."""
+"""Keys that decide the frequencies of a scaling."""
 
 
 def _to_llama_like(model: ModelConfig, positions: int) -> tuple[Family, Json]:

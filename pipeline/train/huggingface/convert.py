@@ -35,7 +35,7 @@ from pipeline.train.huggingface.folder import (
 from pipeline.train.model.config import decoder_spec
 
 MODEL_FILE = "model.yaml"
-"""What a run file includes to train on from a converted model."""
+"""File that a run file includes to train on from a converted model."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 _QWEN_SPLIT = orjson.dumps(r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|").decode()[1:-1]
 """Single digits, which no other family here has; as JSON writes it."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
-"""Of the kernel, for this thread: nanoseconds on a core, nanoseconds of waiting for one, turns."""
+"""The kernel's times of this thread: nanoseconds on a core, nanoseconds of waiting for one, turns."""
 _STEPS = 20
 """Steps in a row in which a rank must be the slowest before it is reported."""
 _RATIO = 1.5
-"""How many times as long as the median it must work."""
+"""Factor over the median that it must work."""
 _SHARE = 0.1
-"""Of the step, that its work beyond the median must take: below that nobody waits for it."""
+"""Share of the step that its work beyond the median must take: below that nobody waits for it."""
 _QUIET = 100
 """Steps in which it is not reported again."""
 

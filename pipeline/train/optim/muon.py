@@ -21,7 +21,7 @@ from pipeline.train.optim.muon_owners import Owners
 from pipeline.train.parallel.torch_compat.core import local_shard
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of a step of the iteration (Jordan et al. 2024): steep at 0, so that few steps take singular values close to 1."""
+"""Coefficients of the iteration (Jordan et al. 2024): steep at 0, so that few steps take singular values close to 1."""
 _SMALLEST_NORM = 1e-7
 
 

@@ -23,7 +23,7 @@ _WORD = 0xFFFFFFFF
 _HALF = 0xFFFF
 """The bits that bf16 does not have of fp32."""
 _FACTORS = (0x2C1B3C6D, 0x297A2D39)
-"""Of 32-bit words, by kind. Odd; products go around, as they do on CPU and GPU."""
+"""Factors of 32-bit words, by kind. Odd; products go around, as they do on CPU and GPU."""
 _STRIDE = 0x9E3779B9
 """Odd, so that steps have words of their own for 2**32 steps."""
 

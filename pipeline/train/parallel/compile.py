@@ -21,7 +21,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.torch_compat.core import prepare_compiler
 
 BACKEND = "inductor"
-"""Of torch.compile."""
+"""Backend of torch.compile."""
 _FLOPS_OF_A_THREAD = 1e11
 """A round number for how much a CPU's thread computes in a second; only the order of magnitude matters."""
 _LONG_HOURS = 0.5

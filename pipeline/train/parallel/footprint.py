@@ -17,11 +17,11 @@ from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.tested import LayoutKind
 
 MASTER_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 4, 4
-"""Of a parameter: the fp32 weight, the fp32 gradient, the fp32 moving average if there is one."""
+"""Bytes of a parameter: the fp32 weight, the fp32 gradient, the fp32 moving average if there is one."""
 MOMENT_BYTES = {"fp32": 4, "bf16": 2}
-"""Of a moment of a parameter, by `train.optimizer.states`."""
+"""Bytes of a moment of a parameter, by `train.optimizer.states`."""
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of a parameter in the format of forward and backward."""
+"""Bytes of a parameter in the format of forward and backward."""
 
 
 @dataclass(frozen=True)

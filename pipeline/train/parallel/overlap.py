@@ -19,7 +19,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.setup import Setup
 
 Reduction = Literal["each", "last", "after"]
-"""When gradients are added up over shards: in the backward pass of each micro-batch, in that of the last one, or after
+"""Time at which gradients are added up over shards: in backward of each micro-batch, in that of the last one, or after
 all of them."""
 
 

@@ -13,7 +13,7 @@ from pipeline.config.parallel import ZERO_BUBBLE, ScheduleName
 from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
 
 _DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
-"""Of an action, in units of its stage's cost: each of the three matrix products of a layer counts the same."""
+"""Duration of an action, in units of its stage's cost: each of the three matrix products of a layer counts the same."""
 
 
 @dataclass(frozen=True)

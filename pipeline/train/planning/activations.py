@@ -40,7 +40,7 @@ from pipeline.train.step import Stepper
 
 DeviceType = Literal["cpu", "cuda"]
 Ends = Literal["whole", "first", "middle", "last"]
-"""Of the model, which part a stage is: with embedding and head, with one of them, or with neither."""
+"""Part of the model that a stage is: with embedding and head, with one of them, or with neither."""
 
 _PIPELINES: Mapping[Ends, tuple[int, int]] = {"whole": (1, 0), "first": (2, 0), "middle": (3, 1), "last": (2, 1)}
 """The shortest pipeline that has such a stage, and the rank of it."""

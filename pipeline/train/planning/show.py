@@ -20,14 +20,14 @@ Suggestions = Sequence[tuple[Mapping[str, Any], ResourcePlan]]
 """Keys to change, and the plan of the run with them."""
 
 _PARTS = ("parameters", "moments", "gradients", "unsharded", "activations", "working")
-"""Of `RankMemory`."""
+"""Fields of `RankMemory`."""
 _HEADS = ("weights", *_PARTS[1:])
 
 
 _ALIKE = 0.02
-"""Of what a rank of the pipeline needs: ranks that differ by less share a row."""
+"""Share of what a rank of the pipeline needs: ranks that differ by less share a row."""
 _TIGHT = 0.97
-"""Of the limit: what needs more is called tight, as an estimate may be off by some percent."""
+"""Share of the limit: what needs more is called tight, as an estimate may be off by some percent."""
 
 
 def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = False) -> Iterator[str]:

@@ -30,7 +30,7 @@ from pipeline.train.planning.timing import rank_parameters, step_time
 _ROUNDS = (3, 4)
 """Micro-batches over ranks of a pipeline, for steps that stand for longer ones."""
 _SLACK = 0.9
-"""Of what a layer keeps in one layout, what it keeps in similar ones at least."""
+"""Share of what a layer keeps in one layout that it keeps in similar ones at least."""
 MOST_PLANS = 20
 """Candidates whose memory is estimated at most."""
 

@@ -27,9 +27,9 @@ from pipeline.train.planning.shares import UPDATE_BYTES
 from pipeline.train.planning.traffic import AXES, Axis, Transfer, is_recomputed, stage_traffic
 
 LINK_SHARE = 0.7
-"""Of the stated bandwidth of links and network, what collectives reach."""
+"""Share of the stated bandwidth of links and network that collectives reach."""
 _CALL_S, _HOP_S = 15e-6, 2e-6
-"""Of a collective's start, and of each rank that its ring goes through; an all-reduce takes a tree."""
+"""Seconds of a collective's start, and of each rank that its ring goes through; an all-reduce takes a tree."""
 _AVERAGE_BYTES = 12
 """That the moving average moves for a parameter, besides `UPDATE_BYTES`."""
 _LOGIT_BYTES = 32

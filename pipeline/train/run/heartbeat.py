@@ -27,7 +27,7 @@ ENDED = "end"
 _SLOT = 1024
 """Bytes of a line, which is written in place. A page has a whole number of them."""
 _TORN = 3
-"""How often a line is read that is being written."""
+"""Times that a line is read that is being written."""
 _LEAVING = 5.0
 """Seconds that a rank waits, when it ends, for a heartbeat that is being written."""
 _NAMED = 8

@@ -37,10 +37,10 @@ _NOT_RUNNING = frozenset(
 )
 """States of SLURM in which no process of a job is left. A job that is completing may have some."""
 _NO_SUCH_JOB = "Invalid job id"
-"""What squeue says of a job that ended so long ago that the scheduler has forgotten it."""
+"""Message of squeue for a job that ended so long ago that the scheduler has forgotten it."""
 
 Holder = dict[str, Any]
-"""What the file says: host, pid, start time of the process and so on."""
+"""Content of the file: host, pid, start time of the process and so on."""
 
 
 class Lock:

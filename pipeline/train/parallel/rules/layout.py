@@ -405,7 +405,7 @@ _EVALUATED_LENGTH = Rule(
     "The input of tasks is a multiple of what sequences are cut into, as above.",
     _evaluated_length,
 )
-"""Of an evaluation alone."""
+"""Rule of an evaluation alone."""
 
 
 def _idle_ranks(config: Config, layout: Layout) -> Iterator[str]:
@@ -490,4 +490,4 @@ WARNINGS: Sequence[Rule] = (
     ),
     Rule(("parallel.tp",), "`tp` is more than 8, which few machines have in one node.", _wide_tp),
 )
-"""What `pipeline train --check` warns of."""
+"""Warnings of `pipeline train --check`."""

@@ -123,7 +123,7 @@ def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 FAKE_BACKEND = "fake"
-"""Of process groups that send nothing."""
+"""Backend of process groups that send nothing."""
 
 
 def fake_store() -> Any:
@@ -282,7 +282,7 @@ def strided_shard(placement: Placement) -> tuple[int, int] | None:
 
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-"""Where torch's own code is."""
+"""Folder of torch's own code."""
 _DISTRIBUTED_FOLDER = os.path.dirname(dist.__file__) + os.sep
 _RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 _RECORDED = 1000

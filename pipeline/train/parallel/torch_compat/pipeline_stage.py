@@ -15,14 +15,14 @@ from torch.distributed.pipelining._backward import stage_backward
 from pipeline.train.monitor.trace_spans import span
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"  # which torch compares as versions
-"""Whether schedules whose backward passes have two halves can train; an evaluation has no backward passes.
+"""True if schedules whose backward passes have two halves can train; an evaluation has no backward passes.
 
 In 2.11 and 2.12 they fail where the loss is computed in pieces, as it is by default. The first half frees the node of
 the loss in torch's graph, from which the second half starts: "Attribute '_input_metadata' is invalid". All three were
 tried: they fail in 2.11.0 and 2.12.1, and work in 2.13.0, 2.14.1 and 2.15.0.
 """
 _HOLDS_BUFFERS = torch.__version__ < "2.15"  # which torch compares as versions
-"""Whether torch keeps a buffer for each micro-batch, for the whole run; 2.15 makes one when something is received."""
+"""True if torch keeps a buffer for each micro-batch, for the whole run; 2.15 makes one when something is received."""
 
 
 def schedule_actions(
