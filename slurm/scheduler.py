@@ -246,7 +246,7 @@ def update(job: str, values: Mapping[str, str]) -> None:
 
 
 def cancel(numbers: Sequence[str]) -> None:
-    """End jobs, or take them out of the queue; those that have ended are passed over.
+    """End jobs, or take them out of the queue; those that have ended are skipped.
 
     Raises:
         SchedulerError: the scheduler does not answer, or the job is another user's.

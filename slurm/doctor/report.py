@@ -19,7 +19,7 @@ import orjson
 from pipeline.common import storage
 
 SLOW_FACTOR = 2.0
-"""A device that takes so many times the median of all for the same matrix product is slow."""
+"""A device that takes this multiple of the median of all for the same matrix product is slow."""
 _REPORTS = "reports.json"
 """Those of all nodes, by name."""
 _ENOUGH = 3

@@ -36,7 +36,7 @@ _Identity = tuple[str, int]
 class Evaluations:
     """Evaluation jobs of a training: each call of `look` sends those that are due, without raising or waiting.
 
-    What was sent is in the run's `jobs.jsonl`, so another start of the job goes on from there.
+    What was sent is in the run's `jobs.jsonl`, so another start of the job resumes from there.
 
     Args:
         submission: of the training.

@@ -61,7 +61,7 @@ class MetricRows:
     """The last one with a loss."""
     validated: dict[str, Any] | None
     newest: dict[str, Any] | None
-    """The last one of a step, also of one that was passed over."""
+    """The last one of a step, also of one that was skipped."""
 
 
 class RunSnapshot:

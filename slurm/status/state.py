@@ -240,7 +240,7 @@ def judge(
         waiting: its jobs that wait or run.
         tries: attempts at training.
         beats: heartbeats of the last one.
-        patience: so many seconds after the last heartbeat it has stalled.
+        patience: seconds after the last heartbeat from which it has stalled.
         total: steps of the run.
     """
     if tries and tries[-1].end is None:

@@ -43,7 +43,7 @@ class Axis:
 
     @property
     def fixed(self) -> bool:
-        """Whether all runs have the same value."""
+        """True if all runs have the same value."""
         return len(self.values) == 1
 
 
