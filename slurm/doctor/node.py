@@ -33,7 +33,7 @@ class NodeRank:
     rank: int = 0
     size: int = 1
     address: str = ""
-    """Where rank 0 is."""
+    """Address of rank 0."""
     port: int = 0
     serves: bool = True
     """This process opens the port; else a launcher has."""

@@ -24,7 +24,7 @@ from slurm.submit.submission import Submission
 AT_ONCE = 8
 """Jobs that a look sends at most: a run may have many checkpoints when evaluations are turned on."""
 SENDS = 3
-"""So often this process tries to send a job that is refused."""
+"""Number of times that this process tries to send a job that is refused."""
 JOBS = 2
 """Jobs of a checkpoint at most: one that ends without a report is sent once more."""
 ASK_EVERY = 60.0

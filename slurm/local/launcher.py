@@ -206,7 +206,7 @@ class _Ranks:
         self.codes: dict[int, int] = {}
         """By rank, of those that have ended on their own; of one that a signal ended minus its number."""
         self.times: dict[int, float] = {}
-        """When that was noticed, in seconds since 1970."""
+        """Times at which that was noticed, in seconds since 1970."""
         self.forwarded: set[int] = set()
         """Signals that were handed on."""
         self._pids: dict[int, int] = {}

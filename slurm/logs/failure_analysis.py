@@ -59,7 +59,7 @@ class FailedProcess:
     code: int
     """Exit code, or minus the signal that ended it."""
     time: float
-    """When that was noticed, in seconds since 1970."""
+    """Time at which that was noticed, in seconds since 1970."""
     record: ErrorRecord | None
     """What it left, if anything."""
     detail: str = ""

@@ -76,7 +76,7 @@ class RunSnapshot:
         self.run = run
         self.now = time.time()
         self.problems: list[str] = []
-        """What could not be read."""
+        """Messages about what could not be read."""
         self.files = RunFiles(run)
         self.sent: list[Job] = self.read(RunFiles.jobs, lambda: jobs.sent(run), [])
         self.launches: list[Launch] = self.read(RunFiles.ledger, lambda: launches(run), [])

@@ -237,7 +237,7 @@ class SentJobs:
     numbers: list[str] = field(default_factory=list)
     """Numbers of those that the scheduler has accepted; of an array without the tasks."""
     noted: list[tuple[Path, Job]] = field(default_factory=list)
-    """What was written down of them, with the folder of the run."""
+    """Records of the jobs, each with its run folder."""
 
 
 @contextmanager

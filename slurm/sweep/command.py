@@ -34,7 +34,7 @@ class CheckedRun:
 
     member: Member
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     parameters: int
 
 
